@@ -1,0 +1,3 @@
+"""fsdptrain: one YAML recipe, one command, a trained Hugging Face folder."""
+
+__version__ = "0.1.0"

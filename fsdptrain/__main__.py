@@ -1,0 +1,5 @@
+"""`python -m fsdptrain` is the same as the `fsdptrain` command."""
+
+from fsdptrain.cli import main
+
+main()

@@ -1,0 +1,94 @@
+"""Everything that can end a command, and the exit code it ends with.
+
+    FsdptrainError            1   a defect of ours, when nothing more exact is known
+    ├── RecipeError           2   the recipe or the command line is wrong
+    ├── DataError             4   the data is wrong: file, line, what was expected
+    ├── WorkerError           5   a worker failed or hung
+    ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
+    ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
+    └── Stopped              75   stopped by a signal, checkpoint saved: run again to go on
+
+An error crosses from a worker to the command line as its class name and its message (`to_record`, `from_record`), so
+that the person sees the failing rank's own words and the shell sees the right code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class FsdptrainError(Exception):
+    """A failure with a message written for the person at the terminal."""
+
+    exit_code = 1
+
+
+class RecipeError(FsdptrainError):
+    """The recipe or the command line cannot be honoured; nothing was started."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem] | str) -> None:
+        self.problems = [Problem(problems)] if isinstance(problems, str) else problems
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(FsdptrainError):
+    """A row, a file or a column is not what the recipe says it is."""
+
+    exit_code = 4
+
+
+class WorkerError(FsdptrainError):
+    """A worker process died, hung or raised something that is not one of ours."""
+
+    exit_code = 5
+
+
+class CheckpointError(FsdptrainError):
+    """A checkpoint is damaged, or there is no room to write one."""
+
+    exit_code = 6
+
+
+class NonFiniteError(FsdptrainError):
+    """The loss or the gradient norm is NaN or infinite; the weights were not touched."""
+
+    exit_code = 7
+
+
+class Stopped(FsdptrainError):
+    """A signal asked us to stop; whatever could be saved has been."""
+
+    exit_code = 75
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a recipe: where it stands, what stands there, and the way out."""
+
+    message: str
+    field: str | None = None
+    where: str | None = None  # "recipe.yaml:12", or "command line"
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.field, self.message) if part)
+
+
+_BY_NAME: dict[str, type[FsdptrainError]] = {
+    cls.__name__: cls
+    for cls in (FsdptrainError, RecipeError, DataError, WorkerError, CheckpointError, NonFiniteError, Stopped)
+}
+
+
+def to_record(error: BaseException) -> dict[str, str]:
+    """The two facts that travel between processes: `{"type": class name, "message": text}`."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+def from_record(record: dict[str, str]) -> FsdptrainError:
+    """The error that `to_record` described; a class that is not ours becomes a `WorkerError` with its name in front."""
+    cls = _BY_NAME.get(record["type"])
+    if cls is None:
+        return WorkerError(f"{record['type']}: {record['message']}")
+    return cls(record["message"])

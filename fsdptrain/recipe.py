@@ -1,0 +1,436 @@
+"""Reading a recipe strictly: YAML and overrides → `Recipe`, with the line number in every complaint.
+
+Reading goes in one direction: YAML text → nodes (for the line numbers) → values → an OmegaConf structured config (for
+the types and `${name}` references) → `Recipe`. Everything wrong is collected on the way and reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.schema import (
+    Recipe,
+    all_fields,
+    all_paths,
+    attribute,
+    fits,
+    form_words,
+    get,
+    key_of,
+    section_of,
+    type_words,
+)
+
+MAX_RECIPE_BYTES = 1_000_000
+FSDP1_SWITCHES = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+
+# Names from FSDP1, accelerate, DeepSpeed and the Trainer that people bring along, and where they live here.
+RENAMED = {
+    **dict.fromkeys(FSDP1_SWITCHES, "is always on in this engine (FSDP2): delete the line"),
+    "sharding_strategy": "is called fsdp.strategy here",
+    "auto_wrap_policy": "is called fsdp.wrap here",
+    "transformer_layer_cls_to_wrap": "is called fsdp.wrap here: a list of class names",
+    "min_num_params": "is written fsdp.wrap: {min_params: …} here",
+    "gradient_checkpointing": "is called fsdp.activation_checkpointing here",
+    "gradient_accumulation_steps": "is derived here, from train.global_batch_size and train.micro_batch_size",
+    "per_device_train_batch_size": "is called train.micro_batch_size here",
+    "learning_rate": "is called optim.lr here",
+    "num_train_epochs": "is called train.epochs here",
+    "max_steps": "is called train.steps here",
+    "max_seq_length": "is called data.seq_len here",
+    "bf16": "is written fsdp.mixed_precision.param_dtype: bfloat16 here (it is the default)",
+    "offload_params": "is called fsdp.cpu_offload here",
+    "warmup_ratio": "is called schedule.warmup here (below 1 a fraction, from 1 on steps)",
+    "trust_remote_code": "is never a recipe key: a recipe names no code",
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value somebody wrote: `path` in the schema, the value, and where it was written."""
+
+    path: str
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """A recipe together with what the person actually wrote: needed to tell a default from a wish."""
+
+    recipe: Recipe
+    where: dict[str, str]  # dotted path → "file:line" or "command line"
+    text: str
+    folder: Path
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML with the scalars people mean: 1e-5 is a number; 010, 12:30:45, yes and no are texts, unlike in YAML 1.1."""
+
+
+_RecipeLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|nan)",
+        "-+.0123456789",
+    ),
+):
+    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^$"), [""])
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Written:
+    """Read the recipe at `path` and apply dotlist `overrides` (`optim.lr=1e-5`).
+
+    Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
+    cannot be honoured, and keys that would have no effect.
+    """
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            [Problem(f"is not UTF-8 text ({error.reason} at byte {error.start})", where=str(path))]
+        ) from None
+    except OSError as error:
+        raise RecipeError([Problem(f"cannot be read: {error.strerror or error}", where=str(path))]) from None
+    if len(raw) > MAX_RECIPE_BYTES:
+        raise RecipeError([Problem(f"is {len(raw)} bytes long; a recipe is a page of YAML", where=str(path))])
+
+    problems: list[Problem] = []
+    leaves = [*_leaves_of_file(text, path.name, problems), *_leaves_of_overrides(overrides or [], problems)]
+    where = {leaf.path: leaf.where for leaf in leaves}
+    recipe = _assemble(leaves, problems)
+    problems += _out_of_range(recipe, where)
+    if not problems:  # relations between keys are judged only where each key by itself is sound
+        problems += [
+            dataclasses.replace(p, where=where.get(p.field or "", path.name)) for p in _relations(recipe, where)
+        ]
+    if problems:
+        raise RecipeError(sorted(problems, key=_line))
+    return Written(recipe, where, text, path.resolve().parent)
+
+
+def _line(problem: Problem) -> tuple[int, int]:
+    """Sort key: the file's problems by line, then the command line's."""
+    line = (problem.where or "").rpartition(":")[2]
+    return (0, int(line)) if line.isdigit() else (1, 0)
+
+
+def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
+    """Every value of a YAML file, with its line."""
+    try:
+        for event in yaml.parse(text, Loader=_RecipeLoader):
+            refused = _refused_yaml(event)
+            if refused:
+                problems.append(Problem(refused, where=f"{name}:{event.start_mark.line + 1}"))  # type: ignore[union-attr]
+        if problems:
+            return []
+        node = yaml.compose(text, Loader=_RecipeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problems.append(Problem(f"is not YAML: {reason}", where=f"{name}{line}"))
+        return []
+    except RecursionError:
+        problems.append(Problem("is nested too deeply", where=name))
+        return []
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        problems.append(Problem("a recipe is a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
+        return []
+    return list(_walk(node, Recipe, "", name, problems))
+
+
+def _refused_yaml(event: Any) -> str | None:
+    if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+        return "anchors and aliases (`&`, `*`) are not read in a recipe: write the value out"
+    tag = getattr(event, "tag", None)
+    if tag and tag != "!" and not str(tag).startswith("tag:yaml.org,2002:str"):
+        return f"the YAML tag {tag!r} is refused: a recipe names no Python object"
+    return None
+
+
+def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
+    """The leaves of a mapping node that follows the dataclass `schema`."""
+    sections = {key_of(f): f for f in dataclasses.fields(schema)}
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        where = f"{name}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(Problem("a key is a plain word", prefix.rstrip(".") or None, where))
+            continue
+        word = str(key_node.value)
+        path = prefix + word
+        if word in seen:
+            problems.append(Problem(f"is written twice (first in line {seen[word]})", path, where))
+            continue
+        seen[word] = key_node.start_mark.line + 1
+        if word not in sections:
+            problems.append(Problem(_unknown(word, prefix, list(sections)), path, where))
+            continue
+        section = section_of(schema, sections[word].name)
+        if section is None:
+            yield Leaf(path, _construct(value_node, path, where, problems), where)
+        elif isinstance(value_node, yaml.MappingNode):
+            yield from _walk(value_node, section, f"{path}.", name, problems)
+        elif not (isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null")):
+            keys = ", ".join(key_of(f) for f in dataclasses.fields(section))
+            problems.append(Problem(f"is a section with the keys {keys}", path, where))
+
+
+def _construct(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
+    loader = _RecipeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        problems.append(Problem(f"cannot be read: {str(error).splitlines()[0]}", path, where))
+        return None
+    finally:
+        loader.dispose()
+
+
+def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[Leaf]:
+    """The values of `key=value` words, read with the same YAML rules as the file."""
+    leaves = []
+    for word in overrides:
+        path, equals, text = word.partition("=")
+        if not equals or not path:
+            problems.append(Problem(f"{word!r} is not an override; write key=value", where="command line"))
+            continue
+        if not _known(path):
+            parent, _, last = path.rpartition(".")
+            problems.append(
+                Problem(_unknown(last, f"{parent}." if parent else "", _siblings(parent)), path, "command line")
+            )
+            continue
+        try:
+            refused = next(filter(None, map(_refused_yaml, yaml.parse(text, Loader=_RecipeLoader))), None)
+            value = None if refused else yaml.load(text, Loader=_RecipeLoader)  # a SafeLoader
+        except (yaml.YAMLError, ValueError, RecursionError):
+            refused, value = None, text
+        if refused:
+            problems.append(Problem(refused, path, "command line"))
+        else:
+            leaves.append(Leaf(path, value, "command line"))
+    return leaves
+
+
+def _known(path: str) -> bool:
+    schema: type | None = Recipe
+    words = path.split(".")
+    for i, word in enumerate(words):
+        names = {key_of(f): f.name for f in dataclasses.fields(schema)} if schema else {}
+        if word not in names or schema is None:
+            return False
+        schema = section_of(schema, names[word])
+        if schema is None:  # a leaf: only model.config and data.columns go on below it
+            return i == len(words) - 1 or path.startswith(("model.config.", "data.columns."))
+    return False
+
+
+def _siblings(parent: str) -> list[str]:
+    below = [p.removeprefix(f"{parent}.") for p in all_paths() if p.startswith(f"{parent}.")]
+    return below or [key_of(f) for f in dataclasses.fields(Recipe)]
+
+
+def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
+    """What to say about a key that does not exist: the nearest name, or where another tool's key lives here."""
+    if word in RENAMED:
+        return f"`{word}` {RENAMED[word]}"
+    near = [f"{prefix}{name}" for name in get_close_matches(word, siblings, n=1, cutoff=0.6)]
+    near += [path for path in all_paths() if path.rpartition(".")[2] == word]
+    near += get_close_matches(prefix + word, all_paths(), n=1, cutoff=0.7)
+    if near:
+        return f"unknown key; did you mean `{near[0]}`?"
+    return f"unknown key; here are: {', '.join(siblings)}"
+
+
+def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
+    """Type every leaf through OmegaConf, resolve plain references, and make the dataclass."""
+    config = OmegaConf.structured(Recipe)
+    for leaf in leaves:
+        if any(_bad_reference(text) for text in _strings(leaf.value)):
+            problems.append(
+                Problem("only plain ${key} references are read; resolvers are refused", leaf.path, leaf.where)
+            )
+            continue
+        try:
+            OmegaConf.update(config, attribute(leaf.path), leaf.value, merge=False, force_add=_open(leaf.path))
+            sound = _unconverted(leaf.value, OmegaConf.select(config, attribute(leaf.path), throw_on_missing=False))
+        except (OmegaConfBaseException, ValueError, TypeError):
+            sound = False
+        if not sound:
+            problems.append(Problem(f"{_show(leaf.value)} is not {_expected(leaf.path)}", leaf.path, leaf.where))
+    by_path = {leaf.path: leaf.where for leaf in leaves}
+    try:
+        OmegaConf.resolve(config)
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
+    except (OmegaConfBaseException, RecursionError) as error:
+        path = str(getattr(error, "full_key", "") or "")
+        problems.append(Problem(str(error).splitlines()[0], path or None, by_path.get(path)))
+        return Recipe()
+
+
+def _unconverted(written: Any, read: Any) -> bool:
+    """Whether OmegaConf kept the value's kind: it would take `"010"` for ten and 1 for true."""
+    if isinstance(read, bool) or isinstance(written, bool):
+        return written is read
+    return not isinstance(read, (int, float)) or not isinstance(written, str) or "${" in written
+
+
+def _out_of_range(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
+    """Values of the right type outside their limits."""
+    problems = []
+    for path, spec in all_fields():
+        value = get(recipe, path)
+        if value is None or (path not in where and path != "output_dir"):
+            continue
+        message = _limit_broken(value, spec.metadata)
+        if path == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+            message = f"{value} are not two numbers in [0, 1)"
+        if message:
+            problems.append(Problem(message, path, where.get(path)))
+    return problems
+
+
+def _limit_broken(value: Any, limits: Any) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    if "at_least" in limits and value < limits["at_least"]:
+        return f"{value} is too small: at least {limits['at_least']}"
+    if "above" in limits and value <= limits["above"]:
+        return f"{value} is too small: above {limits['above']}"
+    if "at_most" in limits and value > limits["at_most"]:
+        return f"{value} is too large: at most {limits['at_most']}"
+    if isinstance(value, str) and not value.strip():
+        return "is empty"
+    if "forms" in limits and not any(fits(value, form) for form in limits["forms"]):
+        return f"{_show(value)} is not {form_words(limits['forms'])}"
+    return _number_out_of_range(value)
+
+
+def _number_out_of_range(value: Any) -> str | None:
+    """Counts inside the small mappings (`{train: N}`, `{every: n}`, …) are positive; a fraction is below 1."""
+    for name, number in value.items() if isinstance(value, dict) else ():
+        if name == "fraction" and not 0 < number < 1:
+            return f"fraction {number} is not between 0 and 1"
+        if name == "train" and isinstance(number, int) and number < 257:
+            return f"train: {number} is too small: the 256 bytes and the end of text are always in the vocabulary"
+        if name in ("every", "min_params", "max_rows") and isinstance(number, int) and number < 1:
+            return f"{name}: {number} is too small: at least 1"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**53:
+        return f"{value} is too large"
+    return None
+
+
+def _relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Combinations that cannot be honoured, and keys that would have no effect here."""
+    yield from _model_relations(recipe, where)
+    yield from _data_relations(recipe, where)
+    yield from _fsdp_relations(recipe, where)
+    if recipe.train.steps is not None and "train.epochs" in where:
+        yield Problem("has no effect beside train.steps: keep one of the two", "train.epochs")
+    if recipe.schedule.name == "constant" and "schedule.min_lr" in where:
+        yield Problem("has no effect with schedule.name: constant", "schedule.min_lr")
+    if recipe.eval.every is not None and recipe.data.eval is None:
+        yield Problem("there is nothing to evaluate on: set data.eval", "eval.every")
+    if recipe.checkpoint.every is None and recipe.checkpoint.async_ and "checkpoint.async" in where:
+        yield Problem(
+            "has no effect without checkpoint.every: the last checkpoint is always waited for", "checkpoint.async"
+        )
+    if recipe.launch.nnodes > 1 and recipe.launch.rdzv_endpoint is None:
+        yield Problem("several nodes need a meeting place: set launch.rdzv_endpoint to host:port", "launch.nnodes")
+    if recipe.launch.nnodes == 1 and recipe.launch.rdzv_endpoint is not None:
+        yield Problem("has no effect with launch.nnodes: 1 (one node meets on loopback)", "launch.rdzv_endpoint")
+    if isinstance(recipe.launch.nproc_per_node, int) and recipe.launch.nproc_per_node < 1:
+        yield Problem("at least one worker", "launch.nproc_per_node")
+
+
+def _model_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    model = recipe.model
+    if model.id is None:
+        if "model_type" not in model.config:
+            yield Problem("is not set: give a Hub id or folder, or a whole model.config with `model_type`", "model.id")
+        if model.tokenizer is None:
+            yield Problem("a model from scratch needs one: a folder, an id, or {train: 4096}", "model.tokenizer")
+        if model.init == "pretrained" and "model.init" in where:
+            yield Problem("there are no weights to read without model.id: use init: random", "model.init")
+        if model.revision is not None:
+            yield Problem("has no effect without model.id", "model.revision")
+    elif model.revision is not None and Path(model.id).exists():
+        yield Problem("has no effect: model.id is a local folder", "model.revision")
+
+
+def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    data = recipe.data
+    fields = FORMAT_FIELDS[data.format]
+    if data.path is None:
+        yield Problem("is not set: a file, glob, folder, or Hub data set", "data.path")
+    for name in data.columns:
+        if name not in fields:
+            yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
+    if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
+        yield Problem("plain text has no completions: every token is trained", "data.train_on")
+
+
+FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
+
+
+def _fsdp_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    fsdp = recipe.fsdp
+    if fsdp.shard_size is not None and not fsdp.strategy.startswith("HYBRID"):
+        yield Problem(f"has no effect with {fsdp.strategy}: only HYBRID_* shard in groups", "fsdp.shard_size")
+    if fsdp.strategy == "NO_SHARD" and fsdp.forward_prefetch:
+        yield Problem("has no effect with NO_SHARD: nothing is gathered", "fsdp.forward_prefetch")
+    prefetch_wanted = "fsdp.backward_prefetch" in where and fsdp.backward_prefetch != "NONE"
+    if prefetch_wanted and fsdp.strategy in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        yield Problem(f"has no effect with {fsdp.strategy}: nothing is gathered in backward", "fsdp.backward_prefetch")
+
+
+def _open(path: str) -> bool:
+    """Below these keys the person names the keys."""
+    return path.startswith(("model.config.", "data.columns."))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _strings(name)
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _bad_reference(text: str) -> bool:
+    return "${" in re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}", "", text)
+
+
+def _expected(path: str) -> str:
+    return "a plain value" if _open(path) else type_words(path)
+
+
+def _show(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "…"
