@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.schema import (
+    FORMAT_FIELDS,
     Recipe,
     all_fields,
     all_paths,
@@ -390,9 +391,6 @@ def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
     if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
         yield Problem("plain text has no completions: every token is trained", "data.train_on")
-
-
-FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
 
 
 def _fsdp_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:

@@ -45,6 +45,10 @@ class Model:
     )
 
 
+# The fields a row of each format has; `data.columns` maps them to the columns' own names.
+FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
+
+
 @dataclass
 class Data:
     """What to train on and how rows become token blocks."""

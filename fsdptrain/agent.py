@@ -1,0 +1,87 @@
+"""The torchrun agent, in its own process: starts the workers, passes a stop on, writes down how the first one failed.
+
+`python -m fsdptrain.agent PLAN` is `torch.distributed.run` with three differences. Its rendezvous on one node is a
+file, and the workers meet on loopback, so that no port is open to the network. SIGTERM becomes a wish to the workers,
+who save and leave by themselves, however long that takes. And the first failure is written to `failure.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
+from torch.distributed.run import run as torchrun
+
+from fsdptrain.launch import STOP_WORKER, die_with_parent
+from fsdptrain.plan import Plan
+from fsdptrain.rundir import RunDir
+
+
+def main() -> None:
+    """Run the workers of the plan named on the command line; exit 1 when one failed."""
+    die_with_parent()
+    plan_path = Path(sys.argv[1])
+    plan = Plan.from_json(plan_path.read_text())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _pass_on)
+    if plan.topology.nnodes == 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # it would listen on every interface
+    os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
+        try:
+            words = [*torchrun_words(plan, Path(scratch)), "fsdptrain.worker", str(plan_path)]
+            torchrun(get_args_parser().parse_args(words))
+        except ChildFailedError as error:
+            rundir = RunDir(Path(plan.run_dir))
+            rundir.failure.write_text(json.dumps(first_failure(error), indent=2))
+            sys.exit(1)
+
+
+def torchrun_words(plan: Plan, scratch: Path) -> list[str]:
+    """torchrun's command line for this plan, up to the module to run."""
+    topology, launch = plan.topology, plan.recipe.launch
+    words = [
+        f"--nnodes={topology.nnodes}",
+        f"--nproc-per-node={topology.nproc_per_node}",
+        "--max-restarts=0",  # restarts are the launcher's: it knows which failures a restart can mend
+        "--monitor-interval=0.1",
+        "--signals-to-handle=SIGHUP",
+        f"--log-dir={scratch}",
+        "--rdzv-backend=c10d",
+    ]
+    if topology.nnodes == 1:
+        meeting = [f"--rdzv-endpoint={scratch / 'rendezvous'}", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+    else:
+        meeting = [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--rdzv-id={plan.recipe.name}"]
+    return [*words, *meeting, "-m"]
+
+
+def first_failure(error: ChildFailedError) -> dict[str, object]:
+    """Who failed first, and how: `{rank, exitcode, signal, record}`; `record` is what the worker itself wrote."""
+    rank, failure = error.get_first_failure()
+    written = Path(failure.error_file)
+    record = json.loads(written.read_text())["message"] if written.is_file() else None
+    return {
+        "rank": rank,
+        "exitcode": failure.exitcode,
+        "signal": failure.signal_name() if failure.exitcode < 0 else None,
+        "record": record["extraInfo"] if record else None,
+    }
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Ask every worker to stop. SIGTERM itself is what torchrun kills the others with once one has failed."""
+    me = os.getpid()
+    for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+        os.kill(int(child), STOP_WORKER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The command line. It reads, plans, launches and shows; it never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+
+app = typer.Typer(
+    help="Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+shipped = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
+app.add_typer(shipped, name="recipes")
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="optim.lr=1e-5 and the like")]
+
+
+def main() -> None:
+    """The `fsdptrain` command: every error of ours ends in one message and its exit code, never in a traceback."""
+    try:
+        app()
+    except FsdptrainError as error:
+        print(f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _listed(error: RecipeError) -> str:
+    if len(error.problems) == 1:
+        return f"fsdptrain: {error}"
+    return f"fsdptrain: {len(error.problems)} problems\n" + "\n".join(f"  {problem}" for problem in error.problems)
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="never resume: ask for an empty folder")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code; needs model.revision")] = False,
+) -> None:
+    """Train; goes on where the run in output_dir stopped, if there is one."""
+    from fsdptrain.launch import launch
+    from fsdptrain.plan import find_topology, make_plan
+    from fsdptrain.report import Screen
+    from fsdptrain.rundir import RunDir
+
+    written = _load(recipe, overrides)
+    topology = find_topology(written.recipe, dict(os.environ))
+    plan = make_plan(written, topology, trust_remote_code)
+    rundir = RunDir(Path(plan.run_dir))
+    if not topology.joined or os.environ["RANK"] == "0":
+        _check_folder(plan, rundir, fresh)
+        _write_folder(plan, rundir, written.text)
+    if topology.joined:
+        from fsdptrain.worker import work
+
+        work(plan)
+    started = time.monotonic()
+    with Screen() as screen:
+        try:
+            launch(plan, screen)
+        except FsdptrainError:
+            raise
+        except Exception as error:
+            (rundir.logs / "defect.txt").write_text(traceback.format_exc())
+            raise FsdptrainError(f"a defect of ours: {error!r}; the traceback: {rundir.logs / 'defect.txt'}") from error
+    screen.summary(time.monotonic() - started)
+
+
+@app.command()
+def validate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Check a recipe without launching anything: keys, plan, data."""
+    import subprocess
+
+    from fsdptrain.plan import find_topology, make_plan
+
+    written = _load(recipe, overrides)
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    words = [sys.executable, "-m", "fsdptrain.data", *(["--json"] if as_json else [])]
+    done = subprocess.run(words, input=plan.to_json(), text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="a run folder")],
+    step: Annotated[int | None, typer.Option(help="the checkpoint of this step; default: the newest valid one")] = None,
+    out: Annotated[Path | None, typer.Option(help="where to; default: RUN_DIR/export")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the recipe's")] = None,
+) -> None:
+    """Turn a sharded checkpoint into a Hugging Face folder, in one process, without GPUs."""
+    from fsdptrain.rundir import RunDir
+
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise RecipeError(f"--dtype: {dtype!r} is not one of float32, bfloat16, float16")
+    rundir = RunDir(run_dir.absolute())
+    if not rundir.plan.is_file():
+        raise RecipeError(f"{run_dir} is not a run folder: there is no plan.json in it")
+    if not rundir.checkpoint_steps():
+        raise CheckpointError(f"{run_dir} holds no complete checkpoint")
+    from fsdptrain.export import export_checkpoint
+    from fsdptrain.report import Screen
+
+    with Screen() as screen:
+        export_checkpoint(rundir, step, out.absolute() if out else rundir.export, dtype, screen)
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON Schema, for completion in editors."""
+    from fsdptrain.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@shipped.command("list")
+def list_recipes() -> None:
+    """Name every shipped recipe, with its first line."""
+    for path in _shipped_recipes():
+        first = next((line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")), "")
+        print(f"{path.stem:36} {first}")
+
+
+@shipped.command("show")
+def show_recipe(name: str) -> None:
+    """Print a shipped recipe."""
+    print(_find_shipped(name).read_text(), end="")
+
+
+@shipped.command("copy")
+def copy_recipe(name: str, dest: Path) -> None:
+    """Copy a shipped recipe, and the example data it reads, to a file or folder of yours."""
+    source = _find_shipped(name)
+    dest = dest / source.name if dest.is_dir() or not dest.suffix else dest
+    copies = {source: dest}
+    data = source.parent / "data"
+    for path in data.iterdir() if data.is_dir() else ():
+        if f"data/{path.name}" in source.read_text():
+            copies[path] = dest.parent / "data" / path.name
+    taken = [str(path) for path in copies.values() if path.exists()]
+    if taken:
+        raise RecipeError(f"exists already, and is not overwritten: {', '.join(taken)}")
+    for path, target in copies.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        print(target)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Any:
+    from fsdptrain.recipe import load
+
+    path = Path(recipe)
+    return load(path if path.is_file() else _find_shipped(recipe), overrides)
+
+
+def _shipped_recipes() -> list[Path]:
+    """The shipped recipes: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = next(f for f in (package / "recipes", package.parent / "recipes") if f.is_dir())
+    return sorted(folder.glob("*.yaml"))
+
+
+def _find_shipped(name: str) -> Path:
+    from difflib import get_close_matches
+
+    recipes = {path.stem: path for path in _shipped_recipes()}
+    if name in recipes:
+        return recipes[name]
+    near = get_close_matches(name, recipes, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the shipped recipes: {', '.join(recipes)}"
+    raise RecipeError(f"{name}: no such file, and no shipped recipe of that name{hint}")
+
+
+def _check_folder(plan: Any, rundir: Any, fresh: bool) -> None:
+    """Refuse to resume what may not be resumed, with the difference."""
+    from fsdptrain.manifest import newest_manifest, resume_problems
+
+    if not rundir.in_use():
+        return
+    if fresh or plan.recipe.checkpoint.resume == "never":
+        raise RecipeError(f"{rundir.root} is not empty: choose another output_dir, or empty it")
+    manifest = newest_manifest(rundir)
+    if manifest:
+        problems = resume_problems(manifest.identity, plan.identity())
+        if problems:
+            raise RecipeError(problems)
+
+
+def _write_folder(plan: Any, rundir: Any, recipe_text: str) -> None:
+    try:
+        rundir.logs.mkdir(parents=True, exist_ok=True)
+        rundir.recipe.write_text(recipe_text)
+        rundir.plan.write_text(plan.to_json())
+    except OSError as error:
+        raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None

@@ -1,0 +1,149 @@
+"""`World`: this process among the others: rank, device, process groups, mesh, and the few reductions we need."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdptrain.plan import Plan
+
+# Dense bf16 FLOP/s by name, as the vendors publish them (no sparsity); the longest matching name wins.
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from this one.
+
+    `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work beside the training
+    loop (checkpoint threads), so that it never mixes with the loop's own collectives.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    side: dist.ProcessGroup
+
+    @classmethod
+    def start(cls, plan: Plan) -> World:
+        """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU."""
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        topology = plan.topology
+        if topology.device == "cuda":
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            device, backend = torch.device("cpu"), "gloo"
+            torch.set_num_threads(plan.threads)
+        if not dist.is_initialized():
+            timeout = timedelta(seconds=plan.recipe.launch.timeout_s)
+            dist.init_process_group(
+                backend,
+                rank=rank,
+                world_size=topology.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+                **_meeting_place(plan, rank, timeout),
+            )
+        if plan.recipe.fsdp.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            mesh = init_device_mesh(device.type, (topology.world_size,), mesh_dim_names=("shard",))
+        else:
+            shape = (plan.replicas, plan.shard_size)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        side = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # a slow disk is not a hang
+        return cls(rank, local_rank, topology.world_size, device, mesh, side)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank's shards are written: those of the first copy are."""
+        return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's float64 vector [k] → [size, k], in rank order: sums over it are bitwise equal on every rank."""
+        local = values.to(self.device, torch.float64)
+        ranks = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(ranks, local)
+        return torch.stack(ranks).cpu()
+
+    def agree(self, value: Any, what: str) -> None:
+        """Raise RuntimeError unless every rank holds an equal `value`; collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.side)
+        if any(other != value for other in values):
+            raise RuntimeError(f"ranks disagree about {what}: {values}")
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self.side)
+
+    def peak_memory(self) -> int:
+        """Bytes this rank has needed at most: device memory allocated by torch, or resident memory on CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s against which MFU is counted: published for known GPUs, else this device's own matrix rate."""
+        if self.device.type == "cuda" and dtype == torch.bfloat16:
+            name = torch.cuda.get_device_name(self.device)
+            known = max((key for key in PEAK_FLOPS if key in name), key=len, default=None)
+            if known:
+                return PEAK_FLOPS[known]
+        return matrix_rate(self.device, dtype)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
+    """FLOP/s of a `size`³ matrix product on random data: the best of `rounds`."""
+    import time
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with torch.random.fork_rng(devices=[]):
+        a = torch.randn(size, size, device=device).to(dtype)
+        b = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(rounds):
+        start = clock()
+        torch.mm(a, b)
+        best = min(best, clock() - start)
+    return float(2 * size**3 / best)
+
+
+def _meeting_place(plan: Plan, rank: int, timeout: timedelta) -> dict[str, Any]:
+    """Where ranks find each other: on one node of our own a store that listens on loopback, else torchrun's."""
+    if plan.topology.nnodes > 1 or plan.topology.joined:
+        return {"init_method": "env://"}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    port = int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:  # TCPStore by itself would listen on every interface
+        server = socket.create_server(("127.0.0.1", port))
+        listener = server.detach()
+    store = dist.TCPStore(
+        "127.0.0.1", port, plan.topology.world_size, rank == 0, timeout=timeout, master_listen_fd=listener
+    )
+    return {"store": store}

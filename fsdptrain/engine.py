@@ -1,0 +1,152 @@
+"""One optimizer step: accumulate, normalise, reduce, clip, check, update; the same on every strategy and world size."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.utils import get_total_norm
+
+from fsdptrain.data import IGNORED, Batch, Corpus
+from fsdptrain.dist import World
+from fsdptrain.errors import NonFiniteError
+from fsdptrain.model import tied
+from fsdptrain.optim import assert_dtypes
+from fsdptrain.plan import Plan, seed_of
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step was like, equal on every rank. Times in seconds, memory in bytes (largest rank)."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    peak_memory: int
+    step_s: float
+    data_s: float
+
+
+class Engine:
+    """Steps and evaluates a sharded model."""
+
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, world: World, plan: Plan, steps_made: int = 0
+    ) -> None:
+        self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
+        self.steps_made = steps_made  # before this process started
+        self._checked_dtypes = False
+
+    def step(
+        self, step: int, batches: Sequence[Batch], label_tokens: int, lr: float, stop: bool = False, data_s: float = 0.0
+    ) -> StepStats:
+        """Make optimizer step number `step` (from 0) on this rank's micro-batches.
+
+        `label_tokens` counts the global batch; the loss is the sum over all its label tokens divided by it. `stop` and
+        `data_s` are this rank's: all ranks learn whether any wants to stop, and the longest wait for data. Raises
+        NonFiniteError on every rank, before anything is updated, when loss or gradient is not finite on any.
+        """
+        started = time.perf_counter()
+        loss = self.accumulate(step, batches, label_tokens)
+        grads = self.local_grads()
+        square = get_total_norm(grads, foreach=True).to(self.world.device, torch.float64) ** 2
+        mine = torch.stack([
+            loss.double(), square, *torch.tensor(
+                [stop, self.world.peak_memory(), time.perf_counter() - started, data_s],
+                dtype=torch.float64, device=self.world.device,
+            ),
+        ])  # fmt: skip
+        ranks = self.world.gather(mine)
+        mean, norm = ranks[:, 0].sum().item(), math.sqrt(ranks[:, 1].sum().item() / self.world.replicas)
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            raise NonFiniteError(self._what_is_not_finite(step, ranks))
+        self.update(grads, norm, lr)
+        worst = ranks.amax(dim=0).tolist()
+        return StepStats(mean, norm, worst[2] > 0, int(worst[3]), time.perf_counter() - started + worst[5], worst[5])
+
+    def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
+        """Forward and backward over the micro-batches; this rank's part of the mean loss, a float32 scalar."""
+        torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))  # dropout: no state to save
+        hold = self.plan.recipe.fsdp.accumulation == "hold"
+        total = torch.zeros((), device=self.world.device)
+        self.model.train()
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            self.model.set_requires_gradient_sync(last or not hold)
+            self.model.set_is_last_backward(last)
+            loss = self.loss_sum(batch) / label_tokens
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """The summed cross-entropy over a micro-batch's label tokens, in float32: 0 where every label is masked."""
+        batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
+        logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    def local_grads(self) -> list[torch.Tensor]:
+        """This rank's shard of every gradient."""
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    def update(self, grads: list[torch.Tensor], norm: float, lr: float) -> None:
+        """Clip by the global norm, and let the optimizer step with this learning rate."""
+        limit = self.plan.recipe.optim.max_grad_norm
+        if limit is not None and norm > limit:
+            torch._foreach_mul_(grads, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if not self._checked_dtypes:
+            assert_dtypes(self.model, self.optimizer, self.plan.recipe.model.dtype)
+            self._checked_dtypes = True
+
+    def evaluate(self, corpus: Corpus, numbers: Sequence[int]) -> tuple[float, int]:
+        """(mean loss, label tokens) over all of these blocks: every rank takes its share, padded to equal counts."""
+        world, size = self.world, self.plan.recipe.train.micro_batch_size
+        rounds = -(-len(numbers) // (world.size * size))
+        mine = [*numbers[world.rank :: world.size]]
+        mine += [-1] * (rounds * size - len(mine))
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.model.eval()
+        with torch.no_grad():
+            for i in range(0, len(mine), size):
+                total += self.loss_sum(corpus.batch(mine[i : i + size])).double()
+        tokens = int(corpus.labels[list(numbers)].sum())
+        return world.gather(total[None])[:, 0].sum().item() / tokens, tokens
+
+    def _what_is_not_finite(self, step: int, ranks: torch.Tensor) -> str:
+        bad = [
+            f"{what} {ranks[rank, column]:g} on rank {rank}"
+            for column, what in enumerate(("loss", "gradient norm²"))
+            for rank in range(self.world.size)
+            if not torch.isfinite(ranks[rank, column])
+        ]
+        return f"step {step + 1}: {', '.join(bad[:4])}; the weights were not touched and nothing was saved after them"
+
+
+def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
+    """FLOPs of forward and backward for `tokens` positions: 6·N·T + 12·L·A·S·T (Chowdhery et al., arXiv:2204.02311).
+
+    N counts what multiplies every token: all parameters of the unsharded skeleton `bare` but an untied embedding table,
+    and of a mixture's experts only the share that a token uses. A is heads × head size, S the sequence length.
+    """
+    config = bare.config.get_text_config()
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / (getattr(config, "num_local_experts", None) or 1)
+    weights = sum(p.numel() * (share if p.ndim == 3 else 1.0) for p in bare.parameters())
+    if not tied(bare):
+        weights -= bare.get_input_embeddings().weight.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * width * seq_len * tokens

@@ -1,0 +1,229 @@
+"""Sharded weights → a Hugging Face folder, a block at a time: neither a rank nor an offline export holds the model.
+
+The weights come from a live model (every rank takes part in gathering, rank 0 writes) or from a checkpoint on disk
+(one process); the rest is the same. The folder is written aside, read back and checked, and only then takes its name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
+
+from fsdptrain.checkpoint import Checkpointer, Stored, no_space
+from fsdptrain.data import Progress
+from fsdptrain.errors import CheckpointError
+from fsdptrain.manifest import damaged, fsync, read_manifest
+from fsdptrain.model import blocks_of, saved_state, skeleton
+from fsdptrain.plan import Plan
+from fsdptrain.report import Reporter, Screen
+from fsdptrain.rundir import RunDir
+
+MAX_FILE_BYTES = 5 * 10**9
+Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+
+
+def names_by_block(model: Any) -> list[list[str]]:
+    """The model's state in groups, each converted to the file's layout in one go: a block each, and the rest singly."""
+    blocks = [f"{name}." for name, _ in blocks_of(model)]
+    groups: dict[str, list[str]] = {}
+    for name in saved_state(model):
+        groups.setdefault(next((block for block in blocks if name.startswith(block)), name), []).append(name)
+    return list(groups.values())
+
+
+def gathered(model: Any, groups: list[list[str]], writes: bool) -> Iterator[Tensors]:
+    """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
+    tensors = saved_state(model)
+    for group in groups:
+        kept = {}
+        for name in group:
+            tensor = tensors[name].detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if writes:
+                kept[name] = whole.cpu()
+        yield kept
+
+
+def stored(checkpoint: Stored, groups: list[list[str]]) -> Iterator[Tensors]:
+    """The state in a checkpoint, group after group."""
+    for group in groups:
+        yield {name: checkpoint.whole(f"model.{name}") for name in group}
+
+
+class Writer:
+    """Collects tensors into safetensors files of at most 5 GB."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.bytes = 0
+        self._held: Tensors = {}
+        self._held_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, tensors: Tensors) -> None:
+        """Take tensors under their names in the file; floating-point ones are cast to the export's dtype."""
+        for name, tensor in tensors.items():
+            tensor = tensor.to(self.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+            if self._held and self._held_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                self._flush()
+            self._held[name] = tensor
+            self._held_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is held, name the files as transformers does, and write their index if there are several."""
+        self._flush()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._files, 1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            self._path(number).rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        self._files.append(list(self._held))
+        path = self._path(len(self._files))
+        save_file(self._held, path, metadata={"format": "pt"})
+        fsync(path)
+        self.bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+
+def write_folder(
+    bare: Any,
+    groups: list[list[str]],
+    tensors: Iterator[Tensors],
+    assets: Path,
+    out: Path,
+    dtype: str,
+    progress: Progress,
+) -> int:
+    """Write a whole Hugging Face folder at `out` and check it; the weights' size in bytes.
+
+    `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer. Raises
+    CheckpointError for a full disk, or when what is read back is not what was to be written.
+    """
+    scratch = out.with_name(out.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        shutil.copytree(assets, scratch)
+        config = AutoConfig.from_pretrained(scratch)
+        config.dtype = getattr(torch, dtype)
+        config.save_pretrained(scratch)
+        writer = Writer(scratch, getattr(torch, dtype))
+        for done, group in enumerate(tensors, 1):
+            writer.add(revert_weight_conversion(bare, group))
+            progress("export", done, len(groups))
+        writer.finish()
+        check_folder(scratch, bare, getattr(torch, dtype))
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors and transformers raise their own classes for a full disk
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"cannot write {out}: {no_space(error)}") from error
+    replaced = out.with_name(out.name + ".old")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists():
+        out.rename(replaced)
+    scratch.rename(out)
+    fsync(out.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return writer.bytes
+
+
+def check_folder(folder: Path, bare: Any, dtype: torch.dtype) -> None:
+    """Raise CheckpointError unless the folder opens and holds exactly the tensors this architecture is stored as."""
+    state = {name: tensor.to("meta") for name, tensor in saved_state(bare).items()}
+    expected = {n: (tuple(t.shape), _stored_dtype(t, dtype)) for n, t in revert_weight_conversion(bare, state).items()}
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                piece = opened.get_slice(name)
+                found[name] = (tuple(piece.get_shape()), piece[:0].dtype if piece.get_shape() else dtype)
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{folder}: {len(wrong)} tensors are not as they should be; {name}: expected {expected.get(name)}, "
+            f"found {found.get(name)}"
+        )
+    AutoConfig.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)
+
+
+def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def export_live(
+    model: Any, bare: Any, rundir: RunDir, plan: Plan, checkpointer: Checkpointer, reporter: Reporter
+) -> None:
+    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write."""
+    groups = names_by_block(bare)
+    writes = checkpointer.world.rank == 0
+    tensors = gathered(model, groups, writes)
+    dtype = plan.recipe.export.dtype
+    failure: Exception | None = None
+    if writes:
+        try:
+            size = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, reporter.progress)
+            reporter.event("export", path=str(rundir.export), bytes=size, dtype=dtype)
+        except CheckpointError as error:
+            failure = error
+    for _ in tensors:  # the gathering is everyone's, to its end, even after a failure
+        pass
+    checkpointer.all_or_none(failure)
+
+
+def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
+    """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
+    plan = Plan.from_json(rundir.plan.read_text())
+    folder = _choose(rundir, step, screen.say)
+    bare = skeleton(AutoConfig.from_pretrained(rundir.model), plan.recipe.model, plan.trust_remote_code)
+    groups = names_by_block(bare)
+    dtype = dtype or plan.recipe.export.dtype
+
+    def progress(stage: str, done: int, total: int) -> None:
+        screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
+
+    with Stored(folder) as checkpoint:
+        size = write_folder(bare, groups, stored(checkpoint, groups), rundir.model, out, dtype, progress)
+    screen.show({"event": "export", "path": str(out), "bytes": size, "dtype": dtype})
+    screen.summary(0.0)
+
+
+def _choose(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
+    """The checkpoint to export, verified: that of `step`, or the newest valid one."""
+    steps = rundir.checkpoint_steps()
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; there are {steps}")
+    for candidate in [step] if step is not None else reversed(steps):
+        folder = rundir.checkpoint(candidate)
+        try:
+            manifest = read_manifest(folder)
+            problems = damaged(folder, manifest, sorted(manifest.files))
+        except CheckpointError as error:
+            problems = [str(error)]
+        if not problems:
+            return folder
+        say(f"{folder.name} is not valid: {problems[0]}")
+    raise CheckpointError(f"no valid checkpoint in {rundir.checkpoints}")

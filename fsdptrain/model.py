@@ -1,0 +1,208 @@
+"""The model without its weights: configuration, a skeleton on the meta device, and its units as data.
+
+Nothing here knows a strategy. A skeleton's parameters are on the meta device and its buffers are real, as the
+constructor made them: non-persistent buffers (rotary frequencies) are in no file, and nothing else could fill them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.hub import recipe_errors, source
+from fsdptrain.plan import Plan
+from fsdptrain.schema import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered, freed and reduced together. Units are listed in forward order."""
+
+    name: str
+    modules: list[nn.Module]
+
+
+def load_config(plan: Plan, vocab_size: int) -> Any:
+    """The architecture: `model.config` where it is a whole one, else that of `model.id` with its overrides.
+
+    `vocab_size` is the tokenizer's, taken where the recipe gives none; a smaller one is refused, for its tokens would
+    have no embedding. Raises RecipeError for keys the architecture does not have.
+    """
+    model = plan.recipe.model
+    overrides = dict(model.config)
+    kind = overrides.pop("model_type", None)
+    if kind is not None:
+        with recipe_errors(f"model.config: no architecture {kind!r}"):
+            known = AutoConfig.for_model(kind)
+        overrides.setdefault("vocab_size", vocab_size)
+    else:
+        with recipe_errors(f"model.id: cannot read the configuration of {model.id!r}"):
+            known = AutoConfig.from_pretrained(str(model.id), **source(plan, None))
+    _refuse_unknown(overrides, known)
+    if kind is not None:
+        with recipe_errors("model.config"):
+            config = AutoConfig.for_model(kind, **overrides)
+    else:
+        config = AutoConfig.from_pretrained(str(model.id), **overrides, **source(plan, None))
+    if config.vocab_size < vocab_size:
+        raise RecipeError(f"model.config.vocab_size: {config.vocab_size}, but the tokenizer has {vocab_size} tokens")
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and plan.recipe.data.seq_len > limit:
+        raise RecipeError(f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions")
+    return config
+
+
+def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
+    for name in overrides:
+        if not hasattr(known, name):
+            near = get_close_matches(name, known.to_dict(), n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise RecipeError(f"model.config.{name}: {known.model_type} has no such key{hint}")
+
+
+def skeleton(config: Any, model: Model, trust_remote_code: bool = False) -> Any:
+    """The model with parameters on the meta device in the master dtype, and real buffers on the CPU."""
+    with recipe_errors(f"model.attn_implementation: {model.attn_implementation}"), _parameters_on_meta():
+        made = AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, model.dtype),
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    made.tie_weights()
+    return made
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are."""
+    register = nn.Module.register_parameter
+
+    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
+    """The model's transformer blocks, by the class names that transformers keeps for this purpose."""
+    classes = set(model._no_split_modules or ())
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    return [(name, module) for name, module in found if _holds_parameters(module)]
+
+
+def saved_state(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters (tied ones once) and persistent buffers, by name."""
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+
+
+def units_of(model: Any, wrap: Any) -> list[Unit]:
+    """The units of a skeleton in forward order; what no unit claims belongs to the root.
+
+    `auto`: the blocks; the embedding, and what follows the blocks with the head, unless the two are tied: tied weights
+    stay together in the root. A list names classes; `{min_params: N}` takes the innermost modules of that size.
+    Raises RecipeError when nothing matches, with the classes the model has.
+    """
+    if isinstance(wrap, dict):
+        units = _units_by_size(model, wrap["min_params"])
+    elif isinstance(wrap, list):
+        units = _units_by_class(model, wrap)
+    else:
+        units = [Unit(name, [module]) for name, module in blocks_of(model)]
+        if units and not tied(model):
+            units = _with_ends(model, units)
+    if not units:
+        classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
+        raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
+    return units
+
+
+def tied(model: Any) -> bool:
+    """Whether the head shares its weight with the embedding."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _with_ends(model: Any, blocks: list[Unit]) -> list[Unit]:
+    """Blocks, with the embedding in front and [what follows the blocks, head] behind."""
+    base = model.base_model
+    inside = {id(m) for unit in blocks for m in unit.modules}
+    children = list(base.children())
+    last = max((i for i, c in enumerate(children) if any(id(m) in inside for m in c.modules())), default=-1)
+    after = [child for child in children[last + 1 :] if _holds_parameters(child)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding in after:
+        return blocks
+    return [Unit("embedding", [embedding]), *blocks, Unit("head", [*after, head])]
+
+
+def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
+    missing = set(names) - {type(module).__name__ for module in model.modules()}
+    if missing:
+        return []
+    return [Unit(n, [m]) for n, m in model.named_modules() if type(m).__name__ in names and m is not model]
+
+
+def _units_by_size(model: Any, size: int) -> list[Unit]:
+    """The innermost modules that hold at least `size` parameters not already in a unit inside them."""
+    units: list[Unit] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        left = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        left += sum(p.numel() for p in module.parameters(recurse=False))
+        if left >= size and module is not model and not isinstance(module, nn.ModuleList):
+            units.append(Unit(name, [module]))
+            return 0
+        return left
+
+    visit("", model)
+    if tied(model):  # a tied weight has one home: the root
+        ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+        units = [unit for unit in units if not ends & set(unit.modules)]
+    return units
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write config, generation config and tokenizer: all of a Hugging Face folder but the weights."""
+    scratch = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(scratch)
+    generation = model.generation_config
+    if plan.recipe.model.id is not None:
+        with contextlib.suppress(OSError):  # many models have none of their own
+            generation = GenerationConfig.from_pretrained(
+                plan.recipe.model.id, revision=plan.recipe.model.revision or "main"
+            )
+    generation.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+
+
+def check_tokens(largest: int, vocab_size: int) -> None:
+    """Raise DataError when the data holds a token the model has no embedding for."""
+    if largest >= vocab_size:
+        raise DataError(f"token {largest} is beyond the model's vocabulary of {vocab_size}")

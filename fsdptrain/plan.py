@@ -1,0 +1,228 @@
+"""Recipe + machine → `Plan`: all arithmetic of a run, as JSON, the workers' only input.
+
+The order of the data lives here as well: which samples make up step s, and which rank computes them, follows from the
+plan alone, so that every rank agrees on it without asking.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from fsdptrain import __version__
+from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.recipe import Written
+from fsdptrain.schema import Recipe, flat
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".text")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes of a run: `nnodes` machines with `nproc_per_node` workers each, on one kind of device."""
+
+    device: Literal["cpu", "cuda"]
+    nnodes: int
+    nproc_per_node: int
+    joined: bool = False  # somebody else's torchrun started us
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.nnodes * self.nproc_per_node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a worker needs to know.
+
+    `replicas` copies of the model are each spread over `shard_size` ranks; one optimizer step is `accumulation`
+    micro-batches on every rank.
+    """
+
+    version: str
+    recipe: Recipe
+    run_dir: str
+    data_path: str
+    eval_path: str | None
+    topology: Topology
+    replicas: int
+    shard_size: int
+    accumulation: int
+    threads: int
+    trust_remote_code: bool
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
+        return self.recipe.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether there are weights to read at the start."""
+        return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
+
+    def total_steps(self, blocks: int) -> int:
+        """Optimizer steps for a data set of `blocks` sequences: every sequence is seen at least `epochs` times."""
+        train = self.recipe.train
+        return train.steps or max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+
+    def step_positions(self, step: int) -> range:
+        """Positions in the endless data stream that make up the global batch of `step` (counted from 0)."""
+        size = self.recipe.train.global_batch_size
+        return range(step * size, (step + 1) * size)
+
+    def micro_batches(self, step: int, rank: int) -> list[range]:
+        """The positions that `rank` computes in `step`, one range of `micro_batch_size` a micro-batch."""
+        micro, world = self.recipe.train.micro_batch_size, self.topology.world_size
+        first = step * self.recipe.train.global_batch_size + rank * micro
+        return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run may not change without becoming another run: dotted recipe path → value."""
+        recipe = flat(self.recipe)
+        fixed = {
+            path: value
+            for path, value in recipe.items()
+            if path.startswith(("model.", "data.")) and path not in ("model.attn_implementation", "data.eval")
+        }
+        held_out = recipe["data.eval"] or {}
+        fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out blocks are taken from the training data
+        return fixed | {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+
+    def digest(self) -> str:
+        """SHA-256 of the plan, in hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with sorted keys."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        fields = json.loads(text)
+        recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), fields.pop("recipe")))
+        return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+
+
+def make_plan(written: Written, topology: Topology, trust_remote_code: bool = False) -> Plan:
+    """Derive the plan of a recipe on a machine; with `trust_remote_code` a pinned model may run its own code.
+
+    Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
+    DataError where there is no data at the path.
+    """
+    recipe = written.recipe
+    problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology), *_model_problems(recipe)]
+    if trust_remote_code and (recipe.model.id is None or recipe.model.revision is None):
+        message = "--trust-remote-code runs code from the model's repository: pin it to a commit"
+        problems.append(Problem(message, "model.revision"))
+    if problems:
+        raise RecipeError([dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems])
+    shard_size = _shard_size(recipe, topology)
+    held_out = recipe.data.eval or {}
+    return Plan(
+        version=__version__,
+        recipe=recipe,
+        run_dir=str(Path(recipe.output_dir).absolute()),
+        data_path=find_data(recipe.data.path or "", written.folder),
+        eval_path=find_data(held_out["path"], written.folder) if "path" in held_out else None,
+        topology=topology,
+        replicas=topology.world_size // shard_size,
+        shard_size=shard_size,
+        accumulation=recipe.train.global_batch_size // (recipe.train.micro_batch_size * topology.world_size),
+        threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def find_topology(recipe: Recipe, env: dict[str, str]) -> Topology:
+    """The processes this recipe would run on here: those of a torchrun that already runs, or what `launch` asks for."""
+    gpus = visible_gpus(env)
+    device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        world = int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_WORLD_SIZE", world))
+        return Topology(device, world // local, local, joined=True)
+    wanted = recipe.launch.nproc_per_node
+    nproc = (gpus or 2) if wanted == "auto" else wanted
+    if gpus and nproc > gpus:
+        raise RecipeError([Problem(f"{nproc} workers, but {gpus} GPUs are visible", "launch.nproc_per_node")])
+    return Topology(device, recipe.launch.nnodes, nproc)
+
+
+def visible_gpus(env: dict[str, str]) -> int:
+    """NVIDIA GPUs this process may use, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return len([name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
+    return len(glob.glob("/proc/driver/nvidia/gpus/*"))
+
+
+def find_data(path: str, folder: Path) -> str:
+    """Where `data.path` lies: the working folder is looked in first, then the recipe's own; else it is a Hub id.
+
+    Returns an absolute path or glob, or the Hub id as written. Raises DataError when it can be none of these.
+    """
+    for base in (Path.cwd(), folder):
+        candidate = str(base / Path(path).expanduser())
+        if glob.glob(candidate, recursive=True):
+            return candidate
+    if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
+        return path
+    raise DataError(f"data.path: nothing at {path!r} (looked in {Path.cwd()} and {folder})")
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from any values: different values, unrelated seeds."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    train, world = recipe.train, topology.world_size
+    unit = train.micro_batch_size * world
+    if train.global_batch_size % unit == 0:
+        return []
+    below = train.global_batch_size // unit * unit
+    near = " or ".join(str(size) for size in (below, below + unit) if size)
+    message = (
+        f"{train.global_batch_size} sequences do not divide over {world} ranks × micro-batches of "
+        f"{train.micro_batch_size}; the nearest that do: {near}"
+    )
+    return [Problem(message, "train.global_batch_size")]
+
+
+def _shard_size(recipe: Recipe, topology: Topology) -> int:
+    if recipe.fsdp.strategy == "NO_SHARD":
+        return 1
+    if recipe.fsdp.strategy.startswith("HYBRID"):
+        return recipe.fsdp.shard_size or topology.nproc_per_node
+    return topology.world_size
+
+
+def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    size, world = _shard_size(recipe, topology), topology.world_size
+    if world % size == 0:
+        return []
+    divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    return [Problem(f"{size} does not divide {world} ranks; these do: {divisors}", "fsdp.shard_size")]
+
+
+def _model_problems(recipe: Recipe) -> list[Problem]:
+    names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
+    return [
+        Problem(f"{name!r} is neither a folder here nor a Hub id (org/name)", path)
+        for path, name in names.items()
+        if isinstance(name, str) and not Path(name).is_dir() and not HUB_ID.fullmatch(name)
+    ]

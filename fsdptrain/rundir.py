@@ -1,0 +1,88 @@
+"""Every path of a run folder, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run. Nothing is created by asking for a path."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as the person wrote it."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What the workers read."""
+        return self.root / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object an event."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """Every worker's own output, and the launcher's."""
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """What one worker printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What torchrun printed."""
+        return self.logs / "launcher.log"
+
+    @property
+    def progress(self) -> Path:
+        """Counters of work under way (tokenising, loading, exporting), read by the terminal."""
+        return self.logs / "progress.jsonl"
+
+    @property
+    def failure(self) -> Path:
+        """How the first worker failed, written by the agent."""
+        return self.logs / "failure.json"
+
+    @property
+    def model(self) -> Path:
+        """Config, generation config and tokenizer: all of an export but the weights."""
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint taken after `step` optimizer steps. It exists only when it is complete."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a committed checkpoint, ascending."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.checkpoints.iterdir())
+        return sorted(int(name.group(1)) for name in names if name)
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder."""
+        return self.root / "export"
+
+    def in_use(self) -> bool:
+        """Whether a run has already written here."""
+        return self.root.is_dir() and any(self.root.iterdir())

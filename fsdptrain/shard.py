@@ -1,0 +1,101 @@
+"""Activation checkpointing → compile → `fully_shard`, in this order: the only file that knows a strategy.
+
+Recomputation and compilation replace a block's `forward`; FSDP's hooks sit around the block's `__call__`. So a block is
+gathered once in backward, before its recomputation, and parameter names stay as transformers has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fsdptrain.dist import World
+from fsdptrain.model import Unit, blocks_of
+from fsdptrain.plan import Plan
+from fsdptrain.schema import Fsdp
+
+aten = torch.ops.aten
+KEPT = [  # what selective checkpointing does not recompute: matrix products and attention
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default,
+]  # fmt: skip
+
+
+def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
+    """Spread a skeleton over the ranks in place, as the plan's strategy says."""
+    fsdp = plan.recipe.fsdp
+    blocks = [module for _, module in blocks_of(model)]
+    recompute(blocks, fsdp.activation_checkpointing)
+    if plan.recipe.train.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    policies: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": precision(fsdp),
+        "offload_policy": CPUOffloadPolicy(world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
+    }
+    reshard = plan.reshard_after_forward
+    for unit in units:
+        # What runs last in forward runs first in backward: freeing the head in between would be for nothing.
+        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
+    fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # the loss is divided by the global batch's tokens: gradients are plain sums
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    set_prefetch([unit.modules[0] for unit in units], fsdp)
+
+
+def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
+    """Compute in `param_dtype`, reduce gradients in `reduce_dtype`; what is stored keeps the master dtype."""
+    dtypes = fsdp.mixed_precision
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, dtypes.param_dtype), reduce_dtype=getattr(torch, dtypes.reduce_dtype)
+    )
+
+
+def recompute(blocks: list[nn.Module], kind: Any) -> None:
+    """Drop the activations of these blocks after forward and compute them again in backward."""
+    every = kind["every"] if isinstance(kind, dict) else 1
+    if kind == "none":
+        return
+    for block in blocks[::every]:
+        context = functools.partial(create_selective_checkpoint_contexts, KEPT) if kind == "selective" else None
+        block.forward = _recomputed(block.forward, context)
+
+
+def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": context} if context else {})
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def set_prefetch(units: list[Any], fsdp: Fsdp) -> None:
+    """Set which units are gathered ahead of their use; `units` in forward order.
+
+    FSDP2 by itself gathers the next unit before this one's backward (BACKWARD_PRE) and nothing ahead in forward.
+    """
+    for i, unit in enumerate(units):
+        ahead = units[i + 1 : i + 1 + fsdp.forward_prefetch]
+        if ahead:
+            unit.set_modules_to_forward_prefetch(ahead)
+        if fsdp.backward_prefetch != "BACKWARD_PRE":
+            unit.set_modules_to_backward_prefetch([unit])  # itself, already gathered: that is, nothing
+        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0:
+            unit.register_full_backward_hook(functools.partial(_gather_next, units[i - 1]))
+
+
+def _gather_next(unit: FSDPModule, *_: object) -> None:
+    unit.unshard(async_op=True)

@@ -1,0 +1,74 @@
+"""The tokenizer: the one a recipe names, or a byte-level BPE trained on its data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fsdptrain import __version__
+from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir
+from fsdptrain.hub import recipe_errors, source
+from fsdptrain.plan import Plan
+from fsdptrain.rows import fingerprint, open_sources, read
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(plan: Plan, progress: Progress) -> Any:
+    """The tokenizer that the recipe names, or one trained on its data; with a chat template in any case."""
+    wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
+    if isinstance(wanted, dict):
+        tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
+    else:
+        with recipe_errors(f"model.tokenizer: cannot load {wanted or model.id!r}"):
+            tokenizer = AutoTokenizer.from_pretrained(wanted or model.id, **source(plan, wanted))
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    return tokenizer
+
+
+def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
+    """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
+    content = (
+        f"{__version__} {fingerprint(plan.data_path)} {size} {plan.recipe.data.columns} {plan.recipe.data.max_rows}"
+    )
+    folder = cache_dir() / "tokenizers" / hashlib.sha256(content.encode()).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            progress("tokenizer", 0, 1)
+            scratch = folder.with_suffix(f".{os.getpid()}")
+            _train_bpe(_texts(plan), size).save_pretrained(scratch)
+            scratch.rename(folder)
+            progress("tokenizer", 1, 1)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _texts(plan: Plan) -> Iterator[str]:
+    """Every text of the training data, whatever its format."""
+    data = plan.recipe.data
+    for opened in open_sources(plan.data_path):
+        for rows in read(opened, data, data.max_rows):
+            for row in rows:
+                for value in row.values():
+                    yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]

@@ -1,0 +1,116 @@
+"""Weights into a sharded skeleton: drawn from a seed, or read from safetensors, each rank its own slices only."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from fsdptrain.data import Progress
+from fsdptrain.errors import RecipeError
+from fsdptrain.hub import checkpoint_files
+from fsdptrain.model import blocks_of
+from fsdptrain.plan import Plan, seed_of
+
+
+def allocate(model: Any, device: torch.device) -> None:
+    """Give every sharded meta parameter real, unset memory for its own shard; buffers go to `device`."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                local = torch.empty_like(param.to_local(), device=device)
+                sharded = DTensor.from_local(
+                    local,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+                setattr(module, name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+    model.tie_weights()
+
+
+def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
+    """Move buffers to `device`; floating-point ones are cast to `dtype` where one is asked for."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            kind = getattr(torch, dtype) if dtype and buffer.is_floating_point() else buffer.dtype
+            module._buffers[name] = buffer.to(device=device, dtype=kind)
+
+
+def draw_weights(model: Any, mirror: Any, seed: int, progress: Progress) -> None:
+    """Fill a sharded model with random weights that depend on `seed` and the parameter's name alone.
+
+    `mirror` is an unsharded skeleton. It is made real a block at a time on the CPU and initialised by the
+    architecture's own rules; every rank keeps its slices. So all world sizes start from the same weights, and no rank
+    ever holds the model.
+    """
+    targets = dict(model.named_parameters())
+    names = {id(param): name for name, param in mirror.named_parameters()}
+    groups = _init_groups(mirror)
+    for done, (group, module) in enumerate(groups, 1):
+        present = [(m, n, p) for m in module.modules() for n, p in m.named_parameters(recurse=False) if id(p) in names]
+        for owner, name, param in present:
+            owner._parameters[name] = nn.Parameter(torch.empty_like(param, device="cpu"))
+        torch.manual_seed(seed_of(seed, group))
+        module.apply(mirror._init_weights)
+        for owner, name, param in present:
+            target = targets[names[id(param)]]
+            whole = owner._parameters[name]
+            assert isinstance(whole, torch.Tensor)
+            sliced = distribute_tensor(whole.detach(), target.device_mesh, target.placements, src_data_rank=None)
+            target.detach().to_local().copy_(sliced.to_local())
+            owner._parameters[name] = param
+        progress("initialise", done, len(groups))
+
+
+def _init_groups(mirror: Any) -> list[tuple[str, nn.Module]]:
+    """Blocks, and every other module that has parameters of its own: what is initialised in one go."""
+    blocks = blocks_of(mirror)
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    others = [
+        (name, module)
+        for name, module in mirror.named_modules()
+        if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+    ]
+    return blocks + others
+
+
+def read_weights(model: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
+    """Fill a sharded meta model from the safetensors of `model.id`: this rank reads its own slices and no more.
+
+    transformers maps the files' names and layouts to the model's (fused experts and the like). Raises RecipeError when
+    the files and the architecture do not belong together.
+    """
+    files = checkpoint_files(plan)
+    progress("load", 0, 1)
+    with contextlib.ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in files:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        settings = LoadStateDictConfig(
+            device_map={"": device},
+            dtype=getattr(torch, plan.recipe.model.dtype),
+            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+        )
+        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    model.tie_weights()
+    missing = sorted(name for name, param in model.named_parameters() if param.is_meta)
+    unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
+    faults = {"missing": missing, "unknown": unexpected, "of another shape": sorted(map(str, info.mismatched_keys))}
+    for what, names in faults.items():
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
+    if info.conversion_errors or info.error_msgs:
+        raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+    progress("load", 1, 1)
