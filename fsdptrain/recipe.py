@@ -35,6 +35,7 @@ from fsdptrain.schema import (
 )
 
 MAX_RECIPE_BYTES = 1_000_000
+MAX_DEPTH = 32  # an architecture nests three deep; OmegaConf and PyYAML run out of stack at some eighty
 FSDP1_SWITCHES = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 
 # Names from FSDP1, accelerate, DeepSpeed and the Trainer that people bring along, and where they live here.
@@ -79,6 +80,12 @@ class Written:
 
 class _RecipeLoader(yaml.SafeLoader):
     """YAML with the scalars people mean: 1e-5 is a number; 010, 12:30:45, yes and no are texts, unlike in YAML 1.1."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        words = [str(key_node.value) for key_node, _ in node.value]
+        if twice := next((word for word in words if words.count(word) > 1), None):
+            raise yaml.constructor.ConstructorError(problem=f"`{twice}` is written twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _RecipeLoader.yaml_implicit_resolvers = {}
@@ -137,10 +144,7 @@ def _line(problem: Problem) -> tuple[int, int]:
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
     """Every value of a YAML file, with its line."""
     try:
-        for event in yaml.parse(text, Loader=_RecipeLoader):
-            refused = _refused_yaml(event)
-            if refused:
-                problems.append(Problem(refused, where=f"{name}:{event.start_mark.line + 1}"))  # type: ignore[union-attr]
+        problems += [Problem(refused, where=f"{name}:{line}") for refused, line in _refused_yaml(text)]
         if problems:
             return []
         node = yaml.compose(text, Loader=_RecipeLoader)
@@ -150,9 +154,6 @@ def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         problems.append(Problem(f"is not YAML: {reason}", where=f"{name}{line}"))
         return []
-    except RecursionError:
-        problems.append(Problem("is nested too deeply", where=name))
-        return []
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
@@ -161,13 +162,20 @@ def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]
     return list(_walk(node, Recipe, "", name, problems))
 
 
-def _refused_yaml(event: Any) -> str | None:
-    if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-        return "anchors and aliases (`&`, `*`) are not read in a recipe: write the value out"
-    tag = getattr(event, "tag", None)
-    if tag and tag != "!" and not str(tag).startswith("tag:yaml.org,2002:str"):
-        return f"the YAML tag {tag!r} is refused: a recipe names no Python object"
-    return None
+def _refused_yaml(text: str) -> Iterator[tuple[str, int]]:
+    """What YAML allows and a recipe does not, with its line; read as a stream, so that nothing deep is ever built."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_RecipeLoader):
+        line = event.start_mark.line + 1  # type: ignore[union-attr]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            yield "anchors and aliases (`&`, `*`) are not read in a recipe: write the value out", line
+        tag = getattr(event, "tag", None)
+        if tag and tag not in ("!", "tag:yaml.org,2002:str"):
+            yield f"the YAML tag {tag!r} is refused: a recipe names no Python object", line
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            yield f"is nested more than {MAX_DEPTH} deep", line
+            return
 
 
 def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
@@ -190,7 +198,10 @@ def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems
             continue
         section = section_of(schema, sections[word].name)
         if section is None:
-            yield Leaf(path, _construct(value_node, path, where, problems), where)
+            known = len(problems)
+            value = _construct(value_node, path, where, problems)
+            if len(problems) == known:
+                yield Leaf(path, value, where)
         elif isinstance(value_node, yaml.MappingNode):
             yield from _walk(value_node, section, f"{path}.", name, problems)
         elif not (isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null")):
@@ -203,7 +214,8 @@ def _construct(node: yaml.Node, path: str, where: str, problems: list[Problem]) 
     try:
         return loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        problems.append(Problem(f"cannot be read: {str(error).splitlines()[0]}", path, where))
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problems.append(Problem(f"cannot be read: {reason}", path, where))
         return None
     finally:
         loader.dispose()
@@ -219,14 +231,18 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
             continue
         if not _known(path):
             parent, _, last = path.rpartition(".")
-            problems.append(
-                Problem(_unknown(last, f"{parent}." if parent else "", _siblings(parent)), path, "command line")
-            )
+            if any(known.startswith(f"{path}.") for known in all_paths()):
+                message = f"is a section: set one of its keys ({', '.join(_siblings(path))})"
+            else:
+                message = _unknown(last, f"{parent}." if parent else "", _siblings(parent))
+            problems.append(Problem(message, path, "command line"))
             continue
         try:
-            refused = next(filter(None, map(_refused_yaml, yaml.parse(text, Loader=_RecipeLoader))), None)
+            refused, _ = next(_refused_yaml(text), (None, 0))
             value = None if refused else yaml.load(text, Loader=_RecipeLoader)  # a SafeLoader
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except (yaml.constructor.ConstructorError, ValueError) as error:
+            refused, value = f"cannot be read: {getattr(error, 'problem', None) or error}", None
+        except yaml.YAMLError:
             refused, value = None, text
         if refused:
             problems.append(Problem(refused, path, "command line"))
@@ -238,6 +254,8 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
 def _known(path: str) -> bool:
     schema: type | None = Recipe
     words = path.split(".")
+    if not all(re.fullmatch(r"[^\W\d]\w*|\d+", word) for word in words) or len(words) > MAX_DEPTH:
+        return False
     for i, word in enumerate(words):
         names = {key_of(f): f.name for f in dataclasses.fields(schema)} if schema else {}
         if word not in names or schema is None:
@@ -268,6 +286,8 @@ def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
     """Type every leaf through OmegaConf, resolve plain references, and make the dataclass."""
     config = OmegaConf.structured(Recipe)
+    written: list[Leaf] = []
+    wrong: list[Leaf] = []
     for leaf in leaves:
         if any(_bad_reference(text) for text in _strings(leaf.value)):
             problems.append(
@@ -276,11 +296,20 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
             continue
         try:
             OmegaConf.update(config, attribute(leaf.path), leaf.value, merge=False, force_add=_open(leaf.path))
-            sound = _unconverted(leaf.value, OmegaConf.select(config, attribute(leaf.path), throw_on_missing=False))
-        except (OmegaConfBaseException, ValueError, TypeError):
+            written.append(leaf)
+        except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
+            wrong.append(leaf)
+    for leaf in written:  # only now: a reference may lead to a value further down
+        try:
+            read = OmegaConf.select(config, attribute(leaf.path), throw_on_missing=False)
+            sound = _unconverted(leaf.value, read)
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
             sound = False
         if not sound:
-            problems.append(Problem(f"{_show(leaf.value)} is not {_expected(leaf.path)}", leaf.path, leaf.where))
+            wrong.append(leaf)
+    problems += [Problem(f"{_show(leaf.value)} is not {_expected(leaf.path)}", leaf.path, leaf.where) for leaf in wrong]
+    if wrong:  # what stands beside it is judged with the defaults in its place
+        return _assemble([leaf for leaf in leaves if leaf not in wrong], [])
     by_path = {leaf.path: leaf.where for leaf in leaves}
     try:
         OmegaConf.resolve(config)
@@ -293,9 +322,13 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
 
 def _unconverted(written: Any, read: Any) -> bool:
     """Whether OmegaConf kept the value's kind: it would take `"010"` for ten and 1 for true."""
+    if isinstance(written, str) and "${" in written:
+        return True
     if isinstance(read, bool) or isinstance(written, bool):
         return written is read
-    return not isinstance(read, (int, float)) or not isinstance(written, str) or "${" in written
+    if isinstance(written, list) and not isinstance(read, str):
+        return all(_unconverted(a, b) for a, b in zip(written, read, strict=False))
+    return not isinstance(read, (int, float)) or not isinstance(written, str)
 
 
 def _out_of_range(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
@@ -303,7 +336,9 @@ def _out_of_range(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
     problems = []
     for path, spec in all_fields():
         value = get(recipe, path)
-        if value is None or (path not in where and path != "output_dir"):
+        if path not in where and path != "output_dir":
+            continue
+        if value is None and None in spec.metadata.get("forms", (None,)):
             continue
         message = _limit_broken(value, spec.metadata)
         if path == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
@@ -326,12 +361,14 @@ def _limit_broken(value: Any, limits: Any) -> str | None:
         return "is empty"
     if "forms" in limits and not any(fits(value, form) for form in limits["forms"]):
         return f"{_show(value)} is not {form_words(limits['forms'])}"
-    return _number_out_of_range(value)
+    return _number_out_of_range(value, small="forms" in limits)
 
 
-def _number_out_of_range(value: Any) -> str | None:
+def _number_out_of_range(value: Any, small: bool) -> str | None:
     """Counts inside the small mappings (`{train: N}`, `{every: n}`, …) are positive; a fraction is below 1."""
-    for name, number in value.items() if isinstance(value, dict) else ():
+    for name, number in value.items() if small and isinstance(value, dict) else ():
+        if isinstance(number, int) and number > 2**53:
+            return f"{name}: {number} is too large"
         if name == "fraction" and not 0 < number < 1:
             return f"fraction {number} is not between 0 and 1"
         if name == "train" and isinstance(number, int) and number < 257:
@@ -377,8 +414,15 @@ def _model_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]
             yield Problem("there are no weights to read without model.id: use init: random", "model.init")
         if model.revision is not None:
             yield Problem("has no effect without model.id", "model.revision")
-    elif model.revision is not None and Path(model.id).exists():
+    elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # too long for a file name
+        return False
 
 
 def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:

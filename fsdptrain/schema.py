@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import UnionType
@@ -208,9 +208,12 @@ def key_of(spec: dataclasses.Field[Any]) -> str:
     return spec.name.rstrip("_")
 
 
+_hints = functools.cache(get_type_hints)
+
+
 def section_of(schema: type, name: str) -> type | None:
     """The dataclass behind a field that is a section of the recipe, or None for a leaf."""
-    annotation = get_type_hints(schema)[name]
+    annotation = _hints(schema)[name]
     return annotation if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) else None
 
 
@@ -244,7 +247,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 def attribute(path: str) -> str:
     """The dotted attribute path of a dotted YAML path: `checkpoint.async` is `checkpoint.async_`."""
-    return re.sub(r"\basync$", "async_", path)
+    return "checkpoint.async_" if path == "checkpoint.async" else path
 
 
 def fits(value: Any, form: Any) -> bool:
@@ -292,7 +295,7 @@ def type_words(path: str) -> str:
     spec = next(f for f in dataclasses.fields(schema) if f.name == last)
     if "forms" in spec.metadata:
         return form_words(spec.metadata["forms"])
-    return _words(get_type_hints(schema)[last])
+    return _words(_hints(schema)[last])
 
 
 def _words(annotation: Any) -> str:
@@ -316,7 +319,7 @@ def json_schema() -> dict[str, Any]:
 
 def _section_schema(schema: type) -> dict[str, Any]:
     properties = {}
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     for spec in dataclasses.fields(schema):
         section = section_of(schema, spec.name)
         properties[key_of(spec)] = _section_schema(section) if section else _leaf_schema(spec, hints[spec.name])

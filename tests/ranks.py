@@ -1,0 +1,56 @@
+"""Jobs that run on every rank of a real gloo process group (see `support.on_ranks`); each returns something JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain.launch import StopRequest
+from fsdptrain.optim import learning_rate
+from fsdptrain.plan import find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.report import Reporter
+from fsdptrain.rundir import RunDir
+from fsdptrain.worker import Run, assemble
+
+torch.set_num_threads(1)
+
+
+def build(recipe: str, overrides: list[str]) -> Run:
+    """The assembled run of a recipe on this process group."""
+    written = load(Path(recipe), overrides)
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    run, _ = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
+    return run
+
+
+def curve(run: Run, steps: int) -> list[list[float]]:
+    """[loss, gradient norm] of each of the first `steps` steps."""
+    made = []
+    for step in range(steps):
+        batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+        tokens = run.stream.label_tokens(run.plan.step_positions(step))
+        lr = learning_rate(step, run.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
+        stats = run.engine.step(step, batches, tokens, lr)
+        made.append([stats.loss, stats.grad_norm])
+    return made
+
+
+def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """The curve of each variant (name → overrides), one after the other."""
+    return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+
+
+if __name__ == "__main__":
+    result = globals()[sys.argv[1]](**json.loads(sys.argv[3]))
+    (Path(sys.argv[2]) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)

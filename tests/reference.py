@@ -1,0 +1,55 @@
+"""The independent reference: a plain single-process PyTorch loop over transformers' own model, on whole global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+
+def plain_curve(
+    folder: str, batches: Sequence[dict[str, torch.Tensor]], rates: Sequence[float], compute: torch.dtype
+) -> list[list[float]]:
+    """[loss, gradient norm] a step: mean cross-entropy over the batch's labels, clipped at 1, AdamW(0.9, 0.95), decay 0.1.
+
+    Master weights are float32; in the bf16 policy every weight is cast for compute, and its gradient back.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    embedding = model.get_input_embeddings().weight
+    params = dict(model.named_parameters())
+    decayed = [p for p in params.values() if p.ndim > 1 and p is not embedding]
+    plain = [p for p in params.values() if p.ndim == 1 or p is embedding]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    curve = []
+    for batch, rate in zip(batches, rates, strict=True):
+        logits = _logits(model, params, batch, compute)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append([loss.item(), norm.item()])
+    return curve
+
+
+def _logits(model: Any, params: dict[str, Any], batch: dict[str, torch.Tensor], compute: torch.dtype) -> torch.Tensor:
+    cast = {name: param.to(compute) for name, param in params.items()}
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    logits: torch.Tensor = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
+    return logits
+
+
+def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
+    """The largest relative difference of the losses and of the gradient norms of two curves."""
+    left, right = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    worst = ((left - right).abs() / right.abs()).amax(dim=0)
+    return worst[0].item(), worst[1].item()

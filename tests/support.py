@@ -1,0 +1,103 @@
+"""What tests share: tiny random models, small recipes, real rank processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "recipes" / "data"
+SHAKESPEARE = DATA / "tinyshakespeare.txt"
+GSM8K = DATA / "gsm8k-train.jsonl"
+
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that trains a tiny Llama from scratch in float32 on CPU; `changes` are dotted paths, dots as `__`."""
+    recipe: dict[str, Any] = {
+        "output_dir": str(tmp / "run"),
+        "model": {"config": {"model_type": "llama", **TINY}, "tokenizer": {"train": 512}, "init": "random"},
+        "data": {"path": str(tmp / "text.jsonl"), "seq_len": 64, "packing": "bfd"},
+        "fsdp": {"mixed_precision": {"param_dtype": "float32"}},
+        "optim": {"lr": 3e-4},
+        "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 1},
+        "checkpoint": {"every": 2, "keep": 10},
+        "export": {"dtype": "float32"},
+        "log": {"tensorboard": False},
+        "launch": {"nproc_per_node": 2, "timeout_s": 60},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = recipe
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return recipe
+
+
+def write_recipe(tmp: Path, **changes: Any) -> Path:
+    """Write that recipe, and the text it trains on, into `tmp`."""
+    text = tmp / "text.jsonl"
+    if not text.exists():
+        paragraphs = SHAKESPEARE.read_text().split("\n\n")[:300]
+        text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+    path = tmp / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_dict(tmp, **changes)))
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment with one thread a process and without a hub."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK", "WORLD"))
+    }
+    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
+
+
+def fsdptrain(*words: object, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "fsdptrain", *map(str, words)],
+        capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False,
+    )  # fmt: skip
+
+
+def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
+    """Run `tests/ranks.py`'s function `job` on `world` real gloo processes; what it returned on each, in rank order."""
+    out.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        env = environment(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        )  # fmt: skip
+        words = [sys.executable, str(ROOT / "tests" / "ranks.py"), job, str(out), json.dumps(arguments)]
+        log = (out / f"rank-{rank}.log").open("w")
+        processes.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world))
+    assert codes == [0] * world, f"exit codes {codes}\n{logs}"
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run folder's metrics."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind is None or line["event"] == kind]

@@ -1,0 +1,98 @@
+"""The numerical contract: every strategy, world size and accumulation split gives the plain loop's curve."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import largest_difference, plain_curve
+from support import TINY, on_ranks, write_recipe
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdptrain.data import prepare
+from fsdptrain.optim import learning_rate
+from fsdptrain.plan import find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.tokenizer import load_tokenizer
+
+STEPS, BATCH = 20, 16
+LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
+STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, overrides)
+    "FULL_SHARD": (1, []),
+    "SHARD_GRAD_OP": (1, []),
+    "NO_SHARD": (1, []),
+    "HYBRID_SHARD": (2, ["fsdp.shard_size=2"]),
+    "HYBRID_SHARD_ZERO2": (2, ["fsdp.shard_size=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that starts from a random Llama's folder, with several documents in every block."""
+    tmp = tmp_path_factory.mktemp("numerics")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp / "model")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, train__steps=STEPS,
+        train__global_batch_size=BATCH,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(recipe: Path) -> dict[str, list[list[float]]]:
+    written = load(recipe)
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+    batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
+    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(STEPS)]
+    torch.set_num_threads(1)
+    return {d: plain_curve(str(recipe.parent / "model"), batches, rates, getattr(torch, d)) for d in LIMITS}
+
+
+def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str) -> tuple[str, list[str]]:
+    overrides = [
+        f"fsdp.strategy={strategy}", *STRATEGIES[strategy][1], f"fsdp.mixed_precision.param_dtype={dtype}",
+        f"train.micro_batch_size={BATCH // (world * accumulation)}", f"fsdp.accumulation={'hold' if hold else 'reduce'}",
+    ]  # fmt: skip
+    return f"{strategy} × {world} / {accumulation}{' held' if hold else ''} {dtype}", overrides
+
+
+def all_variants(world: int) -> dict[str, list[str]]:
+    """Every strategy that this world size has, with accumulation 1, 2 (held) and 4, in both dtypes."""
+    strategies = [name for name, (ranks, _) in STRATEGIES.items() if world >= ranks]
+    return dict(variant(world, s, a, a == 2, dtype) for dtype in LIMITS for s in strategies for a in (1, 2, 4))
+
+
+def some_variants(world: int) -> dict[str, list[str]]:
+    """Every strategy once in float32, with gradients held, and FULL_SHARD in bf16 without."""
+    made = {name: overrides for name, overrides in all_variants(world).items() if name.endswith("held float32")}
+    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")])
+
+
+def compare(world: int, variants: dict[str, list[str]], recipe: Path, references: dict[str, Any], tmp: Path) -> None:
+    ranks = on_ranks(world, "curves", tmp, recipe=str(recipe), variants=variants, steps=STEPS)
+    assert all(other == ranks[0] for other in ranks), "ranks report different curves"
+    wrong = []
+    for name, curve in ranks[0].items():
+        dtype = name.rpartition(" ")[2]
+        loss, norm = largest_difference(curve, references[dtype])
+        print(f"{name:44} loss {loss:.1e}  norm {norm:.1e}")
+        if max(loss, norm) > LIMITS[dtype]:
+            wrong.append((name, loss, norm))
+    assert not wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
+    compare(world, some_variants(world), recipe, references, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_curve_agrees_with_the_plain_loop(
+    world: int, recipe: Path, references: dict[str, Any], tmp_path: Path
+) -> None:
+    compare(world, all_variants(world), recipe, references, tmp_path)

@@ -1,0 +1,1034 @@
+"""The recipe: its schema against the design, and a reader that refuses everything it cannot honour."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.recipe import FSDP1_SWITCHES, MAX_RECIPE_BYTES, RENAMED, Written, load
+from fsdptrain.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+# The smallest sound recipe. Flow style keeps it on two lines, so that what a test adds begins in line 3.
+BASE = "model: {id: org/name}\ndata: {path: rows.jsonl}\n"
+
+# The design's own block: every key, with its default unless the value is obviously an example (EXAMPLES).
+DESIGN = """\
+name: llama3-8b-sft
+seed: 42
+output_dir: runs/${name}
+
+model:
+  id: meta-llama/Llama-3.1-8B
+  revision: null
+  tokenizer: null
+  config: {}
+  init: pretrained
+  dtype: float32
+  attn_implementation: sdpa
+
+data:
+  path: data/train.jsonl
+  format: text
+  columns: {}
+  seq_len: 2048
+  packing: bfd
+  train_on: completion
+  max_rows: null
+  eval: null
+
+fsdp:
+  strategy: FULL_SHARD
+  shard_size: null
+  wrap: auto
+  mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: null}
+  backward_prefetch: BACKWARD_PRE
+  forward_prefetch: 0
+  accumulation: reduce
+  cpu_offload: false
+  activation_checkpointing: none
+
+optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
+schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
+train:    {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, compile: false, deterministic: false}
+eval:     {every: null}
+checkpoint: {every: 500, keep: 2, async: true, resume: auto}
+export:   {at_end: true, dtype: bfloat16}
+log:      {every: 1, tensorboard: true}
+launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300}
+"""
+EXAMPLES = {"name", "output_dir", "model.id", "data.path"}
+
+
+def read(tmp_path: Path, text: str, *overrides: str) -> Written:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load(path, list(overrides))
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> list[Problem]:
+    with pytest.raises(RecipeError) as error:
+        read(tmp_path, text, *overrides)
+    return error.value.problems
+
+
+def with_key(path: str, value: str) -> str:
+    """The smallest sound recipe in block style, with one more key (or with this one changed)."""
+    section, _, rest = path.partition(".")
+    if not rest:
+        return BASE + f"{section}: {value}\n"
+    head, _, tail = rest.partition(".")
+    lines = {"model": {"id": "org/name"}, "data": {"path": "rows.jsonl"}}
+    lines.setdefault(section, {})[head] = f"{{{tail}: {value}}}" if tail else value
+    return "".join(f"{name}:\n" + "".join(f"  {k}: {v}\n" for k, v in keys.items()) for name, keys in lines.items())
+
+
+def places(problems: list[Problem]) -> list[tuple[str | None, str | None]]:
+    return [(p.where, p.field) for p in problems]
+
+
+# --- defaults -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
+    # `format: text` beside a written `train_on: completion` is refused, so the format is judged on its own below.
+    designed = read(tmp_path, DESIGN, "data.format=chat")
+    assert set(designed.where) == set(all_paths())
+    values, defaults = flat(designed.recipe), flat(Recipe())
+    for path in set(all_paths()) - EXAMPLES - {"data.format"}:
+        assert values[path] == defaults[path], path
+    assert yaml.safe_load(DESIGN)["data"]["format"] == defaults["data.format"]
+    assert (defaults["model.id"], defaults["data.path"], defaults["output_dir"]) == (None, None, "runs/${name}")
+    assert designed.recipe.output_dir == "runs/llama3-8b-sft"
+
+
+def test_a_sparse_recipe_is_the_defaults(tmp_path: Path) -> None:
+    sparse = read(tmp_path, BASE)
+    assert sparse.recipe == dataclasses.replace(
+        Recipe(),
+        output_dir="runs/run",
+        model=dataclasses.replace(Recipe().model, id="org/name"),
+        data=dataclasses.replace(Recipe().data, path="rows.jsonl"),
+    )
+    assert sparse.where == {"model.id": "recipe.yaml:1", "data.path": "recipe.yaml:2"}
+    assert (sparse.text, sparse.folder) == (BASE, tmp_path.resolve())
+
+
+def test_defaults_are_not_shared_between_recipes() -> None:
+    first = Recipe()
+    first.model.config["vocab_size"] = 1
+    first.optim.betas.append(0.5)
+    assert Recipe().model.config == {} and Recipe().optim.betas == [0.9, 0.95]
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE + "optim:\nfsdp: {}\n").recipe == read(tmp_path, BASE).recipe
+
+
+def test_async_is_a_key(tmp_path: Path) -> None:
+    written = read(tmp_path, BASE + "checkpoint: {async: false}\n")
+    assert written.recipe.checkpoint.async_ is False
+    assert "checkpoint.async" in written.where
+    assert read(tmp_path, BASE, "checkpoint.async=false").recipe.checkpoint.async_ is False
+    [problem] = refused(tmp_path, BASE + "checkpoint: {async_: false}\n")
+    assert problem.field == "checkpoint.async_" and "`checkpoint.async`" in problem.message
+
+
+# --- unknown keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("added", "where", "field", "says"),
+    [
+        ("sead: 1\n", 3, "sead", "did you mean `seed`"),
+        ("optimizer: {lr: 1}\n", 3, "optimizer", "did you mean `optim`"),
+        ("optim:\n  weight_decai: 0.1\n", 4, "optim.weight_decai", "did you mean `optim.weight_decay`"),
+        ("train:\n  lr: 1e-5\n", 4, "train.lr", "did you mean `optim.lr`"),
+        (
+            "fsdp:\n  mixed_precision:\n    param_dtyp: float32\n",
+            5,
+            "fsdp.mixed_precision.param_dtyp",
+            "did you mean `fsdp.mixed_precision.param_dtype`",
+        ),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard"),
+        ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
+        ("5: 1\n", 3, "5", "unknown key"),
+        ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(
+    tmp_path: Path, added: str, where: int, field: str, says: str
+) -> None:
+    [problem] = refused(tmp_path, BASE + added)
+    assert (problem.where, problem.field) == (f"recipe.yaml:{where}", field)
+    assert says in problem.message
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+@pytest.mark.parametrize("section", ["", "fsdp", "fsdp.mixed_precision", "train"])
+def test_a_name_from_another_tool_gets_its_home_here(tmp_path: Path, name: str, section: str) -> None:
+    text = f"{name}: true\n"
+    for word in reversed(section.split(".") if section else []):
+        text = f"{word}: {{{text.strip()}}}\n"
+    [problem] = refused(tmp_path, BASE + text)
+    assert problem.message == f"`{name}` {RENAMED[name]}"
+    assert (problem.where, problem.field) == ("recipe.yaml:3", f"{section}.{name}".lstrip("."))
+
+
+def test_the_switches_of_fsdp1_that_are_always_on_say_so(tmp_path: Path) -> None:
+    assert set(FSDP1_SWITCHES) == {"use_orig_params", "sync_module_states", "limit_all_gathers"}
+    text = BASE + "fsdp:\n" + "".join(f"  {name}: true\n" for name in FSDP1_SWITCHES)
+    assert ["always on" in p.message for p in refused(tmp_path, text)] == [True] * 3
+
+
+def test_another_tools_name_is_never_a_key_of_ours() -> None:
+    assert not set(RENAMED) & {path.rpartition(".")[2] for path in all_paths()}
+
+
+# --- every problem, in order ----------------------------------------------------------------------------------------
+
+
+def test_every_problem_is_reported_at_once_in_line_order(tmp_path: Path) -> None:
+    text = """\
+train: {steps: "5"}
+optim:
+  lr: -1
+  betas: [0.9]
+sead: 1
+fsdp:
+  strategy: FULL
+  use_orig_params: true
+model: 3
+"""
+    problems = refused(tmp_path, text, "log.every=0", "nonsense")
+    assert places(problems) == [
+        ("recipe.yaml:1", "train.steps"),
+        ("recipe.yaml:3", "optim.lr"),
+        ("recipe.yaml:4", "optim.betas"),
+        ("recipe.yaml:5", "sead"),
+        ("recipe.yaml:7", "fsdp.strategy"),
+        ("recipe.yaml:8", "fsdp.use_orig_params"),
+        ("recipe.yaml:9", "model"),
+        ("command line", None),
+        ("command line", "log.every"),
+    ]
+
+
+def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(tmp_path, BASE + "sead: 1\nlog: {every: 0}\n")
+    assert error.value.exit_code == 2
+    assert str(error.value).splitlines() == [
+        "recipe.yaml:3: sead: unknown key; did you mean `seed`?",
+        "recipe.yaml:4: log.every: 0 is too small: at least 1",
+    ]
+
+
+# --- types and limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("train.steps", '"5"'),
+        ("train.steps", "010"),
+        ("train.steps", "0x10"),
+        ("train.steps", "12:30"),
+        ("train.steps", "5.0"),
+        ("train.steps", "true"),
+        ("train.steps", "[5]"),
+        ("train.steps", "{a: 5}"),
+        ("train.global_batch_size", "null"),
+        ("train.global_batch_size", ""),
+        ("optim.lr", '"1e-5"'),
+        ("optim.lr", "fast"),
+        ("optim.lr", "null"),
+        ("optim.lr", "true"),
+        ("optim.betas", "0.9"),
+        ("optim.betas", "null"),
+        ("optim.betas", "[0.9, x]"),
+        ("optim.betas", "[0.9, null]"),
+        ("optim.betas", "[true, false]"),
+        ("optim.betas", "{a: 1}"),
+        ("train.compile", "yes"),
+        ("train.compile", "no"),
+        ("train.compile", "on"),
+        ("train.compile", "1"),
+        ("train.compile", '"true"'),
+        ("train.compile", "null"),
+        ("name", "null"),
+        ("name", "true"),
+        ("name", "[a]"),
+        ("seed", "1.5"),
+        ("fsdp.strategy", "full_shard"),
+        ("fsdp.strategy", "1"),
+        ("fsdp.strategy", "null"),
+        ("fsdp.mixed_precision.param_dtype", "float16"),
+        ("fsdp.mixed_precision.param_dtype", "null"),
+        ("data.packing", "false"),
+        ("model.config", "[1]"),
+        ("model.config", "llama"),
+        ("model.config", "null"),
+        ("model.config", "{1: 2}"),
+        ("data.columns", "{text: [a]}"),
+        ("data.columns", "{text: null}"),
+        ("data.columns", "[text]"),
+        ("model.tokenizer", "5"),
+        ("model.tokenizer", "{train: many}"),
+        ("model.tokenizer", "{train: 4096, on: data}"),
+        ("model.tokenizer", "[a]"),
+        ("data.eval", "0.1"),
+        ("data.eval", "{}"),
+        ("data.eval", "{max_rows: 5}"),
+        ("data.eval", "{path: a, max_rows: null}"),
+        ("data.eval", "{path: a, fraction: 0.1}"),
+        ("data.eval", "{fraction: true}"),
+        ("fsdp.wrap", "LlamaDecoderLayer"),
+        ("fsdp.wrap", "[]"),
+        ("fsdp.wrap", "[1]"),
+        ("fsdp.wrap", "{min_num_params: 5}"),
+        ("fsdp.activation_checkpointing", "true"),
+        ("fsdp.activation_checkpointing", "{every: 2.5}"),
+        ("launch.nproc_per_node", '"8"'),
+        ("launch.nproc_per_node", "gpu"),
+        ("launch.nproc_per_node", "true"),
+    ],
+)
+def test_a_wrong_type_is_refused(tmp_path: Path, path: str, value: str) -> None:
+    for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
+        assert [p.field for p in problems] == [path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("seed", "-1"),
+        ("seed", "2147483648"),
+        ("name", '""'),
+        ("name", '"  "'),
+        ("output_dir", '""'),
+        ("model.id", '""'),
+        ("data.path", '" "'),
+        ("data.seq_len", "7"),
+        ("data.max_rows", "0"),
+        ("data.eval", "{fraction: 0}"),
+        ("data.eval", "{fraction: 1.0}"),
+        ("data.eval", "{fraction: .nan}"),
+        ("data.eval", "{path: held-out.jsonl, max_rows: 0}"),
+        ("model.tokenizer", "{train: 256}"),
+        ("fsdp.shard_size", "0"),
+        ("fsdp.forward_prefetch", "-1"),
+        ("fsdp.forward_prefetch", "17"),
+        ("fsdp.wrap", "{min_params: 0}"),
+        ("fsdp.activation_checkpointing", "{every: 0}"),
+        ("optim.lr", "-1e-5"),
+        ("optim.lr", ".inf"),
+        ("optim.lr", ".nan"),
+        ("optim.lr", "1e999"),
+        ("optim.eps", "0"),
+        ("optim.betas", "[]"),
+        ("optim.betas", "[0.9]"),
+        ("optim.betas", "[0.9, 1.0]"),
+        ("optim.betas", "[-0.1, 0.9]"),
+        ("optim.betas", "[.nan, 0.9]"),
+        ("optim.betas", "[0.9, 0.95, 0.99]"),
+        ("optim.weight_decay", "-0.1"),
+        ("optim.max_grad_norm", "0"),
+        ("schedule.warmup", "-1"),
+        ("schedule.min_lr", "1.01"),
+        ("train.epochs", "0"),
+        ("train.steps", "0"),
+        ("train.steps", "99999999999999999999"),
+        ("train.global_batch_size", "0"),
+        ("train.micro_batch_size", "0"),
+        ("eval.every", "0"),
+        ("checkpoint.every", "0"),
+        ("checkpoint.keep", "0"),
+        ("log.every", "0"),
+        ("launch.nproc_per_node", "0"),
+        ("launch.nproc_per_node", "99999999999999999999"),
+        ("launch.nnodes", "0"),
+        ("launch.max_restarts", "-1"),
+        ("launch.timeout_s", "0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(tmp_path: Path, path: str, value: str) -> None:
+    for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
+        assert [p.field for p in problems] == [path]
+
+
+def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
+    """One step outside each limit is refused, the limit itself (where it belongs to the range) is not."""
+    limits = {"at_least": -1, "above": 0, "at_most": 1}
+    checked = 0
+    for path, spec in all_fields():
+        for limit, step in limits.items():
+            if limit in spec.metadata:
+                outside = spec.metadata[limit] + step
+                assert [p.field for p in refused(tmp_path, with_key(path, str(outside)))] == [path]
+                checked += 1
+            if limit in spec.metadata and limit != "above" and not path.startswith(("eval.", "fsdp.shard_size")):
+                read(tmp_path, with_key(path, str(spec.metadata[limit])))
+    assert checked > 20
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("optim.lr", "1e-5", 1e-5),
+        ("optim.lr", "1", 1.0),
+        ("optim.lr", ".5", 0.5),
+        ("optim.lr", "1_000.5", 1000.5),
+        ("schedule.warmup", "100", 100.0),
+        ("train.steps", "1_000", 1000),
+        ("train.steps", "~", None),
+        ("train.compile", "True", True),
+        ("optim.max_grad_norm", "null", None),
+        ("optim.betas", "[0, 0.5]", [0.0, 0.5]),
+        ("checkpoint.every", "null", None),
+        ("name", "yes", "yes"),
+        ("name", "010", "010"),
+        ("name", "12:30:45", "12:30:45"),
+        ("name", '"5"', "5"),
+        ("name", "2024-01-01", "2024-01-01"),
+        ("model.tokenizer", "{train: 257}", {"train": 257}),
+        ("model.tokenizer", "org/name", "org/name"),
+        ("model.config", "{a: {b: [1, 2.5, x, null]}}", {"a": {"b": [1, 2.5, "x", None]}}),
+        ("data.columns", "{text: content}", {"text": "content"}),
+        ("data.eval", "{path: held-out.jsonl}", {"path": "held-out.jsonl"}),
+        ("data.eval", "{path: held-out.jsonl, max_rows: 10}", {"path": "held-out.jsonl", "max_rows": 10}),
+        ("data.eval", "{fraction: 0.01}", {"fraction": 0.01}),
+        ("fsdp.wrap", "[LlamaDecoderLayer, LlamaMLP]", ["LlamaDecoderLayer", "LlamaMLP"]),
+        ("fsdp.wrap", "{min_params: 100_000_000}", {"min_params": 100_000_000}),
+        ("fsdp.activation_checkpointing", "{every: 2}", {"every": 2}),
+        ("launch.nproc_per_node", "8", 8),
+    ],
+)
+def test_a_value_is_read_as_what_it_looks_like(tmp_path: Path, path: str, value: str, expected: Any) -> None:
+    for written in (read(tmp_path, with_key(path, value)), read(tmp_path, BASE, f"{path}={value}")):
+        found = flat(written.recipe)[path]
+        assert (found, type(found)) == (expected, type(expected))
+
+
+def allows_null(path: str) -> bool:
+    node = json_schema()
+    for word in path.split("."):
+        node = node["properties"][word]
+    return violations(node, None) == []
+
+
+@pytest.mark.parametrize("path", all_paths())
+def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: str) -> None:
+    if path in ("model.id", "data.path"):
+        assert allows_null(path)
+        assert path in [p.field for p in refused(tmp_path, BASE, f"{path}=null")]  # by a relation, not by its type
+    elif allows_null(path):
+        assert flat(read(tmp_path, with_key(path, "null")).recipe)[path] is None
+    else:
+        assert [p.field for p in refused(tmp_path, with_key(path, "null"))] == [path]
+
+
+# --- combinations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "says"),
+    [
+        (["model.id=null", "model.tokenizer=t"], "model.id", "whole model.config with `model_type`"),
+        (["model.id=null", "model.tokenizer=t", "model.config={hidden_size: 64}"], "model.id", "`model_type`"),
+        (["model.id=null", "model.config.model_type=llama"], "model.tokenizer", "a model from scratch needs one"),
+        (
+            ["model.id=null", "model.tokenizer=t", "model.config.model_type=llama", "model.init=pretrained"],
+            "model.init",
+            "init: random",
+        ),
+        (
+            ["model.id=null", "model.tokenizer=t", "model.config.model_type=llama", "model.revision=main"],
+            "model.revision",
+            "no effect",
+        ),
+        (["model.id=.", "model.revision=main"], "model.revision", "local folder"),
+        (["data.path=null"], "data.path", "is not set"),
+        (["data.columns={prompt: question}"], "data.columns", "not a field of format text: text"),
+        (
+            ["data.format=prompt_completion", "data.columns={text: question}"],
+            "data.columns",
+            "not a field of format prompt_completion: prompt, completion",
+        ),
+        (["data.format=chat", "data.columns.prompt=x"], None, "not a field of format chat: messages"),
+        (["data.train_on=completion"], "data.train_on", "every token is trained"),
+        (["fsdp.shard_size=8"], "fsdp.shard_size", "no effect with FULL_SHARD"),
+        (["fsdp.shard_size=8", "fsdp.strategy=SHARD_GRAD_OP"], "fsdp.shard_size", "no effect with SHARD_GRAD_OP"),
+        (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "no effect with NO_SHARD"),
+        (["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"], "fsdp.forward_prefetch", "nothing is gathered"),
+        (
+            ["fsdp.strategy=NO_SHARD", "fsdp.backward_prefetch=BACKWARD_PRE"],
+            "fsdp.backward_prefetch",
+            "nothing is gathered in backward",
+        ),
+        (
+            ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.backward_prefetch=BACKWARD_POST"],
+            "fsdp.backward_prefetch",
+            "nothing is gathered in backward",
+        ),
+        (
+            ["fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.backward_prefetch=BACKWARD_PRE"],
+            "fsdp.backward_prefetch",
+            "nothing is gathered in backward",
+        ),
+        (["train.steps=10", "train.epochs=2"], "train.epochs", "no effect beside train.steps"),
+        (
+            ["schedule.name=constant", "schedule.min_lr=0.1"],
+            "schedule.min_lr",
+            "no effect with schedule.name: constant",
+        ),
+        (["eval.every=10"], "eval.every", "set data.eval"),
+        (["checkpoint.every=null", "checkpoint.async=true"], "checkpoint.async", "no effect without checkpoint.every"),
+        (["launch.nnodes=2"], "launch.nnodes", "launch.rdzv_endpoint"),
+        (["launch.rdzv_endpoint=node:29500"], "launch.rdzv_endpoint", "no effect with launch.nnodes: 1"),
+    ],
+)
+def test_a_combination_that_cannot_be_honoured_is_refused(
+    tmp_path: Path, keys: list[str], field: str | None, says: str
+) -> None:
+    problems = refused(tmp_path, BASE, *keys)
+    assert len(problems) == 1 and says in problems[0].message
+    assert problems[0].field == field or field is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["model.id=null", "model.tokenizer={train: 4096}", "model.config.model_type=llama"],
+        ["model.id=null", "model.tokenizer=t", "model.config.model_type=llama", "model.init=random"],
+        ["model.revision=main"],
+        ["data.train_on=all"],
+        ["data.format=chat", "data.train_on=completion"],
+        ["data.format=prompt_completion", "data.columns={prompt: q, completion: a}"],
+        ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=8", "fsdp.backward_prefetch=BACKWARD_POST"],
+        ["fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.shard_size=8"],
+        ["fsdp.strategy=NO_SHARD", "fsdp.backward_prefetch=NONE", "fsdp.forward_prefetch=0"],
+        ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.forward_prefetch=2"],
+        ["train.steps=10"],
+        ["train.epochs=0.5", "train.steps=null"],
+        ["schedule.name=constant"],
+        ["eval.every=10", "data.eval={fraction: 0.1}"],
+        ["checkpoint.every=null"],
+        ["checkpoint.every=null", "checkpoint.async=false"],
+        ["launch.nnodes=2", "launch.rdzv_endpoint=node:29500"],
+    ],
+)
+def test_a_combination_that_can_be_honoured_is_not(tmp_path: Path, keys: list[str]) -> None:
+    assert read(tmp_path, BASE, *keys).where.keys() >= {key.partition("=")[0] for key in keys}
+
+
+def test_a_key_without_effect_is_named_with_its_line(tmp_path: Path) -> None:
+    problems = refused(tmp_path, BASE + "schedule:\n  name: constant\n  min_lr: 0.1\nfsdp:\n  shard_size: 8\n")
+    assert places(problems) == [("recipe.yaml:5", "schedule.min_lr"), ("recipe.yaml:7", "fsdp.shard_size")]
+
+
+# --- overrides ------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_wins_over_the_file_and_the_last_over_the_first(tmp_path: Path) -> None:
+    written = read(tmp_path, BASE + "optim: {lr: 1e-3}\n", "optim.lr=1e-4", "optim.lr=1e-5")
+    assert written.recipe.optim.lr == 1e-5
+    assert written.where["optim.lr"] == "command line"
+
+
+def test_an_override_reaches_below_the_open_mappings(tmp_path: Path) -> None:
+    text = with_key("model.config", "{hidden_size: 64, rope_parameters: {factor: 8.0}}")
+    recipe = read(tmp_path, text, "model.config.hidden_size=32", "model.config.rope_parameters.factor=2.0").recipe
+    assert recipe.model.config == {"hidden_size": 32, "rope_parameters": {"factor": 2.0}}
+    assert read(tmp_path, BASE, "data.columns.text=content").recipe.data.columns == {"text": "content"}
+
+
+def test_an_override_may_hold_an_equals_sign_and_null(tmp_path: Path) -> None:
+    recipe = read(tmp_path, BASE + "train: {steps: 5}\n", "data.path=a=b.jsonl", "train.steps=null").recipe
+    assert (recipe.data.path, recipe.train.steps) == ("a=b.jsonl", None)
+
+
+def test_an_override_can_mend_the_file(tmp_path: Path) -> None:
+    assert read(tmp_path, "data: {path: rows.jsonl}\n", "model.id=org/name").recipe.model.id == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("word", "field", "says"),
+    [
+        ("--fresh", None, "write key=value"),
+        ("optim.lr", None, "write key=value"),
+        ("=5", None, "write key=value"),
+        ("", None, "write key=value"),
+        ("optim.lrr=5", "optim.lrr", "did you mean `optim.lr`"),
+        ("lr=5", "lr", "did you mean `optim.lr`"),
+        ("optim.lr.x=5", "optim.lr.x", "unknown key"),
+        ("fsdp.sharding_strategy=FULL_SHARD", "fsdp.sharding_strategy", "is called fsdp.strategy here"),
+        ("checkpoint.async_=false", "checkpoint.async_", "`checkpoint.async`"),
+        ("model.id=!!python/name:os.system", "model.id", "names no Python object"),
+        ("model.id=&a b", "model.id", "anchors and aliases"),
+        ("model.id=${oc.env:HOME}", "model.id", "resolvers are refused"),
+        ("optim.lr=[", "optim.lr", "is not a number"),
+    ],
+)
+def test_a_bad_override_is_refused(tmp_path: Path, word: str, field: str | None, says: str) -> None:
+    [problem] = refused(tmp_path, BASE, word)
+    assert (problem.where, problem.field) == ("command line", field)
+    assert says in problem.message
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_references_are_resolved(tmp_path: Path) -> None:
+    text = "name: a\nseed: 7\noutput_dir: out/${name}-${seed}-${model.id}\n" + BASE + "eval: {every: '${log.every}'}\n"
+    recipe = read(tmp_path, text, "name=b", "data.eval={fraction: 0.1}").recipe
+    assert (recipe.output_dir, recipe.eval.every) == ("out/b-7-org/name", 1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:HOME}",
+        "${oc.env:HOME,x}",
+        "${oc.decode:5}",
+        "${oc.coerce:5,os.system}",
+        "${oc.create:{}}",
+        "${oc.select:name}",
+        "${env:HOME}",
+        "x-${oc.env:HOME}-${name}",
+        "${name",
+        "${}",
+        "${.name}",
+        "${..name}",
+        "${name}${",
+        "${${name}}",
+        "${model[id]}",
+        "${a:${name}}",
+    ],
+)
+@pytest.mark.parametrize("key", ["data.path", "model.config", "data.columns"])
+def test_a_resolver_is_refused_wherever_it_stands(tmp_path: Path, value: str, key: str) -> None:
+    quoted = f'"{value}"'
+    inside = {"data.path": quoted, "model.config": f"{{a: [1, {{b: {quoted}}}]}}", "data.columns": f"{{{quoted}: x}}"}
+    for problems in (
+        refused(tmp_path, with_key(key, inside[key])),
+        refused(tmp_path, BASE, f"{key}={inside[key]}"),
+    ):
+        assert [p.field for p in problems] == [key]
+        assert "resolvers are refused" in problems[0].message
+
+
+@pytest.mark.parametrize("value", ["${name}", "${output_dir}", "${nope}", "${model}", "${model.nope}", "${data.eval}"])
+def test_a_reference_that_leads_nowhere_or_in_a_circle_is_refused(tmp_path: Path, value: str) -> None:
+    assert {p.field for p in refused(tmp_path, BASE + f'name: "{value}"\n')} == {"name"}
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "says"),
+    [
+        ("- model\n", "recipe.yaml:1", "a recipe is a mapping"),
+        ("hello\n", "recipe.yaml:1", "a recipe is a mapping"),
+        ("---\n", "recipe.yaml:1", "a recipe is a mapping"),
+        ("null\n", "recipe.yaml:1", "a recipe is a mapping"),
+        ("name: a\nname: b\n", "recipe.yaml:2", "written twice (first in line 1)"),
+        ("optim: {lr: 1}\nseed: 1\noptim: {eps: 1}\n", "recipe.yaml:3", "written twice (first in line 1)"),
+        ("optim:\n  lr: 1\n  lr: 2\n", "recipe.yaml:3", "written twice (first in line 2)"),
+        ("a: 1\n---\nb: 2\n", "recipe.yaml:2", "another document"),
+        ("model:\n\tid: x\n", "recipe.yaml:2", "is not YAML"),
+        ("model: {id: x\n", "recipe.yaml:2", "is not YAML"),
+        ("model: [\n", "recipe.yaml:2", "is not YAML"),
+        ('name: "a\n', "recipe.yaml:2", "is not YAML"),
+        ("seed: 1\nname: &a x\n", "recipe.yaml:2", "anchors and aliases"),
+        ("seed: 1\nname: *a\n", "recipe.yaml:2", "anchors and aliases"),
+        ("a: &a [x]\nb: [*a, *a]\n", "recipe.yaml:1", "anchors and aliases"),
+        ("name: !!python/object/apply:os.system [id]\n", "recipe.yaml:1", "names no Python object"),
+        ("name: !!python/name:os.system\n", "recipe.yaml:1", "names no Python object"),
+        ("name: !custom x\n", "recipe.yaml:1", "names no Python object"),
+        ("name: !!binary aGk=\n", "recipe.yaml:1", "names no Python object"),
+        ("seed: !!int 5\n", "recipe.yaml:1", "names no Python object"),
+        ("? [a]\n: b\n", "recipe.yaml:1", "a key is a plain word"),
+        ("? {a: b}\n: c\n", "recipe.yaml:1", "a key is a plain word"),
+        ("seed: 1\nmodel: org/name\n", "recipe.yaml:2", "is a section with the keys id, revision"),
+        ("seed: 1\nfsdp: [FULL_SHARD]\n", "recipe.yaml:2", "is a section with the keys strategy"),
+        ("fsdp:\n  mixed_precision: bf16\n", "recipe.yaml:2", "is a section with the keys param_dtype"),
+    ],
+)
+def test_yaml_that_is_no_recipe_is_refused_with_its_line(tmp_path: Path, text: str, where: str, says: str) -> None:
+    assert any(p.where == where and says in p.message for p in refused(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n"])
+def test_an_empty_file_says_what_a_recipe_needs(tmp_path: Path, text: str) -> None:
+    problems = refused(tmp_path, text)
+    assert [p.field for p in problems] == ["model.id", "model.tokenizer", "data.path"]
+    assert {p.where for p in problems} == {"recipe.yaml"}
+
+
+def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+    tag = f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{target}']]"
+    refused(tmp_path, BASE + f"name: {tag}\n", f"name={tag}")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("raw", [b"name: \xff\xfe\n", "name: a\n".encode("utf-16"), b"\x80"])
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError, match="is not UTF-8 text"):
+        load(path)
+
+
+@pytest.mark.parametrize("raw", [b"name: a\0b\n", b"name: \x07\n"])
+def test_a_file_with_control_characters_is_refused(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError, match="is not YAML"):
+        load(path)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
+    assert load(path).recipe.model.id == "org/name"
+
+
+def test_what_is_not_a_readable_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.yaml", tmp_path / ("x" * 300)):
+        with pytest.raises(RecipeError, match="cannot be read"):
+            load(path)
+
+
+def test_an_overlong_file_is_refused(tmp_path: Path) -> None:
+    [problem] = refused(tmp_path, BASE + "#" * MAX_RECIPE_BYTES)
+    assert "a page of YAML" in problem.message
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: "])
+def test_a_file_nested_too_deeply_is_refused(tmp_path: Path, opening: str) -> None:
+    refused(tmp_path, "name: " + opening * 1_000)
+    refused(tmp_path, BASE + "name: " + opening * 1_000 + {"[": "]", "{a: ": "}"}[opening] * 1_000)
+
+
+def test_a_number_of_5000_digits_is_refused(tmp_path: Path) -> None:
+    problems = refused(tmp_path, BASE + f"seed: 1{'0' * 5000}\n")
+    assert {p.field for p in problems} == {"seed"}
+
+
+# --- whatever is written --------------------------------------------------------------------------------------------
+
+_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from(["${name}", "${model.config}", "${", "???", "auto", "1e5", "010", "-", "\\${name}", "."])
+)
+_values = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_paths = st.sampled_from([*all_paths(), "model", "fsdp", "fsdp.mixed_precision", "model.config.a", "data.columns.text"])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(_paths, _values, st.booleans()), min_size=1, max_size=4))
+def test_whatever_is_written_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[str, Any, bool]]
+) -> None:
+    """Any value at any path, in the file or on the command line, gives a recipe or RecipeError, and nothing else."""
+    tree: dict[str, Any] = {"model": {"id": "org/name"}, "data": {"path": "rows.jsonl"}}
+    overrides = []
+    for path, value, in_file in written:
+        if in_file:
+            *parents, last = path.split(".")
+            place: Any = tree
+            for word in parents:
+                place = place.setdefault(word, {}) if isinstance(place.get(word, {}), dict) else {}
+            place[last] = value
+        else:
+            overrides.append(f"{path}={json.dumps(value)}")
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    try:
+        recipe = load(file, overrides).recipe
+    except RecipeError as error:
+        assert error.problems and all(p.message for p in error.problems)
+    else:
+        assert list(flat(recipe)) == all_paths()
+
+
+# --- hostile and unlucky recipes that once slipped through or crashed the reader ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        pytest.param("optim.lr", "1" + "0" * 400, id="OverflowError for a whole number too large for a float"),
+        pytest.param("optim.betas", "['0.9', '0.95']", id="quoted numbers inside a list are converted"),
+        pytest.param("model.tokenizer", "{train: 1" + "0" * 40 + "}", id="huge counts in small mappings pass"),
+        pytest.param("model.tokenizer", "{train: 4096, train: 8192}", id="a key written twice inside a leaf passes"),
+        pytest.param(
+            "model.config", "{hidden_size: 64, hidden_size: 32}", id="a key written twice in model.config passes"
+        ),
+        pytest.param("data.columns", "{fraction: x}", id="TypeError for a column called fraction"),
+        pytest.param("model.config", "{a: " * 100 + "1" + "}" * 100, id="RecursionError for mappings 100 deep"),
+        pytest.param("model.config", "{a: " * 300 + "1" + "}" * 300, id="RecursionError for mappings 300 deep"),
+        pytest.param("fsdp.wrap", "[" * 120 + "1" + "]" * 120, id="RecursionError for lists 120 deep"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_the_file_and_on_the_command_line(
+    tmp_path: Path, path: str, value: str
+) -> None:
+    for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
+        assert {p.field for p in problems} <= {path, None}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("model.config.=3", id="an override with an empty last word passes"),
+        pytest.param("model.config..a=3", id="an override with an empty word passes"),
+        pytest.param("model.config.a[0]=3", id="brackets of an override make keys"),
+        pytest.param(
+            "model.config.a=" + "[" * 2000 + "1" + "]" * 2000, id="an override nested too deeply becomes a text"
+        ),
+    ],
+)
+def test_a_malformed_override_of_an_open_mapping_is_refused(tmp_path: Path, word: str) -> None:
+    refused(tmp_path, BASE, word)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "expected"),
+    [
+        pytest.param(
+            "model: {id: x, config: {fraction: x}}\ndata: {path: d}\n",
+            "model.config",
+            {"fraction": "x"},
+            id="TypeError for model.config with a key called fraction",
+        ),
+        pytest.param(
+            "model: {id: x, config: {every: 0}}\ndata: {path: d}\n",
+            "model.config",
+            {"every": 0},
+            id="limits of small mappings are held against model.config",
+        ),
+        pytest.param(
+            "data: {path: d, seq_len: '${model.config.n}'}\nmodel: {id: x, config: {n: 128}}\n",
+            "data.seq_len",
+            128,
+            id="a reference to a value further down is refused",
+        ),
+        pytest.param(
+            BASE + "fsdp: {cpu_offload: '${log.tensorboard}'}\n",
+            "fsdp.cpu_offload",
+            True,
+            id="a reference to a boolean is refused",
+        ),
+        pytest.param(
+            f"model: {{id: {'x' * 5000}, revision: main}}\ndata: {{path: d}}\n",
+            "model.revision",
+            "main",
+            id="OSError for a model.id longer than a file name",
+        ),
+    ],
+)
+def test_what_can_be_honoured_is_read(tmp_path: Path, text: str, path: str, expected: Any) -> None:
+    assert flat(read(tmp_path, text).recipe)[path] == expected
+
+
+def test_a_key_of_the_architecture_keeps_its_name(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, "model.config.async=3").recipe.model.config == {"async": 3}
+
+
+def test_an_override_of_a_section_says_that_it_is_one(tmp_path: Path) -> None:
+    [problem] = refused(tmp_path, BASE, "optim={lr: 1}")
+    assert problem.field == "optim" and "did you mean" not in problem.message
+
+
+def test_what_cannot_be_read_is_reported_once(tmp_path: Path) -> None:
+    assert len(refused(tmp_path, BASE + f"seed: 1{'0' * 5000}\n")) == 1
+
+
+def test_a_bad_reference_has_its_line(tmp_path: Path) -> None:
+    problems = refused(tmp_path, BASE + "optim: {betas: '${name}'}\n")
+    assert places(problems) == [("recipe.yaml:3", "optim.betas")]
+
+
+# --- the JSON Schema ------------------------------------------------------------------------------------------------
+
+
+def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
+    """Where a value breaks a JSON Schema made of the keywords that ours uses; any other keyword is an error."""
+    unknown = schema.keys() - {
+        *("$schema", "title", "description", "default", "type", "properties", "required", "additionalProperties"),
+        *("items", "enum", "const", "anyOf", "minimum", "exclusiveMinimum", "maximum"),
+    }
+    assert not unknown, unknown
+    found = []
+    if "anyOf" in schema and all(violations(option, value, at) for option in schema["anyOf"]):
+        found.append(f"{at}: none of {len(schema['anyOf'])}")
+    if "type" in schema and not _is(schema["type"], value):
+        return [f"{at}: not {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{at}: not one of {schema['enum']}")
+    if "const" in schema and value != schema["const"]:
+        found.append(f"{at}: not {schema['const']}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found += [f"{at}: below minimum"] * (value < schema.get("minimum", value))
+        found += [f"{at}: not above minimum"] * ("exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"])
+        found += [f"{at}: above maximum"] * (value > schema.get("maximum", value))
+    if isinstance(value, list):
+        found += [v for i, item in enumerate(value) for v in violations(schema.get("items", {}), item, f"{at}[{i}]")]
+    if isinstance(value, dict):
+        found += [f"{at}.{name}: missing" for name in schema.get("required", []) if name not in value]
+        for name, item in value.items():
+            inner = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
+            found += [f"{at}.{name}: unknown"] if inner is False else violations(inner, item, f"{at}.{name}")
+    return found
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind in ("integer", "number"):
+        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}[kind])
+
+
+def as_yaml(section: Any) -> dict[str, Any]:
+    """A recipe (or a section of it) as the mapping that its YAML would give."""
+    pairs = [(key_of(spec), getattr(section, spec.name)) for spec in dataclasses.fields(section)]
+    return {name: as_yaml(item) if dataclasses.is_dataclass(item) else item for name, item in pairs}
+
+
+def test_the_json_schema_accepts_the_default_recipe_and_survives_json() -> None:
+    schema = json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert violations(schema, as_yaml(Recipe())) == []
+
+
+def test_the_json_schema_has_the_dataclasses_keys_and_defaults() -> None:
+    def compare(schema: dict[str, Any], section: type) -> int:
+        specs = {key_of(spec): spec for spec in dataclasses.fields(section)}
+        assert list(schema["properties"]) == list(specs)
+        assert schema["additionalProperties"] is False and schema["description"]
+        leaves = 0
+        for name, inner in schema["properties"].items():
+            below = section_of(section, specs[name].name)
+            if below:
+                leaves += compare(inner, below)
+            else:
+                assert inner["description"] == specs[name].metadata["doc"]
+                assert violations(inner, inner["default"]) == []
+                leaves += 1
+        return leaves
+
+    assert compare(json_schema(), Recipe) == len(all_paths())
+
+
+def test_the_json_schemas_defaults_are_the_recipes() -> None:
+    defaults = flat(Recipe())
+    for path in all_paths():
+        node = json_schema()
+        for word in path.split("."):
+            node = node["properties"][word]
+        assert node["default"] == defaults[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("sead", 1),
+        ("seed", "1"),
+        ("seed", -1),
+        ("optim.lr", -1.0),
+        ("optim.eps", 0),
+        ("schedule.min_lr", 2),
+        ("fsdp.strategy", "FULL"),
+        ("fsdp.wrap", "all"),
+        ("fsdp.wrap", [1]),
+        ("fsdp.activation_checkpointing", True),
+        ("data.eval", {"path": "a", "fraction": 0.1}),
+        ("data.eval", {}),
+        ("data.columns", {"text": ["a"]}),
+        ("model.tokenizer", {"train": "many"}),
+        ("checkpoint.async_", True),
+        ("train.compile", "yes"),
+        ("launch.nproc_per_node", "8"),
+    ],
+)
+def test_the_json_schema_refuses_what_the_reader_refuses(tmp_path: Path, path: str, value: Any) -> None:
+    refused(tmp_path, BASE, f"{path}={json.dumps(value)}")
+    tree = as_yaml(Recipe())
+    *parents, last = path.split(".")
+    place = tree
+    for word in parents:
+        place = place[word]
+    place[last] = value
+    assert violations(json_schema(), tree) != []
+
+
+# --- imports and shipped recipes ------------------------------------------------------------------------------------
+
+
+def test_reading_a_recipe_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pathlib, fsdptrain.recipe, fsdptrain.schema\n"
+        f"fsdptrain.recipe.load(pathlib.Path({str(ROOT / 'recipes' / 'shakespeare.yaml')!r}))\n"
+        "print(*sorted({'torch', 'transformers', 'datasets', 'numpy', 'tokenizers', 'pandas'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_recipes_are_shipped() -> None:
+    assert {path.stem for path in RECIPES} >= {
+        *("shakespeare", "gsm8k-sft", "llama2-7b-no-shard-4x80gb", "llama2-13b-shard-grad-op-8x80gb"),
+        *("llama3.1-8b-full-shard-8xh100", "llama3.3-70b-full-shard-8xh100", "llama3.3-70b-hybrid-shard-8x8"),
+        "qwen3-8b-full-shard-8xh100",
+    }
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_loads(path: Path) -> None:
+    recipe = load(path).recipe
+    assert violations(json_schema(), as_yaml(recipe)) == []
+    assert isinstance(recipe.launch.nproc_per_node, int), "a shipped recipe says for how many workers it is"
+    ranks = recipe.launch.nproc_per_node * recipe.launch.nnodes
+    assert recipe.train.global_batch_size % (recipe.train.micro_batch_size * ranks) == 0
+    assert ranks % (recipe.fsdp.shard_size or ranks) == 0
+    assert recipe.model.id or recipe.model.init == "random"
+
+
+def test_shipped_recipes_do_not_share_a_run_folder() -> None:
+    folders = [load(path).recipe.output_dir for path in RECIPES]
+    assert len(set(folders)) == len(folders)
+
+
+def test_shipped_recipes_write_no_default_twice() -> None:
+    """A recipe is sparse: what it repeats of the defaults is only what its reader needs to see."""
+    shown = {"fsdp.strategy", "data.format", "data.packing", "data.train_on", "schedule.name", "train.epochs"}
+    shown |= {"optim.lr", "optim.weight_decay", "train.global_batch_size", "train.micro_batch_size"}
+    defaults = flat(Recipe())
+    for path in RECIPES:
+        written = load(path)
+        values = flat(written.recipe)
+        repeated = {key for key in written.where if values[key] == defaults[key]}
+        assert repeated <= shown, path.name
