@@ -72,7 +72,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
 
 def skeleton(config: Any, model: Model, trust_remote_code: bool = False) -> Any:
     """The model with parameters on the meta device in the master dtype, and real buffers on the CPU."""
-    with recipe_errors(f"model.attn_implementation: {model.attn_implementation}"), _parameters_on_meta():
+    with _attention_errors(model.attn_implementation), _parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, model.dtype),
@@ -81,6 +81,15 @@ def skeleton(config: Any, model: Model, trust_remote_code: bool = False) -> Any:
         )
     made.tie_weights()
     return made
+
+
+@contextlib.contextmanager
+def _attention_errors(kernel: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        reason = str(error).split(". ")[0]
+        raise RecipeError(f"model.attn_implementation: {kernel} is not to be had: {reason}; eager always is") from None
 
 
 @contextlib.contextmanager

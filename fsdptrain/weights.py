@@ -84,11 +84,12 @@ def _init_groups(mirror: Any) -> list[tuple[str, nn.Module]]:
     return blocks + others
 
 
-def read_weights(model: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
+def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
     """Fill a sharded meta model from the safetensors of `model.id`: this rank reads its own slices and no more.
 
-    transformers maps the files' names and layouts to the model's (fused experts and the like). Raises RecipeError when
-    the files and the architecture do not belong together.
+    transformers maps the files' names and layouts to the model's (fused experts and the like), by class names, which
+    FSDP changes: so the mapping is taken from the unsharded skeleton `bare`. Raises RecipeError when the files and the
+    architecture do not belong together.
     """
     files = checkpoint_files(plan)
     progress("load", 0, 1)
@@ -100,7 +101,7 @@ def read_weights(model: Any, plan: Plan, device: torch.device, progress: Progres
         settings = LoadStateDictConfig(
             device_map={"": device},
             dtype=getattr(torch, plan.recipe.model.dtype),
-            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+            weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     model.tie_weights()

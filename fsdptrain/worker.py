@@ -136,7 +136,7 @@ def fill(
     if resuming or not plan.pretrained:
         allocate(model, home)
     if not resuming and plan.pretrained:
-        read_weights(model, plan, home, progress)
+        read_weights(model, bare, plan, home, progress)
     elif not resuming:
         draw_weights(model, bare, plan.recipe.seed, progress)
     optimizer = make_optimizer(model, plan.recipe.optim, home)

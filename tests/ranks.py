@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
 from fsdptrain.optim import learning_rate
 from fsdptrain.plan import find_topology, make_plan
@@ -22,12 +24,11 @@ from fsdptrain.worker import Run, assemble
 torch.set_num_threads(1)
 
 
-def build(recipe: str, overrides: list[str]) -> Run:
-    """The assembled run of a recipe on this process group."""
+def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
+    """The assembled run of a recipe on this process group, and the bare skeleton of its model."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    run, _ = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
-    return run
+    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
 
 
 def curve(run: Run, steps: int) -> list[list[float]]:
@@ -44,7 +45,20 @@ def curve(run: Run, steps: int) -> list[list[float]]:
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """The curve of each variant (name → overrides), one after the other."""
-    return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+    return {name: curve(build(recipe, overrides)[0], steps) for name, overrides in variants.items()}
+
+
+def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Make some steps of each variant and export it; what went wrong, by name."""
+    wrong = {}
+    for name, overrides in variants.items():
+        try:
+            run, bare = build(recipe, overrides)
+            curve(run, steps)
+            export_live(run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter)
+        except Exception:
+            wrong[name] = traceback.format_exc()
+    return wrong
 
 
 if __name__ == "__main__":

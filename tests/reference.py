@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 def plain_curve(
     folder: str, batches: Sequence[dict[str, torch.Tensor]], rates: Sequence[float], compute: torch.dtype
 ) -> list[list[float]]:
-    """[loss, gradient norm] a step: mean cross-entropy over the batch's labels, clipped at 1, AdamW(0.9, 0.95), decay 0.1.
+    """[loss, gradient norm] a step: mean cross-entropy over the batch's labels, clip at 1, AdamW(0.9, 0.95), decay 0.1.
 
     Master weights are float32; in the bf16 policy every weight is cast for compute, and its gradient back.
     """

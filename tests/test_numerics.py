@@ -55,7 +55,8 @@ def references(recipe: Path) -> dict[str, list[list[float]]]:
 def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str) -> tuple[str, list[str]]:
     overrides = [
         f"fsdp.strategy={strategy}", *STRATEGIES[strategy][1], f"fsdp.mixed_precision.param_dtype={dtype}",
-        f"train.micro_batch_size={BATCH // (world * accumulation)}", f"fsdp.accumulation={'hold' if hold else 'reduce'}",
+        f"train.micro_batch_size={BATCH // (world * accumulation)}",
+        f"fsdp.accumulation={'hold' if hold else 'reduce'}",
     ]  # fmt: skip
     return f"{strategy} × {world} / {accumulation}{' held' if hold else ''} {dtype}", overrides
 

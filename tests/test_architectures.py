@@ -1,0 +1,83 @@
+"""What goes in comes out: with a learning rate of 0 the exported weights are the input's, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import TINY, on_ranks, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 32},
+    "gemma2": {"sliding_window": 32},
+    "gemma3_text": {"sliding_window": 32},
+    "phi3": {},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "gpt_neox": {},
+    "olmo2": {},
+    "granite": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def random_model(kind: str, folder: Path) -> None:
+    """Write a tiny random model of this architecture, as transformers itself writes it."""
+    own = dict(ARCHITECTURES[kind])
+    config = AutoConfig.for_model(own.pop("model_type", kind), **({} if kind == "gpt2" else COMMON), **own)
+    config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = 512, None, 0, 0
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():  # nothing may agree by accident: not zero biases, not unit norms
+            param.add_(torch.randn_like(param) * 0.01)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every architecture read, trained for two steps at learning rate 0 over two ranks, and exported."""
+    tmp = tmp_path_factory.mktemp("architectures")
+    variants = {}
+    for kind in ARCHITECTURES:
+        random_model(kind, tmp / kind)
+        attention = "eager" if kind == "gemma2" else "sdpa"  # gemma2 caps its attention scores: sdpa cannot
+        variants[kind] = [
+            f"model.id={tmp / kind}", f"output_dir={tmp / kind}-run", f"model.attn_implementation={attention}",
+        ]  # fmt: skip
+    recipe = write_recipe(
+        tmp, model={"id": "unset", "tokenizer": {"train": 512}}, optim__lr=0.0, train__global_batch_size=4
+    )
+    wrong = on_ranks(2, "exports", tmp / "ranks", recipe=str(recipe), variants=variants, steps=2)[0]
+    assert not wrong, "\n\n".join(f"{kind}: {text}" for kind, text in wrong.items())
+    return tmp
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_exported_weights_are_the_input_weights(kind: str, exported: Path) -> None:
+    before = load_file(exported / kind / "model.safetensors")
+    after = load_file(exported / f"{kind}-run" / "export" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_transformers_opens_the_export_and_computes_the_same(kind: str, exported: Path) -> None:
+    ids = torch.arange(2, 50)[None]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (exported / kind, exported / f"{kind}-run" / "export")
+    ]
+    with torch.no_grad():
+        expected, found = (model(input_ids=ids).logits for model in models)
+    assert torch.equal(expected, found)
+    assert models[0].config.to_diff_dict().keys() == models[1].config.to_diff_dict().keys()
