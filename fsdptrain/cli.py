@@ -89,12 +89,13 @@ def validate(
     """Check a recipe without launching anything: keys, plan, data."""
     import subprocess
 
+    from fsdptrain.launch import child_environment
     from fsdptrain.plan import find_topology, make_plan
 
     written = _load(recipe, overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     words = [sys.executable, "-m", "fsdptrain.data", *(["--json"] if as_json else [])]
-    done = subprocess.run(words, input=plan.to_json(), text=True, check=False)
+    done = subprocess.run(words, input=plan.to_json(), text=True, check=False, env=child_environment())
     if done.returncode:
         sys.exit(done.returncode)
 

@@ -79,7 +79,7 @@ def _run_once(rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
     with rundir.launcher_log.open("ab") as log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "fsdptrain.agent", str(rundir.plan)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(),
         )  # fmt: skip
     try:
         _watch(agent, tails, screen, stop)
@@ -95,12 +95,20 @@ def _run_once(rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
     if "stop" in screen.last:
         last = screen.last["stop"]
         raise Stopped(
-            f"stopped by {last['signal']} after step {last['step']}, checkpoint saved; run the same command to go on"
+            f"stopped by {stop.name or last['signal']} after step {last['step']}, checkpoint saved; "
+            "run the same command to go on"
         )
     if stop.count:
         raise Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
     if agent.returncode != 0:
         raise WorkerError(f"the launcher exited with {agent.returncode}; see {rundir.launcher_log}")
+
+
+def child_environment() -> dict[str, str]:
+    """Our environment, for a `python -m` that finds this package but no module that lies in the working folder."""
+    package = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
 
 def _watch(agent: subprocess.Popen[bytes], tails: tuple[Tail, ...], screen: Screen, stop: StopRequest) -> None:

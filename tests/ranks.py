@@ -31,10 +31,10 @@ def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
     return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
 
 
-def curve(run: Run, steps: int) -> list[list[float]]:
-    """[loss, gradient norm] of each of the first `steps` steps."""
+def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
+    """[loss, gradient norm] of each step from `first` to `steps`."""
     made = []
-    for step in range(steps):
+    for step in range(first, steps):
         batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
         lr = learning_rate(step, run.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
@@ -46,6 +46,24 @@ def curve(run: Run, steps: int) -> list[list[float]]:
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """The curve of each variant (name → overrides), one after the other."""
     return {name: curve(build(recipe, overrides)[0], steps) for name, overrides in variants.items()}
+
+
+def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
+    """The curve of a run that saves a checkpoint after `at` steps and goes on, and what it saw of the data."""
+    run, _ = build(recipe, overrides)
+    made = curve(run, at)
+    run.checkpointer.save(at, run.engine.model, run.engine.optimizer, wait=False)
+    made += curve(run, steps, at)
+    run.checkpointer.wait()
+    return {"curve": made, "samples": [run.stream.digest(run.plan.step_positions(step)) for step in range(steps)]}
+
+
+def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
+    """The curve of a run that goes on from its newest checkpoint."""
+    run, _ = build(recipe, overrides)
+    first = run.engine.steps_made
+    samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
+    return {"first": first, "curve": curve(run, steps, first), "samples": samples}
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:

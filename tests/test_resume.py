@@ -1,0 +1,75 @@
+"""Going on is the same as never having stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import largest_difference
+from support import TINY, on_ranks, write_recipe
+
+AT, STEPS = 5, 10
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Runs over two ranks that saved in the middle, with and without dropout: name → (recipe, curve and samples)."""
+    made = {}
+    for name, config in {"plain": {}, "dropout": {"attention_dropout": 0.2}}.items():
+        tmp = tmp_path_factory.mktemp(name)
+        recipe = write_recipe(
+            tmp, model__config={"model_type": "llama", **TINY, **config}, train__steps=STEPS,
+            train__global_batch_size=12, fsdp__activation_checkpointing="full" if config else "none",
+        )  # fmt: skip
+        made[name] = (recipe, on_ranks(2, "save_between", tmp / "ranks", recipe=str(recipe), overrides=[], at=AT, steps=STEPS)[0])
+    return made
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout"])
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(name: str, saved: Any, tmp_path: Path) -> None:
+    recipe, whole = saved[name]
+    rest = on_ranks(2, "resume", tmp_path, recipe=str(recipe), overrides=[], steps=STEPS)[0]
+    assert rest["first"] == AT
+    assert rest["curve"] == whole["curve"][AT:]
+    assert rest["samples"] == whole["samples"][AT:]
+
+
+def test_dropout_is_in_the_curve(saved: Any) -> None:
+    assert saved["plain"][1]["curve"] != saved["dropout"][1]["curve"]
+    assert saved["plain"][1]["samples"] == saved["dropout"][1]["samples"]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (3, ["fsdp.strategy=SHARD_GRAD_OP"]),
+        (4, ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]),
+    ],
+)
+def test_another_world_size_goes_on_with_the_same_samples(
+    world: int, overrides: list[str], saved: Any, tmp_path: Path
+) -> None:
+    recipe, whole = saved["plain"]
+    rest = on_ranks(world, "resume", tmp_path, recipe=str(recipe), overrides=overrides, steps=STEPS)[0]
+    assert rest["samples"] == whole["samples"][AT:]
+    assert max(largest_difference(rest["curve"], whole["curve"][AT:])) < 1e-5
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(saved: Any, tmp_path: Path) -> None:
+    recipe, whole = saved["plain"]
+    shutil.copytree(recipe.parent / "run", tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000008"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / f"step-{AT:08}", newest)
+    shard = newest / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    overrides = [f"output_dir={tmp_path / 'run'}"]
+    rest = on_ranks(2, "resume", tmp_path / "ranks", recipe=str(recipe), overrides=overrides, steps=STEPS)[0]
+    assert rest["first"] == AT
+    assert rest["curve"] == whole["curve"][AT:]
+    assert not newest.exists() and newest.with_name(newest.name + ".damaged").exists()
+    assert "checksum differs" in (tmp_path / "ranks" / "rank-0.log").read_text()

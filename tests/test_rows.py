@@ -1,0 +1,545 @@
+"""Every reader, and every way a data file can be wrong: a DataError with the file, and the line if it has lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import GSM8K, ROOT, SHAKESPEARE, environment
+
+from fsdptrain.errors import DataError
+from fsdptrain.plan import find_data
+from fsdptrain.rows import data_files, fingerprint, open_sources, read
+from fsdptrain.schema import Data
+
+PC = {"format": "prompt_completion"}
+CHAT = {"format": "chat"}
+# `datasets` settles the types of a JSON file on its first 10 MiB: this is more than that.
+FILLER = "x" * 10_000
+LONG = [{"text": FILLER}] * 1_060
+
+
+def bug(raises: type[BaseException], reason: str) -> pytest.MarkDecorator:
+    """What goes wrong today; whoever mends it has to take the mark away."""
+    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
+
+
+def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[str, Any]]:
+    """All rows behind a path, from all its files."""
+    return [row for source in open_sources(str(path)) for rows in read(source, Data(**data), limit) for row in rows]
+
+
+def complaint(path: object, **data: Any) -> str:
+    """What is said about a path whose rows are wrong; it must be a DataError."""
+    with pytest.raises(DataError) as caught:
+        rows_of(path, **data)
+    return str(caught.value)
+
+
+def lines(*rows: Any) -> str:
+    """Rows as JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def put(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def parquet(folder: Path, name: str, **columns: Any) -> Path:
+    path = folder / name
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------- readers
+
+TEXTS = [
+    "To be, or not to be:\n“that” is the question",
+    ' a "quoted", comma\tand tab ',
+    "naïve 東京 🙂 \u2028 line\x00end",
+]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    assert rows_of(put(tmp_path, "a.jsonl", lines(*({"text": t} for t in TEXTS)))) == [{"text": t} for t in TEXTS]
+
+
+def test_json_lines_with_windows_line_ends_a_mark_and_no_last_line_end(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}'
+    assert rows_of(put(tmp_path, "a.jsonl", content)) == [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json(tmp_path: Path, indent: int | None) -> None:
+    path = put(tmp_path, "a.json", json.dumps([{"text": t} for t in TEXTS], indent=indent))
+    assert rows_of(path) == [{"text": t} for t in TEXTS]
+
+
+def test_json_that_holds_json_lines(tmp_path: Path) -> None:
+    assert rows_of(put(tmp_path, "a.json", lines({"text": "a"}, {"text": "b"}))) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_csv(tmp_path: Path) -> None:
+    content = 'id,text\n1,plain\n2,"a ""quoted"", comma\nand a line"\n3,  spaces  \n4,東京 🙂\n'
+    texts = ["plain", 'a "quoted", comma\nand a line', "  spaces  ", "東京 🙂"]
+    assert rows_of(put(tmp_path, "a.csv", content)) == [{"text": t} for t in texts]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
+    path = parquet(tmp_path, "a.parquet", id=pa.array(range(3)), text=pa.array(TEXTS).cast(kind))
+    assert rows_of(path) == [{"text": t} for t in TEXTS]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".text"])
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    text = "First\n\n\n  second – 東京 🙂\nno line end at the end"
+    assert rows_of(put(tmp_path, f"a{suffix}", text)) == [{"text": text}]
+
+
+def test_shakespeare_is_read_whole() -> None:
+    assert rows_of(SHAKESPEARE) == [{"text": SHAKESPEARE.read_text()}]
+
+
+def test_gsm8k_is_read_whole_in_order() -> None:
+    problems = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    read_back = rows_of(GSM8K, columns={"prompt": "question", "completion": "answer"}, **PC)
+    assert read_back == [{"prompt": p["question"], "completion": p["answer"]} for p in problems]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_conversations(tmp_path: Path, name: str) -> None:
+    talks: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "2024-01-01"}, {"role": "assistant", "content": "A date."}],
+        [{"role": "system", "content": ""}, {"role": "user", "content": "Hi"}],
+    ]
+    if name.endswith(".parquet"):
+        path = parquet(tmp_path, name, messages=talks)
+    else:
+        path = put(tmp_path, name, lines(*({"messages": talk} for talk in talks)))
+    assert rows_of(path, **CHAT) == [{"messages": talk} for talk in talks]
+
+
+def test_messages_may_have_keys_of_their_own(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "add"},
+    ]
+    path = put(tmp_path, "a.jsonl", lines({"messages": talk}))
+    expected = [talk[0], {"role": "assistant", "tool_calls": [call]}, talk[2]]  # null is as good as absent
+    assert rows_of(path, **CHAT) == [{"messages": expected}]
+
+
+def test_columns_of_other_names_and_other_columns(tmp_path: Path) -> None:
+    rows = [{"Q": "1?", "A": "one", "meta": 1}, {"Q": "2?", "A": "two", "meta": "x"}, {"A": "three", "Q": "3?"}]
+    read_back = rows_of(put(tmp_path, "a.jsonl", lines(*rows)), columns={"prompt": "Q", "completion": "A"}, **PC)
+    assert read_back == [{"prompt": r["Q"], "completion": r["A"]} for r in rows]
+
+
+def test_one_column_may_serve_two_fields(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.jsonl", lines({"x": "echo"}))
+    assert rows_of(path, columns={"prompt": "x", "completion": "x"}, **PC) == [{"prompt": "echo", "completion": "echo"}]
+
+
+def library(tmp_path: Path) -> dict[str, str]:
+    """Files of several kinds in a folder of folders, with things in between that hold no data."""
+    put(tmp_path, "b.jsonl", lines({"text": "b"}))
+    put(tmp_path, "a.json", json.dumps([{"text": "a"}]))
+    put(tmp_path, "sub/c.csv", "text\nc\n")
+    put(tmp_path, "sub/deep/d.txt", "d")
+    put(tmp_path, "README.md", "not data")
+    return {name: str(tmp_path / name) for name in ("a.json", "b.jsonl", "sub/c.csv", "sub/deep/d.txt")}
+
+
+TWICE = bug(AssertionError, "data_files keeps a file that the glob names both by itself and through its folder twice")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("", "abcd"), ("sub", "cd"), ("*.json*", "ab"), ("[ab].json*", "ab"), ("**/*.txt", "d"), ("*/c.csv", "c"),
+        pytest.param("**/*[!d]", "abcd", marks=TWICE),
+        pytest.param("sub/**", "cd", marks=TWICE),
+    ],
+)  # fmt: skip
+def test_folders_and_globs_give_every_file_once_in_order(tmp_path: Path, pattern: str, texts: str) -> None:
+    library(tmp_path)
+    assert [row["text"] for row in rows_of(tmp_path / pattern)] == list(texts)
+
+
+def test_data_files_of_a_folder(tmp_path: Path) -> None:
+    assert list(map(str, data_files(str(tmp_path)))) == []
+    files = library(tmp_path)
+    assert list(map(str, data_files(str(tmp_path)))) == list(files.values())
+
+
+@bug(DataError, "data_files and find_data take the [ ] of an existing file for a glob")
+def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
+    path = put(tmp_path, "part[1].jsonl", lines({"text": "a"}))
+    assert rows_of(find_data(str(path), tmp_path)) == [{"text": "a"}]
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1, 1000, 1001, 2500, 9999])
+def test_a_limit_is_a_number_of_rows(tmp_path: Path, limit: int | None) -> None:
+    path = put(tmp_path, "a.jsonl", lines(*({"text": str(i)} for i in range(2500))))
+    assert [row["text"] for row in rows_of(path, limit)] == [str(i) for i in range(2500)][:limit]
+
+
+# ------------------------------------------------------------------------------------- texts that look like others
+
+
+@bug(DataError, "pyarrow takes a column of texts that are all dates for timestamps")
+def test_dates_stay_texts_in_json_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": "When?", "completion": "2024-02-29"}, {"prompt": "And then?", "completion": "2024-03-01"}]
+    assert rows_of(put(tmp_path, "a.jsonl", lines(*rows)), **PC) == rows
+
+
+@bug(AssertionError, "after the first 10 MB, `2024-01-01` silently becomes `2024-01-01 00:00:00`")
+def test_dates_stay_texts_in_a_long_file(tmp_path: Path) -> None:
+    rows = [{"text": text, "more": FILLER} for text in ["any text"] * 1100 + ["2024-01-01"] * 1100]
+    assert [row["text"] for row in rows_of(put(tmp_path, "a.jsonl", lines(*rows)))] == [row["text"] for row in rows]
+
+
+GUESSED = bug(DataError, "pandas guesses numbers, truth values and nulls in CSV, also in quotes")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2024-01-01",
+        " a ",
+        *(pytest.param(t, marks=GUESSED) for t in (" 1 ", "007", "1e5", "true", "NA", "None", "nan")),
+    ],
+)
+def test_csv_values_stay_texts(tmp_path: Path, text: str) -> None:
+    path = put(tmp_path, "a.csv", f'prompt,completion\nWhat?,"{text}"\nWhat else?,"{text}"\n')
+    assert [row["completion"] for row in rows_of(path, **PC)] == [text, text]
+
+
+AGENTS = bug(DataError, "`datasets` takes columns of these names for an agent's trace and asks for another package")
+
+
+@AGENTS
+def test_columns_that_other_tools_give_a_meaning(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi"}]
+    row = {"id": "1", "source": "web", "model": "m", "system_prompt": "", "messages": talk}
+    assert rows_of(put(tmp_path, "a.jsonl", lines(row)), **CHAT) == [{"messages": talk}]
+
+
+def test_a_line_of_five_megabytes(tmp_path: Path) -> None:
+    long = "naïve 🙂 " * 420_000
+    assert len(long.encode()) > 5_000_000
+    path = put(tmp_path, "a.jsonl", lines({"text": "a"}, {"text": long}, {"text": "b"}))
+    assert [row["text"] for row in rows_of(path)] == ["a", long, "b"]
+
+
+@bug(DataError, "a column that appears after the first 10 MB is an error of `datasets`, without a line")
+def test_a_late_column_that_nobody_reads(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.jsonl", lines(*LONG, {"text": "b", "note": "new"}))
+    assert len(rows_of(path)) == len(LONG) + 1
+
+
+def test_a_deep_value_in_a_column_that_nobody_reads(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.jsonl", '{"text": "a", "deep": ' + "[" * 50 + "]" * 50 + "}\n")
+    assert rows_of(path) == [{"text": "a"}]
+
+
+# ---------------------------------------------------------------------------------------- what is wrong, and where
+
+OK = {"text": "a"}
+OK_PC = {"prompt": "a", "completion": "b"}
+OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "line", "words"),
+    [
+        pytest.param(lines(OK, {"text": None}), {}, 2, ["'text'", "null"], id="null"),
+        pytest.param(lines(OK, {"text": 5}), {}, 2, ["'text'", "int"], id="a number after texts"),
+        pytest.param(lines({"text": 5}, {"text": 6}), {}, 1, ["'text'", "int"], id="numbers only"),
+        pytest.param(lines(OK, {"text": True}), {}, 2, ["'text'", "bool"], id="a truth value"),
+        pytest.param(lines(OK, OK, {"text": ["a"]}), {}, 3, ["'text'", "list"], id="a list"),
+        pytest.param(lines(OK, OK, {"text": {"a": "b"}}), {}, 3, ["'text'", "dict"], id="an object"),
+        pytest.param(lines(OK, {"txt": "b"}, OK), {}, 2, ["'text'"], id="a column renamed in the middle"),
+        pytest.param(lines(OK_PC, {"prompt": "a"}), PC, 2, ["'completion'"], id="no completion"),
+        pytest.param("\n" + lines(OK) + "\n  \n\t\n" + lines({"text": None}), {}, 6, ["null"], id="after blank lines"),
+        pytest.param('{"text": "a"}\r\n\r\n{"text": null}\r\n', {}, 3, ["null"], id="after Windows line ends"),
+        pytest.param(lines(OK, {"text": "a\u2028b"}, {"text": 5}), {}, 3, ["int"], id="after a line separator"),
+        pytest.param(lines(OK) + '\n{"text": "b"\n' + lines(OK), {}, 3, ["not a JSON object"], id="a broken line"),
+        pytest.param(lines(OK) + '{"text": "b', {}, 2, ["not a JSON object"], id="a cut last line"),
+        pytest.param(lines(OK) + "text\n", {}, 2, ["not a JSON object"], id="no JSON at all"),
+        pytest.param('{"text": "a"},\n{"text": "b"},\n', {}, 1, ["not a JSON object"], id="commas between the rows"),
+        pytest.param(lines(OK) + '{"text": "a\tb"}\n', {}, 2, ["not a JSON object"], id="a control character"),
+        pytest.param(lines(OK, [1, 2]), {}, 2, ["list"], id="a list for a row"),
+        pytest.param(lines("a", "b"), {}, 1, ["str"], id="texts for rows"),
+        pytest.param(lines(OK, 5), {}, 2, ["int"], id="a number for a row"),
+        pytest.param(lines(OK, None, OK), {}, 2, ["null"], id="null for a row"),
+        pytest.param(
+            b'{"text": "a"}\n\n{"text": "caf\xe9"}\n', {}, 3, ["UTF-8", "0xe9"], id="bad UTF-8",
+            marks=bug(UnicodeDecodeError, "pyarrow lets it pass, and reading the row raises"),
+        ),
+        pytest.param(
+            '[{"text": "a"}, {"text": null}]', {}, 1, [], id="a JSON list in a .jsonl",
+            marks=bug(IndexError, "Source.place counts lines, not rows"),
+        ),
+        pytest.param(
+            '{"text": "a"} {"text": "b"}\n{"text": null}\n', {}, 1, [], id="two rows on a line",
+            marks=bug(IndexError, "pyarrow reads two rows, Source.place counts lines"),
+        ),
+        pytest.param(
+            '{\n"text": "a"\n}\n{\n"text": null\n}\n', {}, 1, ["not a JSON object"], id="rows over several lines",
+            marks=bug(AssertionError, "pyarrow reads them, Source.place counts lines: 2 for the null in 5"),
+        ),
+        pytest.param(
+            lines(OK) + '{"text": "a\\ud83d"}\n', {}, 2, [], id="half a surrogate pair",
+            marks=bug(AssertionError, "pyarrow refuses it, Python's json does not: the message names no line"),
+        ),
+        pytest.param(lines(OK_CHAT, {"messages": None}), CHAT, 2, ["null", "list of messages"], id="null for messages"),
+        pytest.param(lines(OK_CHAT, {"messages": []}), CHAT, 2, ["empty", "list of messages"], id="no messages"),
+        pytest.param(lines({"messages": "hi"}), CHAT, 1, ["str", "list of messages"], id="a text for messages"),
+        pytest.param(lines(OK_CHAT, {"messages": "hi"}), CHAT, 2, ["str", "list of messages"], id="a text among them"),
+        pytest.param(lines({"messages": {"role": "user"}}), CHAT, 1, ["dict"], id="one message for messages"),
+        pytest.param(lines(OK_CHAT, {"messages": ["hi"]}), CHAT, 2, ["message 1"], id="a text for a message"),
+        pytest.param(lines({"messages": [{"from": "human", "value": "a"}]}), CHAT, 1, ["message 1"], id="ShareGPT"),
+        pytest.param(
+            lines(OK_CHAT, {"messages": [*OK_CHAT["messages"], {"content": "b"}]}), CHAT, 2, ["message 2"], id="no role"
+        ),
+        pytest.param(
+            lines(OK_CHAT, {"messages": [{"role": "user", "content": 5}]}), CHAT, 2, ["message 1"], id="a number in it"
+        ),
+        pytest.param(
+            lines({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}), CHAT, 1, ["message 1"],
+            id="content in parts",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_json_lines(
+    tmp_path: Path, content: str | bytes, data: dict[str, Any], line: int, words: list[str]
+) -> None:
+    path = put(tmp_path, "a.jsonl", content)
+    said = complaint(path, **data)
+    assert said.startswith(f"{path}:{line}: ")
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "words"),
+    [
+        pytest.param({"text": None}, {}, ["null"], id="null"),
+        pytest.param(
+            {"text": 5}, {}, ["int"], id="a number",
+            marks=bug(pytest.fail.Exception, "`datasets` silently makes it the text `5`"),
+        ),
+        pytest.param(
+            {"text": {"a": 1}}, {}, ["dict"], id="an object",
+            marks=bug(pytest.fail.Exception, "`datasets` silently makes it a text of JSON"),
+        ),
+        pytest.param(
+            {"txt": "b"}, {}, ["'text'"], id="a column renamed",
+            marks=bug(AssertionError, "`cannot be read: CastError`, and no line"),
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_rows_deep_in_a_long_file(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], words: list[str]
+) -> None:
+    path = put(tmp_path, "a.jsonl", lines(*LONG, row))
+    said = complaint(path, **data)
+    assert said.startswith(f"{path}:{len(LONG) + 1}: ")
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "words"),
+    [
+        pytest.param("a.json", json.dumps([OK, {"text": None}]), ", row 2: ", ["null"], id="json: null"),
+        pytest.param("a.json", json.dumps([OK, {"text": 5}]), ", row 2: ", ["int"], id="json: a number"),
+        pytest.param("a.json", '[{"text": "a"},\n{"text":]', ":2: ", ["not JSON"], id="json: broken"),
+        pytest.param("a.json", '[{"text": "a"},\n{"text": "b"}', ":2: ", ["not JSON"], id="json: cut"),
+        pytest.param("a.json", b'[{"text": "a"},\n{"text": "\xff"}]', ":2: ", ["UTF-8", "0xff"], id="json: bad UTF-8"),
+        pytest.param("a.json", '{"text": ["a", "b"]}', "", ["list"], id="json: columns, not rows"),
+        pytest.param("a.json", "[]", "", [], id="json: no rows"),
+        pytest.param("a.json", "[1, 2]", "", [], id="json: numbers"),
+        pytest.param("a.json", '[{"text": "a"}, 5]', "", [], id="json: a number for a row"),
+        pytest.param("a.json", "5", "", [], id="json: one number"),
+        pytest.param("a.csv", "text,n\na,1\nb,2,3\n", "", ["line 3"], id="csv: too many values"),
+        pytest.param("a.csv", b"text,n\na,1\n\xff,2\n", ":3: ", ["UTF-8", "0xff"], id="csv: bad UTF-8"),
+        pytest.param("a.csv", 'text,n\n"a,1\nb,2\n', "", [], id="csv: an open quote"),
+        pytest.param("a.csv", "n,text\n1,a\n2\n", "", ["'text'", "null"], id="csv: too few values"),
+        pytest.param("a.csv", "text,n\n", "", [], id="csv: a header only"),
+        pytest.param(
+            "a.csv", "text,n\na,b,1\nc,d,2\n", ":2: ", [], id="csv: too many values in every row",
+            marks=bug(pytest.fail.Exception, "pandas takes the first column for an index: `text` is silently b and d"),
+        ),
+        pytest.param("a.txt", b"one\ntwo\nthr\xffee\n", ":3: ", ["UTF-8", "0xff", "column 4"], id="txt: bad UTF-8"),
+        pytest.param("a.parquet", b"PAR1 this is none", "", [], id="parquet: damaged"),
+    ],
+)  # fmt: skip
+def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, where: str, words: list[str]) -> None:
+    path = put(tmp_path, name, content)
+    said = complaint(path)
+    assert said.startswith(f"{path}{where}"), said
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (pa.array(["a", None]), ["row 2", "null"]),
+        (pa.array([1, 2]), ["row 1", "int"]),
+        (pa.array([b"a"]), ["row 1", "bytes"]),
+        (pa.array([], pa.string()), []),
+    ],
+)
+def test_wrong_parquet(tmp_path: Path, values: pa.Array, words: list[str]) -> None:
+    path = parquet(tmp_path, "a.parquet", text=values)
+    said = complaint(path)
+    assert said.startswith(str(path))
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
+def test_an_empty_file(tmp_path: Path, name: str) -> None:
+    path = put(tmp_path, name, "")
+    assert complaint(path) == f"{path} is empty"
+
+
+def test_blank_lines_only(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.jsonl", "\n  \n\n")
+    assert complaint(path).startswith(str(path))
+
+
+def write_json(path: Path) -> None:
+    path.write_text(lines({"question": "a", "answer": "b"}))
+
+
+def write_csv(path: Path) -> None:
+    path.write_text("question,answer\na,b\n")
+
+
+def write_parquet(path: Path) -> None:
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.jsonl", write_json), ("a.json", write_json), ("a.csv", write_csv), ("a.parquet", write_parquet)],
+)
+def test_a_missing_column_names_those_there_are(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+    path = tmp_path / name
+    write(path)
+    half: dict[str, Any] = {**PC, "columns": {"prompt": "question"}}
+    for data, missing in (({}, "'text'"), (CHAT, "'messages'"), (PC, "'prompt'"), (half, "'completion'")):
+        said = complaint(path, **data)
+        assert said.startswith(str(path))
+        assert missing in said
+        assert "question, answer" in said
+
+
+def test_a_text_file_has_one_column_only(tmp_path: Path) -> None:
+    said = complaint(put(tmp_path, "a.txt", "a"), **CHAT)
+    assert str(tmp_path / "a.txt") in said
+    assert "'messages'" in said
+
+
+@pytest.mark.parametrize("name", ["a.xml", "a.jsonl.gz", "a", "a.py"])
+def test_an_unknown_kind_of_file(tmp_path: Path, name: str) -> None:
+    path = put(tmp_path, name, "a")
+    said = complaint(path)
+    assert said.startswith(f"{path}: unknown kind")
+    assert ".jsonl" in said
+
+
+def test_a_folder_without_data_files(tmp_path: Path) -> None:
+    put(tmp_path, "docs/README.md", "a")
+    said = complaint(tmp_path)
+    assert str(tmp_path) in said
+    assert ".jsonl" in said
+
+
+def test_a_path_with_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no/such/file\.jsonl"):
+        find_data("no/such/file.jsonl", tmp_path)
+
+
+def test_the_wrong_file_of_many_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", lines(OK))
+    bad = put(tmp_path, "b.jsonl", lines(OK, {"text": None}))
+    assert complaint(tmp_path).startswith(f"{bad}:2: ")
+
+
+DEEP = '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        pytest.param("deep.json", f"[{DEEP}]"),
+        pytest.param("deep.jsonl", DEEP, marks=bug(AssertionError, "pyarrow's parser overruns the stack: SIGSEGV")),
+        pytest.param("null.json", "null", marks=bug(AssertionError, "pyarrow's parser: SIGSEGV")),
+    ],
+)
+def test_what_can_end_the_process(tmp_path: Path, name: str, content: str) -> None:
+    path = put(tmp_path, name, content)
+    code = (
+        "import sys; from fsdptrain import errors, rows, schema\n"
+        "try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(sys.argv[1])]\n"
+        "except errors.DataError as error: print('DataError', error)"
+    )
+    words = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith(f"DataError {path}"), done.stdout
+
+
+# --------------------------------------------------------------------------------------------- content, not clocks
+
+
+def write_one_text(path: Path, text: str) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": [text]}), path)
+    else:
+        path.write_text({".jsonl": lines({"text": text}), ".csv": f"text\n{text}\n"}.get(path.suffix, text))
+    os.utime(path, (1e9, 1e9))
+
+
+@bug(
+    AssertionError,
+    "`datasets` keeps what it read by path and mtime: a file changed under the same mtime is not read again",
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt", "a.parquet"])
+def test_a_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write_one_text(path, "one")
+    before = fingerprint(str(path))
+    assert rows_of(path) == [{"text": "one"}]
+    write_one_text(path, "two")
+    assert fingerprint(str(path)) != before
+    assert rows_of(path) == [{"text": "two"}]
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    a, b = put(tmp_path, "x/a.jsonl", "1"), put(tmp_path, "y/b.jsonl", "1")
+    assert fingerprint(str(a)) == fingerprint(str(b)) == fingerprint(str(a.parent))  # the place is not the content
+    put(tmp_path, "x/c.jsonl", "2")
+    assert fingerprint(str(a.parent)) != fingerprint(str(a))
+    assert fingerprint("org/one") != fingerprint("org/two")
+
+
+@bug(AssertionError, "fingerprint: the same bytes as .txt and as .csv are other rows")
+def test_a_fingerprint_knows_the_reader(tmp_path: Path) -> None:
+    content = "text\nTo be, or not to be\n"
+    assert fingerprint(str(put(tmp_path, "a.txt", content))) != fingerprint(str(put(tmp_path, "a.csv", content)))
