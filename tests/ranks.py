@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdptrain.errors import NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
 from fsdptrain.optim import learning_rate
@@ -77,6 +78,111 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
         except Exception:
             wrong[name] = traceback.format_exc()
     return wrong
+
+
+def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What a step of each variant does with its units, in order: `gather U`, `forward U`, `backward U`, `reduce U`."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
+
+    log: list[str] = []
+    names: dict[int, str] = {}  # id of a module → the block it is in
+    issue, reduce = group_module.foreach_all_gather, group_module.FSDPParamGroup.post_backward
+
+    def logged_issue(params: Any, *args: Any, **kwargs: Any) -> Any:
+        log.append(f"gather {names.get(id(params[0]._module_info.module))}")
+        return issue(params, *args, **kwargs)
+
+    def logged_reduce(self: Any, *args: Any) -> Any:
+        log.append(f"reduce {names.get(id(self.fsdp_params[0]._module_info.module))}")
+        return reduce(self, *args)
+
+    group_module.foreach_all_gather = logged_issue
+    group_module.FSDPParamGroup.post_backward = logged_reduce
+    found = {}
+    for name, overrides in variants.items():
+        run, _ = build(recipe, overrides)
+        for number, layer in enumerate(run.engine.model.model.layers):
+            names |= {id(module): str(number) for module in layer.modules()}
+            layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))
+            layer.mlp.register_full_backward_hook(
+                lambda *_, n=number: log.append(f"backward {n}")
+            )  # half of it is done
+        curve(run, 1)
+        log.clear()
+        curve(run, 2, 1)
+        found[name] = list(log)
+    return found
+
+
+def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Facts about the sharded model of each variant, after one step, and that step's loss and norm."""
+    found = {}
+    for name, overrides in variants.items():
+        run, _ = build(recipe, overrides)
+        made = curve(run, 2)
+        model, optimizer = run.engine.model, run.engine.optimizer
+        found[name] = {
+            "curve": made,
+            "params": sorted({f"{p.dtype} {p.device}" for p in model.parameters()}),
+            "state": sorted({f"{v.dtype} {v.device}" for s in optimizer.state.values() for v in s.values() if v.ndim}),
+            "buffers": sorted({str(b.dtype) for b in model.buffers()}),
+            "local_share": sum(p.to_local().numel() for p in model.parameters())
+            / sum(p.numel() for p in model.parameters()),
+            "names": sorted(name for name, _ in model.named_parameters()),
+            "undecayed": sorted(
+                n for n, p in model.named_parameters() if any(p is q for q in optimizer.param_groups[1]["params"])
+            ),
+        }
+    return found
+
+
+def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Make a NaN on the last rank only, in the weights' gradient; what the step raised and whether weights changed."""
+    run, _ = build(recipe, overrides)
+    curve(run, 1)
+    params = list(run.engine.model.parameters())
+    before = [p.detach().to_local().clone() for p in params]
+    if run.world.rank == run.world.size - 1:
+        run.engine.model.lm_head.register_forward_hook(lambda _m, _i, out: out * float("nan"))
+    try:
+        curve(run, 2, 1)
+    except NonFiniteError as error:
+        after = [p.detach().to_local() for p in params]
+        return {"message": str(error), "unchanged": all(map(torch.equal, before, after)), "code": error.exit_code}
+    return {}
+
+
+def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Gradients with and without a micro-batch that has no label, and the loss of a batch that has none at all."""
+    run, _ = build(recipe, overrides)
+    micros = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
+    tokens = run.stream.label_tokens(run.plan.step_positions(0))
+    grads = []
+    empty = {**micros[0], "labels": torch.full_like(micros[0]["labels"], -100)}
+    for batches in (micros, [*micros, empty]):
+        run.engine.optimizer.zero_grad()
+        run.engine.accumulate(0, batches, tokens)
+        grads.append([g.clone() for g in run.engine.local_grads()])
+    nothing = run.engine.accumulate(0, [empty], tokens).item()
+    return {"equal": all(map(torch.equal, *grads)), "nothing": nothing}
+
+
+def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """A NaN on one rank, masked micro-batches, and the gradient norm of each variant."""
+    found = {"poisoned": poisoned(recipe, []), "masked": masked(recipe, [])}
+    return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
+
+
+def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """The engine's gradient norm beside that of the gathered gradients (pytorch#170862)."""
+    run, _ = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
+    batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
+    tokens = run.stream.label_tokens(run.plan.step_positions(0))
+    run.engine.accumulate(0, batches, tokens)
+    whole = [p.grad.full_tensor().double() for p in run.engine.model.parameters()]
+    run.engine.optimizer.zero_grad()
+    stats = run.engine.step(0, batches, tokens, 0.0)
+    return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
 
 
 if __name__ == "__main__":

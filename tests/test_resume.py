@@ -23,7 +23,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any
             tmp, model__config={"model_type": "llama", **TINY, **config}, train__steps=STEPS,
             train__global_batch_size=12, fsdp__activation_checkpointing="full" if config else "none",
         )  # fmt: skip
-        made[name] = (recipe, on_ranks(2, "save_between", tmp / "ranks", recipe=str(recipe), overrides=[], at=AT, steps=STEPS)[0])
+        made[name] = (
+            recipe,
+            on_ranks(2, "save_between", tmp / "ranks", recipe=str(recipe), overrides=[], at=AT, steps=STEPS)[0],
+        )
     return made
 
 

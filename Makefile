@@ -1,0 +1,35 @@
+# make demo · make check · make test · make soak: each from a fresh clone, each installs what it needs into .venv
+
+PYTHON ?= python3
+BIN := .venv/bin
+GPU := $(wildcard /proc/driver/nvidia/gpus/*)
+
+.PHONY: install demo check test soak clean
+
+install: .venv/installed
+
+# Without a GPU torch comes first and pinned: a range would take the newest build, with gigabytes of CUDA.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(if $(GPU),,$(BIN)/pip install --quiet torch==2.13.0)
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/fsdptrain run shakespeare
+	$(BIN)/fsdptrain run gsm8k-sft
+	$(BIN)/python recipes/generate.py runs/gsm8k-sft/export
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: install
+	$(BIN)/python -m pytest
+
+soak: install
+	$(BIN)/python -m pytest -m soak -s
+
+clean:
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

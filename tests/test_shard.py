@@ -1,0 +1,191 @@
+"""Strategies, units, prefetch, recomputation and dtypes: that each key does what it says, seen on real gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import largest_difference
+from support import TINY, on_ranks, write_recipe
+from transformers import AutoConfig
+
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import blocks_of, skeleton, tied, units_of
+from fsdptrain.schema import Model
+
+BLOCKS = 4
+NO_PREFETCH = "fsdp.backward_prefetch=NONE"
+
+
+def bare(kind: str = "llama", **config: Any) -> Any:
+    return skeleton(AutoConfig.for_model(kind, **{**TINY, **config}), Model())
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"model_type": "llama", **TINY, "num_hidden_layers": BLOCKS, "tie_word_embeddings": False}
+    return write_recipe(tmp_path_factory.mktemp("shard"), model__config=config)
+
+
+@pytest.fixture(scope="module")
+def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    variants = {
+        "pre": [],
+        "post": ["fsdp.backward_prefetch=BACKWARD_POST"],
+        "none": [NO_PREFETCH],
+        "ahead": ["fsdp.forward_prefetch=2"],
+        "full recompute": [NO_PREFETCH, "fsdp.activation_checkpointing=full"],
+        "selective recompute": [NO_PREFETCH, "fsdp.activation_checkpointing=selective"],
+        "kept": ["fsdp.strategy=SHARD_GRAD_OP"],
+        "accumulated": ["train.micro_batch_size=2", NO_PREFETCH],
+    }
+    variants = {name: ["train.global_batch_size=4", "train.micro_batch_size=2", *o] for name, o in variants.items()}
+    variants["accumulated"][0] = "train.global_batch_size=8"
+    return dict(on_ranks(2, "gathers", tmp_path_factory.mktemp("gathers"), recipe=str(recipe), variants=variants)[0])
+
+
+def backward_of(log: list[str], block: int) -> list[str]:
+    """What concerns a block's backward and the gather of the block before it, in order."""
+    names = {f"gather {block - 1}": "gather next", f"backward {block}": "backward", f"reduce {block}": "reduce"}
+    backward = log[log.index(f"backward {BLOCKS - 1}") - 2 :]
+    return [names[event] for event in backward if event in names]
+
+
+@pytest.mark.parametrize("block", range(1, BLOCKS - 1))
+def test_backward_prefetch_moves_the_gather_of_the_next_unit(logs: dict[str, list[str]], block: int) -> None:
+    assert backward_of(logs["pre"], block) == ["gather next", "backward", "reduce"]
+    assert backward_of(logs["post"], block) == ["backward", "gather next", "reduce"]
+    assert backward_of(logs["none"], block) == ["backward", "reduce", "gather next"]
+
+
+def test_forward_prefetch_gathers_that_many_units_ahead(logs: dict[str, list[str]]) -> None:
+    def gathered_before(log: list[str], block: int) -> int:
+        return len({e for e in log[: log.index(f"forward {block}")] if e in {f"gather {n}" for n in range(BLOCKS)}})
+
+    assert [gathered_before(logs["none"], block) for block in range(BLOCKS)] == [1, 2, 3, 4]
+    assert [gathered_before(logs["ahead"], block) for block in range(BLOCKS)] == [3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("none", 2), ("full recompute", 2), ("selective recompute", 2), ("kept", 1), ("accumulated", 4)]
+)
+def test_a_unit_is_gathered_once_a_pass(logs: dict[str, list[str]], name: str, times: int) -> None:
+    assert [logs[name].count(f"gather {block}") for block in range(BLOCKS)] == [times] * BLOCKS
+
+
+@pytest.fixture(scope="module")
+def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+    variants = {
+        "plain": [],
+        "bf16": [bf16],
+        "bf16 buffers": [bf16, "fsdp.mixed_precision.buffer_dtype=bfloat16"],
+        "bf16 reduction": [bf16, "fsdp.mixed_precision.reduce_dtype=bfloat16"],
+        "bf16 master": [bf16, "model.dtype=bfloat16"],
+        "offload": ["fsdp.cpu_offload=true"],
+        "replicated": ["fsdp.strategy=NO_SHARD"],
+        "full": ["fsdp.activation_checkpointing=full"],
+        "selective": ["fsdp.activation_checkpointing=selective"],
+        "every 2": ["fsdp.activation_checkpointing={every: 2}"],
+        "by class": ["fsdp.wrap=[LlamaDecoderLayer]"],
+        "by inner class": ["fsdp.wrap=[LlamaMLP, LlamaAttention]", "fsdp.activation_checkpointing=full"],
+        "by size": ["fsdp.wrap={min_params: 20000}"],
+        "eager": ["model.attn_implementation=eager"],
+        "compiled": ["train.compile=true"],
+        "compiled and recomputed": ["train.compile=true", "fsdp.activation_checkpointing=selective"],
+        "deterministic": ["train.deterministic=true"],
+    }
+    return on_ranks(2, "inspect", tmp_path_factory.mktemp("facts"), recipe=str(recipe), variants=variants)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["offload", "replicated", "full", "selective", "every 2", "by class", "by inner class", "by size", "eager",
+     "compiled", "compiled and recomputed", "deterministic"],
+)  # fmt: skip
+def test_how_it_is_computed_does_not_change_what(facts: list[dict[str, Any]], name: str) -> None:
+    assert max(largest_difference(facts[0][name]["curve"], facts[0]["plain"]["curve"])) < 1e-5
+    assert facts[0][name]["names"] == facts[0]["plain"]["names"]
+
+
+def test_dtypes_are_those_of_the_policy(facts: list[dict[str, Any]]) -> None:
+    assert facts[0]["bf16"]["params"] == facts[0]["bf16"]["state"] == ["torch.float32 cpu"]
+    assert facts[0]["bf16 master"]["params"] == facts[0]["bf16 master"]["state"] == ["torch.bfloat16 cpu"]
+    assert facts[0]["bf16"]["buffers"] == ["torch.float32"]
+    assert facts[0]["bf16 buffers"]["buffers"] == ["torch.bfloat16"]
+    curves = [facts[0][name]["curve"] for name in ("plain", "bf16", "bf16 buffers", "bf16 reduction")]
+    assert all(a != b for i, a in enumerate(curves) for b in curves[:i]), "a dtype had no effect"
+
+
+def test_ranks_hold_their_share(facts: list[dict[str, Any]]) -> None:
+    assert sum(rank["plain"]["local_share"] for rank in facts) == pytest.approx(1)
+    assert all(rank["plain"]["local_share"] == pytest.approx(0.5, abs=0.01) for rank in facts)
+    assert all(rank["replicated"]["local_share"] == 1 for rank in facts)
+
+
+def test_weight_decay_spares_norms_and_embeddings(facts: list[dict[str, Any]]) -> None:
+    names = facts[0]["plain"]["undecayed"]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert {name for name in names if "embed" not in name} == {n for n in facts[0]["plain"]["names"] if "norm" in n}
+
+
+@pytest.fixture(scope="module")
+def edges(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    variants = {
+        "FULL_SHARD": [], "NO_SHARD": ["fsdp.strategy=NO_SHARD"],
+        "HYBRID_SHARD": ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1"],
+    }  # fmt: skip
+    return on_ranks(2, "edge_cases", tmp_path_factory.mktemp("edges"), recipe=str(recipe), variants=variants)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_the_gradient_norm_is_that_of_the_whole_gradient(strategy: str, edges: list[dict[str, Any]]) -> None:
+    for rank in edges:
+        assert rank[strategy]["engine"] == pytest.approx(rank[strategy]["full"], rel=1e-6)
+
+
+def test_a_nan_on_one_rank_stops_every_rank_before_the_update(edges: list[dict[str, Any]]) -> None:
+    for rank in edges:
+        assert rank["poisoned"]["unchanged"] and rank["poisoned"]["code"] == 7
+        assert "step 2: loss nan on rank 1, gradient norm" in rank["poisoned"]["message"]
+
+
+def test_a_micro_batch_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:
+    assert all(rank["masked"] == {"equal": True, "nothing": 0.0} for rank in edges)
+
+
+def test_auto_takes_blocks_embedding_and_head() -> None:
+    model = bare(tie_word_embeddings=False)
+    units = units_of(model, "auto")
+    assert [unit.name for unit in units] == ["embedding", *(f"model.layers.{i}" for i in range(3)), "head"]
+    assert units[-1].modules == [model.model.norm, model.lm_head]
+
+
+def test_tied_weights_stay_together_in_the_root() -> None:
+    model = bare(tie_word_embeddings=True)
+    assert tied(model)
+    assert [unit.name for unit in units_of(model, "auto")] == [f"model.layers.{i}" for i in range(3)]
+    inside = {id(p) for unit in units_of(model, {"min_params": 1000}) for m in unit.modules for p in m.parameters()}
+    assert id(model.lm_head.weight) not in inside
+
+
+def test_a_class_that_matches_nothing_is_refused_with_the_classes_there_are() -> None:
+    with pytest.raises(RecipeError, match=r"GPT2Block.*LlamaDecoderLayer"):
+        units_of(bare(), ["GPT2Block"])
+    with pytest.raises(RecipeError, match="LlamaMLP"):
+        units_of(bare(), {"min_params": 10**9})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text", "gpt_neox", "mixtral"])
+def test_a_skeleton_has_no_weights_and_true_buffers(kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = bare(kind)
+    assert all(param.is_meta for param in model.parameters())
+    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
+    buffers = dict(real.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys() and buffers
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert len(blocks_of(model)) == TINY["num_hidden_layers"]
