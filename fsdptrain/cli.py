@@ -92,9 +92,15 @@ def validate(
     from fsdptrain.launch import child_environment
     from fsdptrain.plan import find_topology, make_plan
 
-    written = _load(recipe, overrides)
-    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    words = [sys.executable, "-m", "fsdptrain.data", *(["--json"] if as_json else [])]
+    try:
+        written = _load(recipe, overrides)
+        plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    except FsdptrainError as error:
+        if as_json:
+            print(json.dumps({"problems": str(error).splitlines()}, indent=2))
+            sys.exit(error.exit_code)
+        raise
+    words = [sys.executable, "-m", "fsdptrain.validate", *(["--json"] if as_json else [])]
     done = subprocess.run(words, input=plan.to_json(), text=True, check=False, env=child_environment())
     if done.returncode:
         sys.exit(done.returncode)

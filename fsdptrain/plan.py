@@ -222,7 +222,7 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 def _model_problems(recipe: Recipe) -> list[Problem]:
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
     return [
-        Problem(f"{name!r} is neither a folder here nor a Hub id (org/name)", path)
+        Problem(f"{name!r} is neither a folder here nor a Hub id (org/name); if a run exports it, do that first", path)
         for path, name in names.items()
         if isinstance(name, str) and not Path(name).is_dir() and not HUB_ID.fullmatch(name)
     ]

@@ -1,4 +1,4 @@
-"""Fixtures: a cache of its own for the whole session, so that no test reads what another machine's user has prepared."""
+"""A cache of its own for the whole session, so that no test reads what this machine's user has prepared."""
 
 from __future__ import annotations
 

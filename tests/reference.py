@@ -1,4 +1,4 @@
-"""The independent reference: a plain single-process PyTorch loop over transformers' own model, on whole global batches."""
+"""The independent reference: a plain single-process PyTorch loop over transformers' own model, on whole batches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,243 @@
+"""The command as a user meets it: real torchrun workers, real files, the screen, the exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import environment, events, fsdptrain, write_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A whole run: six steps over two ranks with evaluation, checkpoints and TensorBoard."""
+    tmp = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(
+        tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2
+    )
+    return tmp, fsdptrain("run", recipe)
+
+
+def test_a_run_ends_well_and_says_where_the_model_is(finished: Any) -> None:
+    tmp, done = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f'AutoModelForCausalLM.from_pretrained("{tmp}/run/export")' in done.stdout
+    assert "FULL_SHARD over 2 × cpu" in done.stdout and f"step {STEPS}/{STEPS}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_run_folder_is_as_promised(finished: Any) -> None:
+    run = finished[0] / "run"
+    assert (run / "recipe.yaml").read_text() == (finished[0] / "recipe.yaml").read_text()
+    names = {"recipe.yaml", "plan.json", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "export", "model"}
+    assert {path.name for path in run.iterdir()} == names
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+    assert all((run / "logs" / f"rank-{rank}.log").exists() for rank in range(2))
+    assert json.loads((run / "plan.json").read_text())["accumulation"] == 4
+
+
+def test_metrics_hold_what_was_promised(finished: Any) -> None:
+    found = events(finished[0] / "run")
+    assert [event["event"] for event in found][:1] == ["start"] and found[-1]["event"] == "export"
+    steps = events(finished[0] / "run", "step")
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    wanted = {
+        "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "data_s", "peak_memory_bytes",
+        "samples",
+    }  # fmt: skip
+    assert all(wanted <= event.keys() for event in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [event["step"] for event in events(finished[0] / "run", "eval")] == [3, 6]
+
+
+def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
+    board = EventAccumulator(str(finished[0] / "run" / "tensorboard"))
+    board.Reload()
+    losses = [event["loss"] for event in events(finished[0] / "run", "step")]
+    assert [scalar.value for scalar in board.Scalars("step/loss")] == pytest.approx(losses)
+
+
+def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
+    from fsdptrain.data import prepare
+    from fsdptrain.plan import Plan
+    from fsdptrain.tokenizer import load_tokenizer
+
+    run = finished[0] / "run"
+    plan = Plan.from_json((run / "plan.json").read_text())
+    _, held_out, corpus = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+    model = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    batch = corpus.batch(held_out)
+    with torch.no_grad():
+        # without a cache: with one, transformers does not look for packed documents
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    last = events(run, "eval")[-1]
+    assert last["loss"] == pytest.approx(loss, rel=1e-5)
+    assert last["tokens"] == int((batch["labels"] != -100).sum())
+
+
+def test_plain_transformers_opens_the_export(finished: Any) -> None:
+    folder = finished[0] / "run" / "export"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer("First Citizen:", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "hi" in chat and model.config.dtype == torch.float32
+
+
+def test_a_finished_run_is_not_trained_again(finished: Any) -> None:
+    before = events(finished[0] / "run", "step")
+    done = fsdptrain("run", finished[0] / "recipe.yaml")
+    assert done.returncode == 0, done.stderr
+    assert events(finished[0] / "run", "step") == before
+
+
+def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> None:
+    done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    first, second = finished[0] / "run" / "export", tmp_path / "again"
+    assert {p.name for p in first.iterdir()} == {p.name for p in second.iterdir()}
+    a, b = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "half", "--dtype", "bfloat16", "--step", 4)
+    assert done.returncode == 0, done.stderr
+    assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_resume_that_would_be_another_run_is_refused(finished: Any) -> None:
+    done = fsdptrain("run", finished[0] / "recipe.yaml", "seed=7", "data.seq_len=32")
+    assert done.returncode == 2
+    assert "seed: was 42" in done.stderr and "data.seq_len: was 64" in done.stderr
+    done = fsdptrain("run", finished[0] / "recipe.yaml", "--fresh")
+    assert done.returncode == 2 and "not empty" in done.stderr
+
+
+def children_of(run: Path) -> list[int]:
+    """Processes that still work on this run folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(run) in path.read_bytes().decode(errors="replace") and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fsdptrain", "run", str(recipe), *overrides],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+    )  # fmt: skip
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if (run / "metrics.jsonl").exists() and any(e["step"] >= step for e in events(run, "step")):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within {timeout} s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_saves_and_the_same_command_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    recipe, run = (
+        write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False),
+        tmp_path / "run",
+    )
+    process = start(recipe)
+    wait_for_step(run, 3)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output
+    assert "run the same command to go on" in output and number.name in output
+    assert children_of(run) == []
+    stopped = events(run, "stop")[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
+    if number == signal.SIGINT:
+        return
+    done = fsdptrain("run", recipe, f"train.steps={stopped + 2}", "schedule.name=constant", "export.at_end=false")
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(run, "step")] == list(range(1, stopped + 3))
+    assert events(run, "resume")[-1]["step"] == stopped
+
+
+def test_a_killed_worker_is_named_and_nobody_is_left(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
+    process = start(recipe)
+    wait_for_step(run, 2)
+    workers = [pid for pid in children_of(run) if b"fsdptrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = {int(dict(_environ(pid))["RANK"]): pid for pid in workers}
+    os.kill(ranks[1], signal.SIGKILL)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 5, output
+    assert "rank 1 was killed by SIGKILL" in output
+    time.sleep(0.5)
+    assert children_of(run) == []
+
+
+def test_nobody_outlives_a_killed_command(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
+    process = start(recipe)
+    wait_for_step(run, 2)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 5
+    while children_of(run) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert children_of(run) == []
+
+
+def _environ(pid: int) -> list[tuple[str, str]]:
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return [(name, value) for name, _, value in (line.partition("=") for line in lines if line)]
+
+
+def test_the_first_failing_ranks_own_words_are_shown(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, fsdp__wrap=["GPT2Block"])
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 2
+    assert "matches nothing in LlamaForCausalLM" in done.stderr and "LlamaDecoderLayer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_restarts_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=30, launch__max_restarts=1), tmp_path / "run"
+    process = start(recipe)
+    wait_for_step(run, 5)
+    os.kill(next(p for p in children_of(run) if b"fsdptrain.worker" in Path(f"/proc/{p}/cmdline").read_bytes()), 9)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "restart 1 of 1" in output
+    resumed = events(run, "resume")[-1]["step"]
+    assert resumed >= 4
+    assert events(run, "step")[-1]["step"] == 30
+
+
+def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+         sys.executable, "-m", "fsdptrain", "run", str(recipe)],
+        capture_output=True, text=True, timeout=120, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps in" in done.stdout
+    assert done.stdout.count("step 2/2") == 1  # one voice, rank 0's
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
