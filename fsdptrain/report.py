@@ -115,10 +115,9 @@ class Screen:
         self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal
         self.last: dict[str, Record] = {}  # the newest record of each kind
-        self.tokens = 0
         self.peak_memory = 0
-        self._seconds: list[float] = []
         self._said_at = 0.0
+        self._resumed = 0
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description:>9}"),
@@ -172,12 +171,11 @@ class Screen:
             self.say(f"  {line}")
 
     def _on_resume(self, record: Record) -> None:
+        self._resumed = record["step"]
         self.say(f"resumed after step {record['step']}")
 
     def _on_step(self, record: Record) -> None:
-        self.tokens += record["tokens"]
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
-        self._seconds.append(record["step_s"])
         step = record["step"]
         total = self.last["start"]["total_steps"] if "start" in self.last else step
         note = (
@@ -188,8 +186,7 @@ class Screen:
             self._bar("train", step, total, note)
         elif step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
-            recent = self._seconds[-20:]
-            eta = (total - step) * sum(recent) / len(recent)
+            eta = (total - step) * record["total_s"] / (step - self._resumed)
             self.say(f"step {step}/{total}  {note}  ETA {duration(eta)}")
 
     def _on_eval(self, record: Record) -> None:
@@ -211,9 +208,10 @@ class Screen:
             losses = f"training loss {step['loss']:.4f}"
             if "eval" in self.last:
                 losses += f" · held-out loss {self.last['eval']['loss']:.4f}"
-            rate = self.tokens / max(sum(self._seconds), 1e-9)
+            tokens = step["total_tokens"]
             self.say(
-                f"\n{step['step']:,} steps in {duration(seconds)} · {self.tokens:,} label tokens · {rate:,.0f} tok/s · "
+                f"\n{step['step']:,} steps in {duration(seconds)} · {tokens:,} label tokens · "
+                f"{tokens / step['total_s']:,.0f} tok/s · "
                 f"peak {self.peak_memory / GIB:.2f} GiB a rank\n{losses}"
             )
         if "export" in self.last:

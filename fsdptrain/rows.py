@@ -8,19 +8,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from datasets import Dataset, load_dataset
-from datasets.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING, Any
 
 from fsdptrain.errors import DataError
 from fsdptrain.plan import DATA_SUFFIXES
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
 BATCH = 1000
-
-disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,19 @@ def open_sources(path: str) -> list[Source]:
     name, _, rest = path.partition(":")
     config, _, split = rest.partition(":")
     try:
-        rows = load_dataset(name, config or None, split=split or "train")
+        rows = _load(name, config or None, split=split or "train")
     except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
         raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
     return [Source(path, rows, None)]
+
+
+def _load(*words: str | None, **options: Any) -> Dataset:
+    """`datasets.load_dataset`, imported late: it takes half a second, and with everything cached nobody asks."""
+    from datasets import load_dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return load_dataset(*words, **options)
 
 
 def _open_file(file: Path) -> Source:
@@ -84,7 +91,7 @@ def _open_file(file: Path) -> Source:
         raise DataError(f"{file} is empty")
     options = {"sample_by": "document"} if reader == "text" else {}
     try:
-        rows = load_dataset(reader, data_files=[str(file)], split="train", **options)
+        rows = _load(reader, data_files=[str(file)], split="train", **options)
     except Exception as error:  # pyarrow's and datasets' classes; the cause is found by reading the file ourselves
         raise DataError(_diagnose(file) or f"{file}: cannot be read: {_root(error)}") from None
     if len(rows) == 0:

@@ -55,6 +55,8 @@ class Run:
     total_steps: int
     flops_per_step: float
     peak_flops: float
+    tokens: int = 0  # label tokens and seconds of this process's steps so far
+    seconds: float = 0.0
 
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
@@ -213,6 +215,7 @@ def one_step(run: Run, step: int) -> StepStats:
     data_s = time.perf_counter() - started
     lr = learning_rate(step, run.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
     stats = run.engine.step(step, batches, label_tokens, lr, bool(run.stop.count), data_s)
+    run.tokens, run.seconds = run.tokens + label_tokens, run.seconds + stats.step_s
     if due(step + 1, run.plan.recipe.log.every) or step + 1 == run.total_steps:
         run.reporter.event(
             "step",
@@ -227,6 +230,8 @@ def one_step(run: Run, step: int) -> StepStats:
             data_s=stats.data_s,
             peak_memory_bytes=stats.peak_memory,
             samples=run.stream.digest(positions),
+            total_tokens=run.tokens,
+            total_s=run.seconds,
         )
     return stats
 
@@ -237,6 +242,11 @@ def evaluate(run: Run, done: int) -> None:
     run.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
 
 
+def quiet_libraries() -> None:
+    """Keep transformers' bars out of the log: loading has a bar of ours."""
+    transformers.utils.logging.disable_progress_bar()
+
+
 def work(plan: Plan) -> None:
     """Be one rank, and leave the process with the right exit code.
 
@@ -244,6 +254,7 @@ def work(plan: Plan) -> None:
     """
     handler = get_error_handler()
     handler.initialize()
+    quiet_libraries()
     joined = plan.topology.joined
     code = 0
     try:
