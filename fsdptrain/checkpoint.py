@@ -50,6 +50,7 @@ def shards_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
     """Everything a checkpoint holds: `model.NAME` parameters and persistent buffers, `optim.NAME.KEY` moments."""
     tensors = {f"model.{name}": tensor for name, tensor in saved_state(model).items()}
     for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), f"{name} is gathered: a forward without backward was not resharded"
         moments = optimizer.state[param].items()
         tensors |= {f"optim.{name}.{key}": value for key, value in moments if value.ndim}
     return {name: shard_of(tensor) for name, tensor in tensors.items()}

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ PLAIN_CHAT_TEMPLATE = (
 class Corpus:
     """The cached token stream of one data set, cut into pieces and packed into blocks.
 
-    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted; `rows` int64 [R+1] offsets into tokens;
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted;
     `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
     pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped.
     """
@@ -151,7 +152,7 @@ def _permutation(seed: int, epoch: int, size: int) -> Ints:
 def prepare(plan: Plan, tokenizer: Any, progress: Progress) -> tuple[Stream, list[int], Corpus]:
     """The training stream, the held-out block numbers and the corpus they belong to.
 
-    Raises DataError for wrong rows, and when no block or fewer than one global batch of tokens is left.
+    Raises DataError for wrong rows, and when no row with a trained token is left.
     """
     data, seed = plan.recipe.data, plan.recipe.seed
     corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
@@ -164,7 +165,7 @@ def prepare(plan: Plan, tokenizer: Any, progress: Progress) -> tuple[Stream, lis
     count = max(1, round(data.eval["fraction"] * len(corpus)))
     if count >= len(corpus):
         raise DataError(f"data.eval: fraction {data.eval['fraction']} of {len(corpus)} blocks leaves none to train on")
-    chosen = np.sort(np.random.default_rng([seed]).permutation(len(corpus))[:count])
+    chosen = np.sort(np.random.default_rng([seed, 0, 1]).permutation(len(corpus))[:count])  # no epoch's stream
     return Stream(corpus, np.setdiff1d(numbers, chosen), seed), [int(n) for n in chosen], corpus
 
 
@@ -217,7 +218,7 @@ def _write_corpus(
 ) -> None:
     """Tokenise every row into flat files, then cut and pack them."""
     sources = open_sources(path)
-    total = sum(len(source.rows) for source in sources)
+    total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
     encode = Encoder(tokenizer, data)
     ends, done = [0], 0
@@ -254,6 +255,7 @@ class Encoder:
         self.eos = int(tokenizer.eos_token_id)
         empty = tokenizer("", add_special_tokens=True).input_ids
         self.bos = [int(empty[0])] if empty and empty[0] == tokenizer.bos_token_id else []
+        self.marks = tuple(tokenizer.get_added_vocab())
         self.counts = {"cut": 0, "dropped": 0, "split": 0, "untrained turns": 0}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[tuple[Ints, Any]]:
@@ -299,16 +301,28 @@ class Encoder:
         encoded = self.tokenizer(
             [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        for ids, offsets, (_, spans) in zip(encoded.input_ids, encoded.offset_mapping, rendered, strict=True):
-            mask = [end > start and any(a <= start < b for a, b in spans) for start, end in offsets]
+        for ids, offsets, (text, spans) in zip(encoded.input_ids, encoded.offset_mapping, rendered, strict=True):
+            edges = {edge for span in spans for edge in span}
+            if all(edges.isdisjoint(range(start + 1, end)) for start, end in offsets):
+                mask = [end > start and any(a <= start < b for a, b in spans) for start, end in offsets]
+            else:
+                ids, mask = self._in_parts(text, spans)
             if self.bos and ids[:1] != self.bos:
                 ids, mask = self.bos + ids, [False, *mask]
             yield ids, mask
 
+    def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Tokens of a text that are never partly inside a span, as when the model continues a generation prompt."""
+        bounds = sorted({0, len(text), *(edge for span in spans for edge in span)})
+        parts = [(text[a:b], any(x <= a < y for x, y in spans)) for a, b in pairwise(bounds)]
+        encoded = self._ids([part for part, _ in parts])
+        mask = [trained for ids, (_, trained) in zip(encoded, parts, strict=True) for _ in ids]
+        return [token for ids in encoded for token in ids], mask
+
     def _render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and the character spans to train: all, or what each assistant turn adds.
 
-        A turn's span begins where the template's generation prompt ends, and holds the template's end-of-turn token.
+        A turn's span begins where the template's generation prompt ends, and ends with its end-of-turn token.
         """
         text = self._template(messages, False)
         if self.data.train_on == "all":
@@ -316,14 +330,24 @@ class Encoder:
         spans = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, after = self._template(messages[:i], True), self._template(messages[: i + 1], False)
+                after = self._template(messages[: i + 1], False)
+                before = self._before(messages[: i + 1], after)
                 if not (text.startswith(after) and after.startswith(before)):
                     if i + 1 < len(messages):  # the template rewrites earlier turns once there is a later one
                         self.counts["untrained turns"] += 1
                         continue
                     after = text
-                spans.append((_common(before, text), len(after)))
+                start = len(before) if text.startswith(before) else _common(before, text)
+                turn = text[start : len(after)].rstrip()
+                spans.append((start, start + len(turn) if turn.endswith(self.marks) else len(after)))
         return text, spans
+
+    def _before(self, messages: list[dict[str, Any]], after: str) -> str:
+        """What stands before the words of the last of these messages; `after` is what stands up to their end."""
+        if len(messages) > 1:
+            return self._template(messages[:-1], True)
+        opening = self._template(messages, True).removeprefix(after)  # no template renders a conversation of nothing
+        return after[: after.find(opening) + len(opening)] if opening in after else after
 
     def _template(self, messages: list[dict[str, Any]], prompt: bool) -> str:
         try:

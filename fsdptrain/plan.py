@@ -176,7 +176,7 @@ def find_data(path: str, folder: Path) -> str:
     """
     for base in (Path.cwd(), folder):
         candidate = str(base / Path(path).expanduser())
-        if glob.glob(candidate, recursive=True):
+        if glob.glob(glob.escape(candidate)) or glob.glob(candidate, recursive=True):
             return candidate
     if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
         return path

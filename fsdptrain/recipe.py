@@ -233,6 +233,8 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
             parent, _, last = path.rpartition(".")
             if any(known.startswith(f"{path}.") for known in all_paths()):
                 message = f"is a section: set one of its keys ({', '.join(_siblings(path))})"
+            elif parent in all_paths():
+                message = f"`{parent}` is set as a whole: {parent}={type_words(parent)}"
             else:
                 message = _unknown(last, f"{parent}." if parent else "", _siblings(parent))
             problems.append(Problem(message, path, "command line"))
@@ -268,7 +270,7 @@ def _known(path: str) -> bool:
 
 def _siblings(parent: str) -> list[str]:
     below = [p.removeprefix(f"{parent}.") for p in all_paths() if p.startswith(f"{parent}.")]
-    return below or [key_of(f) for f in dataclasses.fields(Recipe)]
+    return below or ([] if parent else [key_of(f) for f in dataclasses.fields(Recipe)])
 
 
 def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
@@ -280,7 +282,7 @@ def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
     near += get_close_matches(prefix + word, all_paths(), n=1, cutoff=0.7)
     if near:
         return f"unknown key; did you mean `{near[0]}`?"
-    return f"unknown key; here are: {', '.join(siblings)}"
+    return f"unknown key; here are: {', '.join(siblings or [key_of(f) for f in dataclasses.fields(Recipe)])}"
 
 
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:

@@ -1,57 +1,64 @@
-"""Files and Hub data sets → rows, read through `datasets`, with the file and line in every complaint."""
+"""Files and Hub data sets → rows, with the file and line in every complaint.
+
+Text files are parsed here, line by line, and no type is guessed. (`datasets` settles a file's types on its first 10 MB,
+takes texts that are all dates for timestamps and digits in CSV for numbers, remembers files by path and mtime, and its
+JSON parser can end the process; it reads what comes from the Hub, where types are declared.)
+"""
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from fsdptrain.errors import DataError
 from fsdptrain.plan import DATA_SUFFIXES
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
 BATCH = 1000
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (where it stands: `file:line` or `file, row 3`; column → value)
+
+csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one Hub data set: a list of rows with a name for complaints."""
+    """One file or Hub data set: its name for complaints, its columns, its rows, and how to read columns of them."""
 
     name: str
-    rows: Dataset
-    file: Path | None
+    columns: list[str]
+    count: int
+    rows: Callable[[list[str]], Rows]
 
-    def place(self, row: int) -> str:
-        """Where row number `row` (from 0) stands: `file:line` in JSON lines, else the row's number."""
-        if self.file is not None and self.file.suffix == ".jsonl":
-            with self.file.open("rb") as stream:
-                numbers = [number for number, line in enumerate(stream, 1) if line.strip()]
-            return f"{self.file}:{numbers[row]}"
-        return f"{self.name}, row {row + 1}"
+    def __len__(self) -> int:
+        return self.count
 
 
 def data_files(path: str) -> list[Path]:
-    """The data files behind a path, a glob or a folder, sorted; empty when `path` is not local."""
-    found = [Path(name) for name in glob.glob(path, recursive=True)]
-    files = [file for p in found for file in (sorted(p.rglob("*")) if p.is_dir() else [p])]
+    """The data files behind a path, a glob or a folder, each once, sorted; empty when `path` is not local."""
+    names = glob.glob(glob.escape(path)) or glob.glob(path, recursive=True)  # an existing name is no pattern
+    found = {Path(name) for name in names}
+    files = {file for p in found for file in (p.rglob("*") if p.is_dir() else [p])}
     return sorted(file for file in files if file.is_file() and (file.suffix in DATA_SUFFIXES or file in found))
 
 
 def fingerprint(path: str) -> str:
-    """SHA-256 over the content of every data file; for a Hub data set over its name."""
+    """SHA-256 over the kind and content of every data file; for a Hub data set over its name."""
     digest = hashlib.sha256()
     files = data_files(path)
     for file in files:
         with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+            digest.update(file.suffix.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest() if files else hashlib.sha256(path.encode()).hexdigest()
 
 
@@ -65,63 +72,127 @@ def open_sources(path: str) -> list[Source]:
         if not files:
             raise DataError(f"data.path: no data files in {path} (known: {', '.join(DATA_SUFFIXES)})")
         return [_open_file(file) for file in files]
-    name, _, rest = path.partition(":")
-    config, _, split = rest.partition(":")
-    try:
-        rows = _load(name, config or None, split=split or "train")
-    except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
-        raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
-    return [Source(path, rows, None)]
-
-
-def _load(*words: str | None, **options: Any) -> Dataset:
-    """`datasets.load_dataset`, imported late: it takes half a second, and with everything cached nobody asks."""
-    from datasets import load_dataset
-    from datasets.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    return load_dataset(*words, **options)
+    return [_open_hub(path)]
 
 
 def _open_file(file: Path) -> Source:
-    reader = READERS.get(file.suffix)
-    if reader is None:
-        raise DataError(f"{file}: unknown kind of data file; known: {', '.join(READERS)}")
+    if file.suffix not in DATA_SUFFIXES:
+        raise DataError(f"{file}: unknown kind of data file; known: {', '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
         raise DataError(f"{file} is empty")
-    options = {"sample_by": "document"} if reader == "text" else {}
-    try:
-        rows = _load(reader, data_files=[str(file)], split="train", **options)
-    except Exception as error:  # pyarrow's and datasets' classes; the cause is found by reading the file ourselves
-        raise DataError(_diagnose(file) or f"{file}: cannot be read: {_root(error)}") from None
-    if len(rows) == 0:
+    if file.suffix == ".parquet":
+        source = _open_parquet(file)
+    else:
+        reader = _READERS[file.suffix]
+        _, first = next(reader(file), ("", {}))
+        source = Source(str(file), list(first), sum(1 for _ in reader(file)), lambda _columns: reader(file))
+    if len(source) == 0:
         raise DataError(f"{file} holds no rows")
-    return Source(str(file), rows, file)
+    return source
 
 
-def _diagnose(file: Path) -> str | None:
-    """The first line that is not what the kind of file asks for."""
-    if file.suffix not in (".jsonl", ".json", ".txt", ".text", ".csv"):
-        return None
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines as text, without the mark that some programs put at the beginning of a file."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
-                text = line.decode("utf-8")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                return f"{file}:{number}: not UTF-8 text: byte {line[error.start]:#04x} at column {error.start + 1}"
-            if file.suffix == ".jsonl" and text.strip():
-                try:
-                    value = json.loads(text)
-                except (json.JSONDecodeError, RecursionError) as error:
-                    return f"{file}:{number}: not a JSON object: {error}"
-                if not isinstance(value, dict):
-                    return f"{file}:{number}: expected a JSON object, got {type(value).__name__}"
-    if file.suffix == ".json":
+                bad = f"byte {error.object[error.start]:#04x} at column {error.start + 1}"
+                raise DataError(f"{file}:{number}: not UTF-8 text: {bad}") from None
+
+
+def _json_lines(file: Path) -> Rows:
+    for number, line in _lines(file):
+        if line.strip():
+            place = f"{file}:{number}"
+            try:
+                value = json.loads(line.rstrip())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: not a JSON object: {error}") from None
+            yield place, _object(value, place)
+
+
+def _json(file: Path) -> Rows:
+    text = "".join(line for _, line in _lines(file))
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") == "Extra data":  # JSON lines under this name are common
+            yield from _json_lines(file)
+            return
+        raise DataError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
+    for number, row in enumerate(value if isinstance(value, list) else [value], 1):
+        yield f"{file}, row {number}", _object(row, f"{file}, row {number}")
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object, got {_kind(value)}")
+    return value
+
+
+def _csv(file: Path) -> Rows:
+    reader = csv.reader((line for _, line in _lines(file)), strict=True)
+    number = 1
+    try:
+        header = next(reader, [])
+        number = reader.line_num + 1
+        for values in reader:
+            if len(values) > len(header):
+                raise DataError(f"{file}:{number}: {len(values)} values for {len(header)} columns")
+            if values:
+                yield f"{file}:{number}", dict(zip(header, values, strict=False))
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{file}:{number}: not CSV: {error}") from None
+
+
+def _document(file: Path) -> Rows:
+    text = "".join(line for _, line in _lines(file))
+    yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".txt": _document, ".text": _document,
+}  # fmt: skip
+
+
+def _open_parquet(file: Path) -> Source:
+    def rows(columns: list[str]) -> Rows:
+        number = 0
         try:
-            json.loads(file.read_text())
-        except (json.JSONDecodeError, RecursionError) as error:
-            return f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}"
-    return None
+            for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+        except (OSError, ValueError) as error:  # pyarrow's own classes derive from these
+            raise DataError(f"{file}: cannot be read after row {number}: {error}") from None
+
+    try:
+        opened = pq.ParquetFile(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+    return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
+
+
+def _open_hub(path: str) -> Source:
+    from datasets import load_dataset  # a second to import, and files do not need it
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    name, _, rest = path.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        opened = load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
+        raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
+
+    def rows(columns: list[str]) -> Rows:
+        for number, row in enumerate(opened.select_columns(columns), 1):
+            yield f"{path}, row {number}", row
+
+    return Source(path, opened.column_names, len(opened), rows)
 
 
 def _root(error: BaseException) -> str:
@@ -136,38 +207,51 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
     Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
     """
     columns = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
-    missing = [name for name in columns.values() if name not in source.rows.column_names]
+    missing = [name for name in columns.values() if name not in source.columns]
     if missing:
-        have = ", ".join(source.rows.column_names)
         raise DataError(
-            f"{source.name}: no column {missing[0]!r}, which format {data.format} reads; there are: {have}. "
+            f"{source.name}: no column {missing[0]!r}, which format {data.format} reads; there are: "
+            f"{', '.join(source.columns)}. "
             f"Name yours in data.columns: {{{next(f for f, c in columns.items() if c == missing[0])}: …}}"
         )
-    rows = source.rows.select_columns(list(columns.values()))
-    rows = rows.select(range(min(limit, len(rows)))) if limit is not None else rows
     check = _check_messages if data.format == "chat" else _check_text
-    for start in range(0, len(rows), BATCH):
-        batch = rows[start : start + BATCH]
-        yield [
-            {field: check(batch[column][i], source, start + i, column) for field, column in columns.items()}
-            for i in range(len(batch[next(iter(columns.values()))]))
-        ]
+    rows = islice(source.rows(list(dict.fromkeys(columns.values()))), limit)
+    checked = ({field: check(row, column, place) for field, column in columns.items()} for place, row in rows)
+    yield from iter(partial(_take, checked), [])
 
 
-def _check_text(value: Any, source: Source, row: int, column: str) -> str:
+def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(islice(rows, BATCH))
+
+
+def _check_text(row: dict[str, Any], column: str, place: str) -> str:
+    if column not in row:
+        raise DataError(f"{place}: no {column!r} here; there are: {', '.join(row)}")
+    value = row[column]
     if not isinstance(value, str):
-        raise DataError(f"{source.place(row)}: {column!r} is {_kind(value)}; expected a text")
-    return value
+        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a text")
+    return _whole(value, column, place)
 
 
-def _check_messages(value: Any, source: Source, row: int, column: str) -> list[dict[str, Any]]:
+def _whole(text: str, column: str, place: str) -> str:
+    """The text; `\\ud83d` in JSON without its other half is no character, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: {column!r} holds half a character: {error.object[error.start]!a}") from None
+    return text
+
+
+def _check_messages(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]]:
+    value = row.get(column)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{source.place(row)}: {column!r} is {_kind(value)}; expected a list of messages")
+        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a list of messages")
     messages = []
     for number, message in enumerate(value, 1):
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), str):
-            raise DataError(f"{source.place(row)}: message {number} of {column!r} is not {{role: text, content: text}}")
+            raise DataError(f"{place}: message {number} of {column!r} is not {{role: text, content: text}}")
+        _whole(kept.get("content", ""), column, place)
         messages.append(kept)
     return messages
 

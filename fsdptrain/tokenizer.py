@@ -35,9 +35,8 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
-    content = (
-        f"{__version__} {fingerprint(plan.data_path)} {size} {plan.recipe.data.columns} {plan.recipe.data.max_rows}"
-    )
+    data = plan.recipe.data
+    content = f"{__version__} {fingerprint(plan.data_path)} {size} {data.format} {data.columns} {data.max_rows}"
     folder = cache_dir() / "tokenizers" / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -66,9 +65,10 @@ def _train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 def _texts(plan: Plan) -> Iterator[str]:
     """Every text of the training data, whatever its format."""
-    data = plan.recipe.data
+    data, done = plan.recipe.data, 0
     for opened in open_sources(plan.data_path):
-        for rows in read(opened, data, data.max_rows):
+        for rows in read(opened, data, None if data.max_rows is None else data.max_rows - done):
+            done += len(rows)
             for row in rows:
                 for value in row.values():
                     yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]

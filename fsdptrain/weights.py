@@ -107,7 +107,8 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
     model.tie_weights()
     missing = sorted(name for name, param in model.named_parameters() if param.is_meta)
     unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
-    faults = {"missing": missing, "unknown": unexpected, "of another shape": sorted(map(str, info.mismatched_keys))}
+    reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
+    faults = {"of another shape": reshaped, "missing": missing, "unknown": unexpected}
     for what, names in faults.items():
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

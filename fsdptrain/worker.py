@@ -26,7 +26,7 @@ from fsdptrain.checkpoint import Checkpointer, sweep
 from fsdptrain.data import Corpus, Stream, prepare
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, StepStats, model_flops
-from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, to_record
+from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, WorkerError, to_record
 from fsdptrain.export import export_live
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
 from fsdptrain.model import load_config, save_assets, skeleton, units_of
@@ -118,6 +118,11 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
 
     engine = Engine(model, optimizer, world, plan, resumed)
+    if recipe.data.packing != "none" and not engine.documents_are_apart():
+        raise RecipeError(
+            f"data.packing: {recipe.data.packing} would let the documents of a block see one another: "
+            f"{type(bare).__name__} ignores position ids with {recipe.model.attn_implementation}; use none"
+        )
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     run = Run(
         plan, world, engine, stream, held_out, eval_corpus, checkpointer, reporter, stop, total_steps,

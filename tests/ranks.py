@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
-from fsdptrain.errors import NonFiniteError
+from fsdptrain import weights
+from fsdptrain.errors import FsdptrainError, NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
 from fsdptrain.optim import learning_rate
@@ -53,6 +56,7 @@ def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict
     """The curve of a run that saves a checkpoint after `at` steps and goes on, and what it saw of the data."""
     run, _ = build(recipe, overrides)
     made = curve(run, at)
+    run.engine.evaluate(run.stream.corpus, range(5))
     run.checkpointer.save(at, run.engine.model, run.engine.optimizer, wait=False)
     made += curve(run, steps, at)
     run.checkpointer.wait()
@@ -183,6 +187,75 @@ def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     run.engine.optimizer.zero_grad()
     stats = run.engine.step(0, batches, tokens, 0.0)
     return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
+
+
+def read_slices(recipe: str) -> dict[str, int]:
+    """Elements that this rank read from the weights' files, and elements it holds."""
+    read = 0
+
+    class Counting:
+        def __init__(self, rows: Any) -> None:
+            self._rows = rows
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._rows, name)
+
+        def __getitem__(self, key: Any) -> Any:
+            nonlocal read
+            tensor = self._rows[key]
+            read += tensor.numel()
+            return tensor
+
+    class CountingFile:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            self._opened = self._file.__enter__()
+            return self
+
+        def __exit__(self, *exception: Any) -> None:
+            self._file.__exit__(*exception)
+
+        def keys(self) -> Any:
+            return self._opened.keys()
+
+        def get_slice(self, name: str) -> Counting:
+            return Counting(self._opened.get_slice(name))
+
+    weights.safe_open = CountingFile
+    run, _ = build(recipe, [])
+    return {"read": read, "held": sum(p.to_local().numel() for p in run.engine.model.parameters())}
+
+
+def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
+    """SHA-256 of all weights at the start, by name."""
+    found = {}
+    for name, overrides in variants.items():
+        run, _ = build(recipe, overrides)
+        digest = hashlib.sha256()
+        for param in run.engine.model.parameters():
+            digest.update(param.detach().full_tensor().numpy().tobytes())
+        found[name] = digest.hexdigest()
+    return found
+
+
+def deviations(recipe: str) -> dict[str, float]:
+    """The standard deviation of every weight at the start."""
+    run, _ = build(recipe, [])
+    return {n: p.detach().full_tensor().std(correction=0).item() for n, p in run.engine.model.named_parameters()}
+
+
+def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """How building each variant is refused: (exit code, message)."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        try:
+            build(recipe, overrides)
+            found[name] = (0, "")
+        except FsdptrainError as error:
+            found[name] = (error.exit_code, str(error))
+    return found
 
 
 if __name__ == "__main__":

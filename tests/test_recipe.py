@@ -573,7 +573,7 @@ def test_an_override_can_mend_the_file(tmp_path: Path) -> None:
         ("", None, "write key=value"),
         ("optim.lrr=5", "optim.lrr", "did you mean `optim.lr`"),
         ("lr=5", "lr", "did you mean `optim.lr`"),
-        ("optim.lr.x=5", "optim.lr.x", "unknown key"),
+        ("optim.lr.x=5", "optim.lr.x", "is set as a whole"),
         ("fsdp.sharding_strategy=FULL_SHARD", "fsdp.sharding_strategy", "is called fsdp.strategy here"),
         ("checkpoint.async_=false", "checkpoint.async_", "`checkpoint.async`"),
         ("model.id=!!python/name:os.system", "model.id", "names no Python object"),

@@ -217,6 +217,29 @@ def test_the_first_failing_ranks_own_words_are_shown(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_that_diverges_ends_with_7_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=8, optim__lr=1e37, checkpoint__every=1), tmp_path / "run"
+    done = fsdptrain("run", recipe, "schedule.warmup=0")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "the weights were not touched" in done.stderr
+    last = events(run, "step")[-1]["step"]
+    assert f"step {last + 1}: " in done.stderr
+    assert (run / "checkpoints" / f"step-{last:08}").exists() and not (run / "export").exists()
+
+
+def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    text = tmp_path / "text.jsonl"
+    lines = text.read_text().splitlines()
+    lines[6] = '{"text": 7}'
+    text.write_text("\n".join(lines))
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 4
+    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is a int; expected a text"
+    missing = fsdptrain("run", recipe, "data.path=nowhere.jsonl")
+    assert missing.returncode == 4 and "nothing at 'nowhere.jsonl'" in missing.stderr
+
+
 def test_restarts_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=30, launch__max_restarts=1), tmp_path / "run"
     process = start(recipe)

@@ -1,0 +1,1020 @@
+"""Rows to packed blocks: nothing lost or doubled, the right labels, and documents that do not see each other."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import fsdptrain.data
+from fsdptrain.data import (
+    IGNORED,
+    PLAIN_CHAT_TEMPLATE,
+    Corpus,
+    Stream,
+    best_fit_decreasing,
+    cache_dir,
+    cut,
+    open_corpus,
+    pack,
+    piece_labels,
+    prepare,
+)
+from fsdptrain.errors import DataError
+from fsdptrain.plan import Plan, Topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.schema import Data
+from fsdptrain.tokenizer import END_OF_TEXT as EOS
+from fsdptrain.tokenizer import load_tokenizer
+
+PACKINGS = ["bfd", "concat", "none"]
+GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
+PC: dict[str, Any] = {"format": "prompt_completion", "columns": GSM8K_COLUMNS}
+
+
+def bug(raises: type[BaseException], reason: str) -> pytest.MarkDecorator:
+    """What goes wrong today; whoever mends it has to take the mark away."""
+    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+def a_plan(folder: Path, world: int = 1, **changes: Any) -> Plan:
+    """The plan of `support`'s recipe with changes, on `world` ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return make_plan(load(write_recipe(folder, **changes)), Topology("cpu", 1, world))
+
+
+@pytest.fixture(scope="session")
+def bpe(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A byte-level BPE trained on GSM8K's problems."""
+    changes = {f"data__{name}": value for name, value in PC.items()}
+    folder = tmp_path_factory.mktemp("bpe")
+    plan = a_plan(folder, data__path=str(GSM8K), model__tokenizer={"train": 2048}, **changes)
+    return load_tokenizer(plan, quiet)
+
+
+def with_specials(tokenizer: Any, *specials: str, bos: str | None = None, **settings: Any) -> Any:
+    """A copy with more special tokens; with `bos` it puts that token in front of every text, as Llama's does."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens([*specials, *([bos] if bos else [])])
+    if bos:
+        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        ids = [(bos, backend.token_to_id(bos))]
+        backend.post_processor = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=ids)
+    names = {"eos_token": EOS, "pad_token": EOS, "bos_token": bos, **settings}
+    copy = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+    copy.chat_template = tokenizer.chat_template
+    return copy
+
+
+@pytest.fixture(scope="session")
+def bos_bpe(bpe: Any) -> Any:
+    """The same tokenizer with a begin-of-sequence token that it adds by itself."""
+    tokenizer = with_specials(bpe, bos="<s>")
+    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    return tokenizer
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
+    """A file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def corpus_of(path: Path, tokenizer: Any, **data: Any) -> Corpus:
+    """The corpus of a file."""
+    settings = Data(**data)
+    return open_corpus(str(path), settings, tokenizer, settings.max_rows, quiet)
+
+
+def corpus_from(folder: Path, tokenizer: Any, *rows: dict[str, Any], **data: Any) -> Corpus:
+    """The corpus of some rows."""
+    return corpus_of(jsonl(folder / "rows.jsonl", *rows), tokenizer, **data)
+
+
+def everything(corpus: Corpus) -> dict[str, np.ndarray[Any, Any]]:
+    """All blocks of a corpus."""
+    return {name: tensor.numpy() for name, tensor in corpus.batch(range(len(corpus))).items()}
+
+
+def inputs(corpus: Corpus) -> list[list[int]]:
+    """The input tokens of every piece, block after block."""
+    ids = everything(corpus)["input_ids"]
+    found = []
+    for block in range(len(corpus)):
+        at = 0
+        for _, length, _ in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]:
+            found.append(ids[block, at : at + length].tolist())
+            at += length
+    return found
+
+
+def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
+    """What is trained, as text: one string for every run of positions with a label."""
+    runs = []
+    for labels in everything(corpus)["labels"]:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], labels != IGNORED, [False]])))
+        runs += [tokenizer.decode(labels[a:b]) for a, b in edges.reshape(-1, 2)]
+    return runs
+
+
+# --------------------------------------------------------------------------------------------------------- packing
+
+
+def naive_best_fit_decreasing(lengths: list[int], size: int) -> list[int]:
+    """The free space of every bin, by the textbook."""
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [number for number, space in enumerate(free) if space >= length]
+        if fitting:
+            free[min(fitting, key=lambda number: free[number])] -= length
+        else:
+            free.append(size - length)
+    return free
+
+
+def first_fit(lengths: list[int], size: int) -> int:
+    """How many bins first-fit in the order given takes."""
+    free: list[int] = []
+    for length in lengths:
+        number = next((number for number, space in enumerate(free) if space >= length), None)
+        if number is None:
+            free.append(size - length)
+        else:
+            free[number] -= length
+    return len(free)
+
+
+items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(1, size), max_size=60), st.just(size)))
+
+
+@given(items)
+@settings(max_examples=100, deadline=None)
+def test_best_fit_decreasing(case: tuple[list[int], int]) -> None:
+    lengths, size = case
+    bins = best_fit_decreasing(lengths, size)
+    assert sorted(item for members in bins for item in members) == list(range(len(lengths)))
+    space = [size - sum(lengths[item] for item in members) for members in bins]
+    assert min(space, default=0) >= 0
+    assert sorted(space) == sorted(naive_best_fit_decreasing(lengths, size))
+    assert len(bins) <= 11 / 9 * first_fit(lengths, size) + 1  # Johnson et al. 1974, with the optimum bounded above
+    assert best_fit_decreasing(lengths, size) == bins
+
+
+def test_best_fit_decreasing_is_quick() -> None:
+    lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
+    bins = best_fit_decreasing(lengths, 8192)  # quadratic would be hours
+    assert len(bins) <= 1.01 * sum(lengths) / 8192
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[list[int], list[bool], Data]:
+    """Row lengths, trained flags and settings; some rows are longer than a block, some are one token long."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=25))
+    trained = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
+    return lengths, trained, Data(seq_len=draw(st.integers(2, 24)), packing=draw(st.sampled_from(PACKINGS)))
+
+
+def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
+    """A corpus in which every token is another number, made as `_write_corpus` makes it."""
+    flags = np.array(trained)
+    pieces = cut(np.cumsum([0, *lengths]), data)
+    order, blocks = pack(pieces, data)
+    labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
+    tokens = np.arange(len(flags), dtype=np.uint32)
+    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "")
+
+
+@given(documents())
+@settings(max_examples=100, deadline=None)
+def test_every_token_of_every_row_is_in_one_piece(case: tuple[list[int], list[bool], Data]) -> None:
+    lengths, _, data = case
+    ends = np.cumsum([0, *lengths])
+    pieces = cut(ends, data)
+    covered = [(row, token) for row, (a, b) in enumerate(pairwise(ends)) for token in range(a, b)]
+    found = []
+    for start, length, end in pieces.tolist():
+        row = int(np.searchsorted(ends, end)) - 1
+        assert 0 < length <= data.seq_len
+        assert ends[row] <= start < start + length <= end == ends[row + 1]
+        found += [(row, token) for token in range(start, start + length)]
+    assert found == covered
+
+    order, blocks = pack(pieces, data)
+    assert sorted(order) == list(range(len(pieces)))
+    assert blocks[0] == 0 and blocks[-1] == len(pieces) and (np.diff(blocks) > 0).all()
+    fill = np.add.reduceat(pieces[order, 1], blocks[:-1])
+    assert (fill <= data.seq_len).all()
+    if data.packing == "concat":
+        assert (fill[:-1] == data.seq_len).all()
+        assert order.tolist() == list(range(len(pieces)))
+    elif data.packing == "none":
+        assert len(fill) == len(pieces) == sum(math.ceil(length / data.seq_len) for length in lengths)
+    else:
+        assert len(fill) == len(naive_best_fit_decreasing(pieces[:, 1].tolist(), data.seq_len))
+
+
+@given(documents())
+@settings(max_examples=100, deadline=None)
+def test_piece_labels_count_what_the_batch_holds(case: tuple[list[int], list[bool], Data]) -> None:
+    lengths, trained, data = case
+    pieces = cut(np.cumsum([0, *lengths]), data)
+    slow = [
+        sum(trained[position + 1] for position in range(start, start + length) if position + 1 < end)
+        for start, length, end in pieces.tolist()
+    ]
+    assert piece_labels(pieces, np.array(trained)).tolist() == slow
+    corpus = synthetic(lengths, trained, data)
+    assert (everything(corpus)["labels"] != IGNORED).sum(axis=1).tolist() == corpus.labels.tolist()
+
+
+@given(documents())
+@settings(max_examples=100, deadline=None)
+def test_every_trained_token_is_a_label_once(case: tuple[list[int], list[bool], Data]) -> None:
+    lengths, trained, data = case
+    corpus = synthetic(lengths, trained, data)
+    batch = everything(corpus)
+    labelled = np.sort(batch["labels"][batch["labels"] != IGNORED])
+    firsts = set(np.cumsum([0, *lengths]).tolist())
+    assert labelled.tolist() == [token for token, flag in enumerate(trained) if flag and token not in firsts]
+    where = batch["labels"] != IGNORED
+    assert (batch["labels"][where] == batch["input_ids"][where] + 1).all()  # tokens are numbered: the next one, always
+
+
+@given(documents())
+@settings(max_examples=100, deadline=None)
+def test_positions_restart_with_every_piece_and_with_the_padding(case: tuple[list[int], list[bool], Data]) -> None:
+    corpus = synthetic(*case)
+    for block, positions in enumerate(everything(corpus)["position_ids"].tolist()):
+        sizes = corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1], 1].tolist()
+        sizes.append(corpus.seq_len - sum(sizes))
+        assert positions == [position for size in sizes for position in range(size)]
+
+
+def test_a_block_of_padding_has_no_labels() -> None:
+    corpus = synthetic([5, 9, 30], [True] * 44, Data(seq_len=16))
+    batch = corpus.batch([0, -1])
+    assert (batch["labels"][1] == IGNORED).all()
+    assert (batch["input_ids"][1] == corpus.pad).all()
+    assert batch["position_ids"][1].tolist() == list(range(16))
+    assert torch.equal(corpus.batch([0])["labels"][0], batch["labels"][0])
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+# GSM8K's 2,000 problems, by the tokens a block holds: with so few blocks the last one's padding alone is up to 0.5%.
+@pytest.mark.parametrize(("seq_len", "share"), [(512, 0.98), (1024, 0.98), (2048, 0.99)])
+def test_packed_gsm8k_is_nearly_all_tokens(bpe: Any, seq_len: int, share: float) -> None:
+    corpus = corpus_of(GSM8K, bpe, seq_len=seq_len, **PC)
+    assert corpus.notes["rows"] == 2000
+    assert corpus.fill() >= share
+    real = everything(corpus)["input_ids"].size * corpus.fill()
+    assert round(real) == corpus.notes["tokens"] == len(corpus.tokens)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_token_of_shakespeare_is_a_label_once(bpe: Any, tmp_path: Path, packing: str) -> None:
+    paragraphs = [text for text in SHAKESPEARE.read_text().split("\n\n") if text][:200]
+    rows = [[*ids, bpe.eos_token_id] for ids in bpe(paragraphs).input_ids]
+    assert max(map(len, rows)) > 64  # some are split
+    corpus = corpus_from(tmp_path, bpe, *({"text": text} for text in paragraphs), seq_len=32, packing=packing)
+    labels = everything(corpus)["labels"]
+    assert sorted(labels[labels != IGNORED]) == sorted(token for row in rows for token in row[1:])
+    assert corpus.notes["split"] == (0 if packing == "concat" else sum(len(row) > 32 for row in rows))
+    assert corpus.notes["tokens"] == sum(map(len, rows))
+    if packing == "concat":
+        assert len(corpus) == math.ceil(corpus.notes["tokens"] / 32)
+        assert (
+            corpus.fill() > 0.99
+        )  # the end of a row alone at the beginning of a block predicts nothing and is left out
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_token_of_an_answer_is_a_label_once(bpe: Any, packing: str) -> None:
+    problems = [json.loads(line) for line in GSM8K.read_text().splitlines()][:300]
+    prompts = bpe([problem["question"] + "\n" for problem in problems]).input_ids
+    answers = [[*ids, bpe.eos_token_id] for ids in bpe([problem["answer"] for problem in problems]).input_ids]
+    room = 10**9 if packing == "concat" else 192
+    kept = [answer[: max(0, room - len(prompt))] for prompt, answer in zip(prompts, answers, strict=True)]
+    corpus = corpus_of(GSM8K, bpe, seq_len=192, packing=packing, max_rows=300, **PC)
+    labels = everything(corpus)["labels"]
+    assert sorted(labels[labels != IGNORED]) == sorted(token for answer in kept for token in answer)
+    assert corpus.notes["label_tokens"] == corpus.labels.sum() == sum(map(len, kept))
+    assert corpus.notes["cut"] == sum(a != b for a, b in zip(kept, answers, strict=True))
+    assert corpus.notes["dropped"] == sum(not answer for answer in kept)
+    assert packing == "concat" or corpus.notes["cut"] > 10
+
+
+# ---------------------------------------------------------------------------------------------------------- labels
+
+
+def test_the_prompt_is_masked_and_the_end_is_trained(bpe: Any) -> None:
+    problem = json.loads(GSM8K.read_text().splitlines()[0])
+    corpus = corpus_of(GSM8K, bpe, seq_len=512, max_rows=1, **PC)
+    assert trained_runs(corpus, bpe) == [problem["answer"] + EOS]
+    (ids,) = inputs(corpus)
+    assert bpe.decode(ids) == problem["question"] + "\n" + problem["answer"] + EOS
+    assert corpus.show(bpe) == f"{problem['question']}\n⟦{problem['answer']}{EOS}⟧"
+
+
+def test_train_on_all_trains_the_prompt_too(bpe: Any) -> None:
+    problem = json.loads(GSM8K.read_text().splitlines()[0])
+    corpus = corpus_of(GSM8K, bpe, seq_len=512, max_rows=1, train_on="all", **PC)
+    (ids,) = inputs(corpus)
+    assert trained_runs(corpus, bpe) == [bpe.decode(ids[1:])]
+    assert bpe.decode(ids) == problem["question"] + "\n" + problem["answer"] + EOS
+
+
+def test_all_of_a_text_is_trained(bpe: Any, tmp_path: Path) -> None:
+    text = "To be, or not to be — 東京 🙂\n\n  that is the question"
+    corpus = corpus_from(tmp_path, bpe, {"text": text}, seq_len=64)
+    (ids,) = inputs(corpus)
+    assert bpe.decode(ids) == text + EOS
+    assert trained_runs(corpus, bpe) == [bpe.decode(ids[1:])]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "gap"),
+    [
+        ("Q", "A", "\n"), ("Q ", "A", ""), ("Q", " A", ""), ("Q\n", "A", ""), ("Q", "\nA", ""), ("Q\t", " A", ""),
+        ("Q:", "42", "\n"), ("東", "京", "\n"), ("Q\u00a0", "A", ""),
+    ],
+)  # fmt: skip
+def test_one_line_break_between_prompt_and_completion_where_there_is_no_white_space(
+    bpe: Any, tmp_path: Path, prompt: str, completion: str, gap: str
+) -> None:
+    row = {"prompt": prompt, "completion": completion}
+    corpus = corpus_from(tmp_path, bpe, row, seq_len=32, format="prompt_completion")
+    (ids,) = inputs(corpus)
+    assert bpe.decode(ids) == prompt + gap + completion + EOS
+    assert trained_runs(corpus, bpe) == [completion + EOS]
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "text"),
+    [
+        ({"text": "Hello there"}, {}, "<s>Hello there"),
+        ({"text": "<s>Hello there"}, {}, "<s>Hello there"),
+        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
+        ({"prompt": "<s>Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
+        ({"text": f"Hello there{EOS}"}, {}, "<s>Hello there"),
+        ({"prompt": "Hi", "completion": f"Ho{EOS}"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
+        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion", "train_on": "all"}, "<s>Hi\nHo"),
+    ],
+)
+def test_one_token_begins_a_row_and_one_ends_it(
+    bos_bpe: Any, bpe: Any, tmp_path: Path, row: dict[str, str], data: dict[str, Any], text: str
+) -> None:
+    (ids,) = inputs(corpus_from(tmp_path, bos_bpe, row, seq_len=32, **data))
+    assert bos_bpe.decode(ids) == text + EOS
+    assert [i for i, token in enumerate(ids) if token == bos_bpe.bos_token_id] == [0]
+    assert [i for i, token in enumerate(ids) if token == bos_bpe.eos_token_id] == [len(ids) - 1]
+    if "<s>" not in "".join(row.values()):
+        (ids,) = inputs(corpus_from(tmp_path, bpe, row, seq_len=32, **data))
+        assert bpe.decode(ids) == text.removeprefix("<s>") + EOS
+
+
+def test_one_token_may_be_both_begin_and_end(bpe: Any, tmp_path: Path) -> None:
+    tokenizer = with_specials(bpe, bos=EOS)
+    corpus = corpus_from(tmp_path, tokenizer, {"text": "Hello"}, {"text": ""}, seq_len=32)
+    assert [tokenizer.decode(ids) for ids in inputs(corpus)] == [f"{EOS}Hello{EOS}"]
+    assert trained_runs(corpus, tokenizer) == [f"Hello{EOS}"]
+    assert corpus.notes["dropped"] == 1
+
+
+def test_the_begin_of_sequence_is_no_label(bos_bpe: Any, tmp_path: Path) -> None:
+    rows = [{"text": "<s>Hello there"}, {"text": "and here"}] * 3
+    for packing in PACKINGS:
+        corpus = corpus_from(tmp_path, bos_bpe, *rows, seq_len=16, packing=packing)
+        assert bos_bpe.bos_token_id not in everything(corpus)["labels"]
+
+
+def test_a_tokenizer_without_an_end_is_refused(bpe: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="end-of-sequence"):
+        corpus_from(tmp_path, with_specials(bpe, eos_token=None, pad_token=None), {"text": "a"}, seq_len=16)
+
+
+def test_rows_are_cut_dropped_and_counted(bpe: Any, tmp_path: Path) -> None:
+    long = "word " * 100
+    rows = [
+        {"prompt": "Hi", "completion": "Ho"},
+        {"prompt": "Hi", "completion": long},  # cut
+        {"prompt": long, "completion": "Ho"},  # cut before its completion begins, so dropped
+    ]
+    corpus = corpus_from(tmp_path, bpe, *rows, seq_len=32, packing="none", format="prompt_completion")
+    notes = {name: corpus.notes[name] for name in ("rows", "cut", "dropped", "split")}
+    assert notes == {"rows": 3, "cut": 2, "dropped": 1, "split": 0}
+    whole = bpe("Hi\n").input_ids + bpe(long).input_ids
+    assert inputs(corpus)[1] == whole[:32]
+    assert len(corpus) == 2
+
+
+def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
+    corpus = corpus_from(tmp_path, bpe, {"text": ""}, {"text": "Hello"}, {"text": ""}, seq_len=16)
+    assert corpus.notes["dropped"] == 2
+    assert len(inputs(corpus)) == 1
+
+
+def test_nothing_left_to_train_on_is_an_error(bpe: Any, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Hi"}]}] * 3
+    with pytest.raises(DataError, match=r"rows\.jsonl: no row with a trained token is left of 3"):
+        corpus_from(tmp_path, bpe, *rows, seq_len=16, format="chat")
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# As Qwen3's: only turns after the last question keep their thoughts, and those always have some.
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + (parts[0].split('<think>')[-1].strip('\n') if parts[1:] else '')"
+    " + '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+ENDS = {"plain": EOS, "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+
+
+@pytest.fixture(scope="session")
+def chat(bpe: Any) -> dict[str, Any]:
+    """A tokenizer for every template."""
+    tokenizers = {
+        "plain": bpe,
+        "chatml": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
+        "llama3": with_specials(bpe, *MARKS, bos="<|begin_of_text|>", eos_token="<|eot_id|>"),
+        "qwen3": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
+        "plain, bos": with_specials(bpe, bos="<s>"),
+        "chatml, bos": with_specials(bpe, *MARKS, bos="<s>", eos_token="<|im_end|>"),
+    }
+    templates = {"plain": PLAIN_CHAT_TEMPLATE, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+    for name, tokenizer in tokenizers.items():
+        tokenizer.chat_template = templates[name.split(",")[0]]
+    return tokenizers
+
+
+def talk(*words: str, system: str | None = None) -> list[dict[str, str]]:
+    """A conversation, user first."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def chat_corpus(folder: Path, tokenizer: Any, *talks: list[dict[str, str]], **data: Any) -> Corpus:
+    """The corpus of some conversations, each in a block of its own."""
+    rows = [{"messages": messages} for messages in talks]
+    return corpus_from(folder, tokenizer, *rows, format="chat", packing="none", **{"seq_len": 256, **data})
+
+
+TALKS = {
+    "one turn": talk("Hi there", "Hello you"),
+    "system": talk("What is 6 × 7?", "42", system="You are brief."),
+    "many turns": talk(
+        "Hi", "Hello, who is it?", "Romeo", "O Romeo, Romeo!", "Yes?", "Deny thy father", system="Verona."
+    ),
+    "user last": talk("Hi", "Hello", "Bye"),
+    "same words": talk("Hello", "Hello", "Assistant: Hello", "User: Hello"),
+    "not ASCII": talk("東京は?", "首都です。🙂", "é?", "naïve – “yes”"),
+    "lines": talk("A list?\n\n", "1. one\n2. two\n\n- three", "\nmore", "```\ncode\n```"),
+    "one letter": talk("a", "b", "c", "d"),
+    "punctuation": talk("?", "...", "!", "$5.00 (five)"),
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+@pytest.mark.parametrize("template", ENDS)
+def test_what_is_trained_is_what_the_assistant_says(
+    chat: dict[str, Any], tmp_path: Path, template: str, name: str
+) -> None:
+    messages, tokenizer = TALKS[name], chat[template]
+    corpus = chat_corpus(tmp_path, tokenizer, messages)
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert trained_runs(corpus, tokenizer) == [content + ENDS[template] for content in said]
+    (ids,) = inputs(corpus)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert corpus.notes["untrained turns"] == 0
+
+
+@pytest.mark.parametrize("template", ENDS)
+@pytest.mark.parametrize("name", TALKS)
+def test_no_word_of_the_others_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
+    tokenizer = chat[template]
+    texts = [m["content"] for m in TALKS[name]]
+    marked = [m | {"content": f"Xq {text} Zj" if m["role"] == "assistant" else f"Wv {text} Kf"}
+              for m, text in zip(TALKS[name], texts, strict=True)]  # fmt: skip
+    runs = "".join(trained_runs(chat_corpus(tmp_path, tokenizer, marked), tokenizer))
+    assert runs.count(" Zj" + ENDS[template]) == sum(m["role"] == "assistant" for m in marked)
+    assert not any(word in runs for word in ("Wv", "Kf", "<|im_start|>", "<|start_header_id|>", "<|begin_of_text|>"))
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_white_space_belongs_to_who_wrote_it(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+    """Blank lines that the assistant begins with are one token with the template's own: it has to be taken apart."""
+    tokenizer, content = chat[template], "\n\n\n  So it is"
+    runs = trained_runs(chat_corpus(tmp_path, tokenizer, talk("Is it?", content)), tokenizer)
+    said = content.strip() if template == "llama3" else content
+    assert runs == [said + ENDS[template]]
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml", "llama3", "qwen3"])
+def test_train_on_all_of_a_conversation(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+    tokenizer = chat[template]
+    corpus = chat_corpus(tmp_path, tokenizer, TALKS["many turns"], train_on="all")
+    (ids,) = inputs(corpus)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALKS["many turns"], tokenize=False)
+    assert trained_runs(corpus, tokenizer) == [tokenizer.decode(ids[1:])]
+
+
+@pytest.mark.parametrize("template", ["llama3", "plain, bos", "chatml, bos"])
+def test_a_conversation_begins_once(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+    tokenizer = chat[template]
+    corpus = chat_corpus(tmp_path, tokenizer, TALKS["system"], TALKS["many turns"])
+    for ids in inputs(corpus):
+        assert [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
+    assert tokenizer.bos_token_id not in everything(corpus)["labels"]
+
+
+THOUGHT = "<think>\n{}\n</think>\n\n"
+
+
+def test_a_template_that_rewrites_earlier_turns(chat: dict[str, Any], tmp_path: Path) -> None:
+    """Only the last turn stands as the model would have written it; the others are not trained, but counted."""
+    tokenizer = chat["qwen3"]
+    first, last = THOUGHT.format("six times seven") + "42", THOUGHT.format("again") + "Still 42."
+    corpus = chat_corpus(tmp_path, tokenizer, talk("6 × 7?", first, "Sure?", last), talk("Hi", "Ho"))
+    assert corpus.notes["untrained turns"] == 1
+    runs = trained_runs(corpus, tokenizer)
+    assert runs == [last + "<|im_end|>", THOUGHT.format("") + "Ho<|im_end|>"]
+    assert tokenizer.decode(inputs(corpus)[0]).count("<think>") == 1
+
+
+def test_a_conversation_whose_only_answer_is_rewritten_is_dropped(chat: dict[str, Any], tmp_path: Path) -> None:
+    corpus = chat_corpus(tmp_path, chat["qwen3"], talk("Hi", "Ho", "And?"), talk("Hi", "Ho"))
+    assert (corpus.notes["untrained turns"], corpus.notes["dropped"]) == (1, 1)
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_the_assistant_may_speak_first(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+    messages = [{"role": "assistant", "content": "Welcome"}, *talk("Hi", "Hello")]
+    runs = trained_runs(chat_corpus(tmp_path, chat[template], messages), chat[template])
+    assert runs == ["Welcome" + ENDS[template], "Hello" + ENDS[template]]
+
+
+def test_a_template_that_refuses_is_a_data_error(bpe: Any, tmp_path: Path) -> None:
+    tokenizer = with_specials(bpe)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="roles must alternate"):
+        chat_corpus(tmp_path, tokenizer, talk("Hi", "Ho"))
+
+
+def test_a_long_conversation_is_cut_and_counted(chat: dict[str, Any], tmp_path: Path) -> None:
+    corpus = chat_corpus(tmp_path, chat["llama3"], talk("Hi", "Hello " * 50), talk("Hi " * 50, "Hello"), seq_len=32)
+    assert (corpus.notes["cut"], corpus.notes["dropped"]) == (2, 1)
+    assert [len(ids) for ids in inputs(corpus)] == [32]
+
+
+# ----------------------------------------------------------------------------------------- packed equals unpacked
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    "initializer_range": 0.3,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+WIDE = {"sliding_window": 1024}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt2": GPT2, "qwen2": WIDE, "qwen3": {"head_dim": 8}, "gemma2": {"head_dim": 8, **WIDE},
+    "gemma3_text": {"head_dim": 8, **WIDE}, "mistral": WIDE, "mixtral": {**MOE, **WIDE}, "phi3": WIDE, "olmo2": {},
+    "granite": {}, "gpt_neox": {}, "gpt_oss": {"head_dim": 8, **MOE, **WIDE}, "opt": {"ffn_dim": 48, "dropout": 0.0},
+    "falcon": {}, "bloom": {},
+}  # fmt: skip
+ONE_KERNEL = {"gemma2", "gpt_oss", "bloom"}  # transformers 5.23 has no sdpa for these
+UNSEPARATED = {
+    "gpt_oss": "transformers 5.23 hands no position_ids to create_causal_mask: documents of a block see each other",
+    "opt": "its attention mask knows nothing of position_ids: documents of a block see each other",
+    "falcon": "its attention mask knows nothing of position_ids: documents of a block see each other",
+    "bloom": "ALiBi, and a mask that knows nothing of position_ids: documents of a block see each other",
+}
+
+
+def architectures() -> Iterator[Any]:
+    """(architecture, changes of its configuration, attention kernel), those that fail marked."""
+    for name, changes in ARCHITECTURES.items():
+        for kernel in ("eager",) if name in ONE_KERNEL else ("sdpa", "eager"):
+            marks = [bug(AssertionError, UNSEPARATED[name])] if name in UNSEPARATED else []
+            yield pytest.param(name, changes, kernel, id=f"{name}-{kernel}", marks=marks)
+    yield pytest.param("mistral", {"sliding_window": 8}, "sdpa", id="mistral-sdpa-narrow window")
+    yield pytest.param(
+        "gemma3_text", {"head_dim": 8, "sliding_window": 8}, "eager", id="gemma3_text-eager-narrow window"
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower with more threads, and much slower beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(name: str, changes: dict[str, Any], kernel: str) -> Any:
+    """A random float32 model, in training mode as the engine has it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SMALL | changes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel).train()
+
+
+def losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of every position, computed as the engine calls the model."""
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return functional.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=IGNORED, reduction="none")
+
+
+def by_document(corpus: Corpus, per_position: torch.Tensor) -> list[float]:
+    """Sums over the pieces of all blocks."""
+    sums = []
+    for block in range(len(corpus)):
+        at = 0
+        for _, length, _ in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]:
+            sums.append(per_position[block, at : at + length].double().sum().item())
+            at += length
+    return sums
+
+
+@pytest.fixture(scope="module")
+def packed(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Short documents of very different lengths, several in a block, with some padding."""
+    texts = sorted((t for t in SHAKESPEARE.read_text().split("\n\n")[:40] if t), key=len)[2:18]
+    corpus = corpus_from(tmp_path_factory.mktemp("packed"), bpe, *({"text": text} for text in texts), seq_len=96)
+    assert len(corpus) > 3 and len(corpus.pieces) == len(texts) > 3 * len(corpus) - 2
+    return corpus
+
+
+def alone(model: Any, corpus: Corpus) -> list[float]:
+    """The summed loss of every document by itself: no padding, no position ids, nothing before it."""
+    sums = []
+    for start, length, _ in corpus.pieces:
+        ids = torch.from_numpy(corpus.tokens[start : start + length].astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+        sums.append(functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum").item())
+    return sums
+
+
+@pytest.mark.parametrize(("name", "changes", "kernel"), list(architectures()))
+def test_a_packed_document_has_the_loss_it_has_alone(
+    packed: Corpus, name: str, changes: dict[str, Any], kernel: str
+) -> None:
+    model = tiny(name, changes, kernel)
+    expected = alone(model, packed)
+    together = losses(model, packed.batch([*range(len(packed)), -1]))  # and a block of padding, as evaluation adds
+    assert together[-1].eq(0).all()
+    assert by_document(packed, together) == pytest.approx(expected, rel=1e-5)
+
+
+def test_it_is_the_position_ids_that_keep_documents_apart(packed: Corpus) -> None:
+    model = tiny("llama", {}, "sdpa")
+    batch = packed.batch(range(len(packed)))
+    batch["position_ids"] = torch.arange(packed.seq_len).expand_as(batch["position_ids"])
+    wrong, right = by_document(packed, losses(model, batch)), alone(model, packed)
+    assert max(abs(a / b - 1) for a, b in zip(wrong, right, strict=True)) > 1e-2
+
+
+def test_packing_does_not_change_the_gradient(packed: Corpus, bpe: Any, tmp_path: Path) -> None:
+    texts = [{"text": bpe.decode(ids[:-1])} for ids in inputs(packed)]
+    gradients = []
+    for packing in ("bfd", "none"):
+        corpus = corpus_from(tmp_path, bpe, *texts, seq_len=96, packing=packing)
+        assert corpus.labels.sum() == packed.labels.sum()
+        model = tiny("llama", {}, "sdpa")
+        batch = corpus.batch(range(len(corpus)))
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum").backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[0].norm()
+
+
+# ---------------------------------------------------------------------------------------------------------- stream
+
+
+def a_stream(blocks: int, seed: int = 0) -> Stream:
+    """A stream over all blocks of a corpus of one-token rows."""
+    corpus = synthetic([4] * blocks, [True] * 4 * blocks, Data(seq_len=4, packing="none"))
+    return Stream(corpus, np.arange(len(corpus)), seed)
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 2**31 - 1), st.lists(st.integers(1, 30), min_size=1, max_size=12), st.randoms()
+)
+@settings(max_examples=100, deadline=None)
+def test_the_order_depends_on_seed_and_position_only(size: int, seed: int, chunks: list[int], random: Any) -> None:
+    whole = a_stream(size, seed).at(range(sum(chunks)))
+    stream, read = a_stream(size, seed), []
+    for chunk in chunks:
+        read += stream.at(range(len(read), len(read) + chunk))
+    assert read == whole
+    positions = list(range(len(whole)))
+    random.shuffle(positions)
+    assert stream.at(positions) == [whole[position] for position in positions]
+    assert [stream.at([position])[0] for position in positions] == [whole[position] for position in positions]
+
+
+@given(st.integers(1, 60), st.integers(0, 2**31 - 1), st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    stream = a_stream(size, seed)
+    assert sorted(stream.at(range(epoch * size, (epoch + 1) * size))) == list(range(size))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [tuple(a_stream(50, seed).at(range(e * 50, e * 50 + 50))) for seed in range(5) for e in range(5)]
+    assert len(set(orders)) == 25
+    assert (0, *range(1, 50)) not in orders
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("batch", "micro"), [(12, 1), (24, 2), (36, 3)])
+def test_ranks_and_micro_batches_divide_every_step(tmp_path: Path, world: int, batch: int, micro: int) -> None:
+    plan = a_plan(tmp_path, world, train__global_batch_size=batch, train__micro_batch_size=micro)
+    stream, seen = a_stream(17), []
+    for step in range(5):
+        parts = [list(part) for rank in range(world) for part in plan.micro_batches(step, rank)]
+        assert {len(part) for part in parts} == {micro}
+        assert len(parts) == world * plan.accumulation
+        positions = [position for part in parts for position in part]
+        assert sorted(positions) == list(plan.step_positions(step))
+        seen += sorted(positions)
+        assert stream.label_tokens(positions) == stream.label_tokens(plan.step_positions(step))
+    assert seen == list(range(5 * batch))
+
+
+def test_digests_are_equal_however_a_step_is_laid_out(tmp_path: Path) -> None:
+    digests = set()
+    for world, micro in ((1, 1), (2, 1), (3, 2), (4, 3), (1, 12)):
+        changes = {"train__global_batch_size": 12, "train__micro_batch_size": micro}
+        plan = a_plan(tmp_path / f"{world}-{micro}", world, **changes)
+        digests.add(tuple(a_stream(40).digest(plan.step_positions(step)) for step in range(6)))
+    (only,) = digests
+    assert len(set(only)) == 6
+    assert only != tuple(a_stream(40, seed=1).digest(plan.step_positions(step)) for step in range(6))
+
+
+def test_a_batch_of_the_stream_is_that_of_its_blocks() -> None:
+    stream = a_stream(20)
+    batch, blocks = stream.batch(range(15, 25)), stream.corpus.batch(stream.at(range(15, 25)))
+    assert all(torch.equal(batch[name], blocks[name]) for name in blocks)
+    assert stream.label_tokens(range(15, 25)) == int((batch["labels"] != IGNORED).sum())
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5])
+def test_held_out_blocks_are_not_trained_on(bpe: Any, tmp_path: Path, fraction: float) -> None:
+    stream, held_out, corpus = prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
+    assert corpus is stream.corpus
+    trained = set(stream.at(range(3 * len(stream))))
+    assert trained.isdisjoint(held_out)
+    assert trained | set(held_out) == set(range(len(corpus)))
+    assert len(held_out) == len(set(held_out)) == max(1, round(fraction * len(corpus)))
+
+
+def test_the_same_blocks_are_held_out_every_time(bpe: Any, tmp_path: Path) -> None:
+    first, again, other = (
+        prepare(a_plan(tmp_path, world, data__eval={"fraction": 0.2}, seed=seed), bpe, quiet)[1]
+        for world, seed in ((1, 1), (4, 1), (1, 2))
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("fraction", [0.9999, 0.999])
+def test_a_fraction_that_leaves_nothing_is_refused(bpe: Any, tmp_path: Path, fraction: float) -> None:
+    with pytest.raises(DataError, match=r"data\.eval: fraction .* leaves none to train on"):
+        prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
+
+
+def test_a_single_block_cannot_be_divided(bpe: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="of 1 blocks leaves none"):
+        prepare(a_plan(tmp_path, data__eval={"fraction": 0.1}, data__max_rows=1), bpe, quiet)
+
+
+def test_held_out_data_of_its_own(bpe: Any, tmp_path: Path) -> None:
+    held = jsonl(tmp_path / "held-out.jsonl", *({"text": f"Held out line {i}"} for i in range(50)))
+    changes: dict[str, Any] = {"data__max_rows": 40, "data__packing": "none", "data__seq_len": 256}
+    plan = a_plan(tmp_path, data__eval={"path": str(held), "max_rows": 30}, **changes)
+    stream, held_out, corpus = prepare(plan, bpe, quiet)
+    assert stream.corpus.notes["rows"] == 40
+    assert len(stream) == len(stream.corpus)
+    assert held_out == list(range(len(corpus))) and corpus.notes["rows"] == 30
+    assert [bpe.decode(ids) for ids in inputs(corpus)] == [f"Held out line {i}{EOS}" for i in range(30)]
+
+
+def test_no_held_out_data(bpe: Any, tmp_path: Path) -> None:
+    stream, held_out, _ = prepare(a_plan(tmp_path), bpe, quiet)
+    assert held_out == []
+    assert len(stream) == len(stream.corpus)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 5, 9, 100])
+def test_max_rows_counts_over_all_files(bpe: Any, tmp_path: Path, limit: int) -> None:
+    for name in "abc":
+        jsonl(tmp_path / f"{name}.jsonl", *({"text": f"{name} {i}"} for i in range(3)))
+    corpus = corpus_of(tmp_path, bpe, seq_len=16, packing="none", max_rows=limit)
+    texts = [f"{name} {i}{EOS}" for name in "abc" for i in range(3)]
+    assert [bpe.decode(ids) for ids in inputs(corpus)] == texts[:limit]
+    assert corpus.notes["rows"] == min(9, limit)
+
+
+# ----------------------------------------------------------------------------------------------------------- cache
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own."""
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    assert cache_dir() == tmp_path / "cache"
+    return tmp_path / "cache" / "data"
+
+
+def prepared(folder: Path) -> list[Path]:
+    """The corpora in a cache, and what is left of failed ones; not the locks."""
+    return sorted(path for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_a_second_time_no_row_is_read(
+    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = corpus_from(tmp_path, bpe, {"text": "Hello"}, {"text": "there"}, seq_len=16)
+    (folder,) = prepared(own_cache)
+    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+
+    def untouchable(*arguments: Any) -> Any:
+        raise AssertionError("the rows are read again")
+
+    monkeypatch.setattr(fsdptrain.data, "open_sources", untouchable)
+    data = Data(seq_len=16)
+    again = open_corpus(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert inputs(again) == inputs(first)
+    assert (again.notes, again.fingerprint) == (first.notes, first.fingerprint)
+
+
+def test_progress_is_told(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(2500)))
+    open_corpus(str(path), Data(seq_len=16), bpe, None, lambda *words: told.append(words))
+    assert [done for _, done, _ in told] == [1000, 2000, 2500]
+    assert {(stage, total) for stage, _, total in told} == {("tokenise", 2500)}
+
+
+def test_whatever_changes_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
+    path = jsonl(tmp_path / "rows.jsonl", row, row)
+    template = with_specials(bpe, eos_token=EOS)
+    template.chat_template = CHATML
+    base: dict[str, Any] = {"seq_len": 16}
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (bpe, {}), (bpe, {"seq_len": 17}), (bpe, {"packing": "none"}), (bpe, {"packing": "concat"}),
+        (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
+        (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}), (with_specials(bpe, bos="<s>"), {}),
+    ]  # fmt: skip
+    for count, (tokenizer, change) in enumerate(changes, 1):
+        corpus_of(path, tokenizer, **base | change)
+        assert len(prepared(own_cache)) == count, change
+    jsonl(path, row, row, row)
+    corpus_of(path, bpe, **base)
+    assert len(prepared(own_cache)) == len(changes) + 1
+    jsonl(path, row, row)
+    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which says nothing about the tokens
+    assert len(prepared(own_cache)) == len(changes) + 1
+
+
+def test_a_copy_of_the_data_is_the_same_data(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    for folder in (tmp_path, tmp_path / "copy"):
+        corpus_from(folder, bpe, {"text": "Hello"}, seq_len=16)
+    assert len(prepared(own_cache)) == 1
+
+
+def test_the_same_bytes_of_another_kind_are_other_rows(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    texts = []
+    for name in ("a.txt", "a.csv"):
+        path = tmp_path / name
+        path.write_text("text\nHello there\n")
+        texts.append([bpe.decode(ids) for ids in inputs(corpus_of(path, bpe, seq_len=16))])
+    assert texts == [[f"text\nHello there\n{EOS}"], [f"Hello there{EOS}"]]
+
+
+def test_a_failure_leaves_nothing_behind(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    with pytest.raises(DataError):
+        corpus_from(tmp_path, bpe, *({"text": "fine"} for _ in range(1500)), {"text": None}, seq_len=16)
+    assert prepared(own_cache) == []
+    corpus_from(tmp_path, bpe, {"text": "fine"}, seq_len=16)
+    assert len(prepared(own_cache)) == 1
+
+
+PREPARE = """
+import json, sys, time
+from pathlib import Path
+from transformers import AutoTokenizer
+from fsdptrain.data import open_corpus
+from fsdptrain.schema import Data
+folder, me = Path(sys.argv[1]), sys.argv[2]
+tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+data = Data(seq_len=256, format="prompt_completion", columns={"prompt": "question", "completion": "answer"})
+(folder / f"ready-{me}").touch()
+while len(list(folder.glob("ready-*"))) < 2:
+    time.sleep(0.001)
+told = []
+corpus = open_corpus(sys.argv[3], data, tokenizer, None, lambda *words: told.append(words))
+print(json.dumps([len(told), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
+"""
+
+
+def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    bpe.save_pretrained(tmp_path / "tokenizer")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PREPARE, str(tmp_path), str(me), str(GSM8K)], cwd=ROOT, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for me in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (told, *one), (told_too, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert one == other
+    assert sorted([told, told_too]) == [0, 2]  # one of them prepared, the other waited and used that
+    assert len(prepared(own_cache)) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_a_trained_tokenizer_loses_nothing(bpe: Any) -> None:
+    assert len(bpe) == 2048
+    text = SHAKESPEARE.read_text()[:20_000] + " 東京 🙂 \u2028\x00\t\r\n  end "
+    assert bpe.decode(bpe(text).input_ids) == text
+    assert bpe.chat_template == PLAIN_CHAT_TEMPLATE
+    assert (bpe.eos_token, bpe.pad_token, bpe.bos_token) == (EOS, EOS, None)
+
+
+def vocabulary(plan: Plan) -> str:
+    """All tokens of the plan's tokenizer, the space mark taken away."""
+    return " ".join(load_tokenizer(plan, quiet).get_vocab()).replace("Ġ", "")
+
+
+def test_the_tokenizer_sees_the_rows_the_model_sees(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    jsonl(tmp_path / "data" / "a.jsonl", {"text": "romeo " * 50})
+    jsonl(tmp_path / "data" / "b.jsonl", {"text": "juliet " * 50})
+    plan = a_plan(tmp_path, data__path=str(tmp_path / "data"), data__max_rows=1, model__tokenizer={"train": 300})
+    assert "romeo" in vocabulary(plan)
+    assert "juliet" not in vocabulary(plan)
+
+
+def test_another_format_makes_another_tokenizer(tmp_path: Path) -> None:
+    row = {"text": "romeo " * 50, "prompt": "juliet " * 50, "completion": "tybalt " * 50}
+    path = jsonl(tmp_path / "rows.jsonl", row)
+    changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": {"train": 300}}
+    assert "romeo" in vocabulary(a_plan(tmp_path, **changes))
+    assert "juliet" in vocabulary(a_plan(tmp_path, data__format="prompt_completion", **changes))

@@ -1,0 +1,147 @@
+"""Weights in and out: each rank reads its own slices, random weights know no world size, files stay small."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import TINY, on_ranks, write_recipe
+from test_architectures import random_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from fsdptrain import export
+from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.export import INDEX, check_folder, names_by_block, write_folder
+from fsdptrain.model import saved_state, skeleton
+from fsdptrain.schema import Model
+
+LLAMA = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
+
+
+def test_a_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
+    random_model("llama", tmp_path / "model")
+    recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}})
+    ranks = on_ranks(4, "read_slices", tmp_path / "ranks", recipe=str(recipe))
+    whole = sum(t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values())
+    assert sum(rank["read"] for rank in ranks) == whole
+    assert all(rank["read"] == rank["held"] for rank in ranks)
+
+
+def test_random_weights_are_the_same_for_every_world_size(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, model__config=LLAMA, train__global_batch_size=6)
+    variants = {"full": [], "replicated": ["fsdp.strategy=NO_SHARD"], "by class": ["fsdp.wrap=[LlamaMLP]"]}
+    found = [
+        on_ranks(world, "digests", tmp_path / str(world), recipe=str(recipe), variants=variants | {"seed": ["seed=1"]})[
+            0
+        ]
+        for world in (1, 2, 3)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len({found[0][name] for name in variants}) == 1
+    assert found[0]["seed"] != found[0]["full"]
+
+
+def test_random_weights_follow_the_architectures_own_rules(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128}
+    recipe = write_recipe(tmp_path, model__config=config)
+    found = on_ranks(2, "deviations", tmp_path / "ranks", recipe=str(recipe))[0]
+    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for name, param in real.named_parameters():
+        assert found[name] == pytest.approx(param.float().std(correction=0).item(), rel=0.1, abs=1e-6), name
+
+
+def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[Any, Path]:
+    """A folder written from a real model's state in files of at most `limit` bytes."""
+    random_model("mixtral", tmp / "model")
+    recipe_model = Model(id=str(tmp / "model"))
+    bare = skeleton(AutoConfig.from_pretrained(tmp / "model"), recipe_model)
+    state = saved_state(AutoModelForCausalLM.from_pretrained(tmp / "model", dtype=torch.float32))
+    assets = tmp / "assets"
+    bare.config.save_pretrained(assets)
+    bare.generation_config.save_pretrained(assets)
+    tokenizer_of(tmp).save_pretrained(assets)
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", limit)
+    groups = names_by_block(bare)
+    tensors = ({name: state[name].detach() for name in group} for group in groups)
+    write_folder(bare, groups, tensors, assets, tmp / "out", "float32", lambda *_: None)
+    return bare, tmp / "out"
+
+
+def tokenizer_of(tmp: Path) -> Any:
+    from fsdptrain.tokenizer import _train_bpe
+
+    _train_bpe(iter(["some text to train on"] * 3), 300).save_pretrained(tmp / "tokenizer")
+    return AutoTokenizer.from_pretrained(tmp / "tokenizer")
+
+
+def test_large_exports_are_split_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = tiny_export(tmp_path, monkeypatch, limit=200_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and all(f.stat().st_size < 210_000 for f in files)
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((out / INDEX).read_text())
+    assert set(index["weight_map"].values()) == {f.name for f in files}
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_a_folder_that_is_not_whole_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, out = tiny_export(tmp_path, monkeypatch, limit=10**9)
+    tensors = load_file(out / "model.safetensors")
+    name = next(iter(tensors))
+    for broken in ({n: t for n, t in tensors.items() if n != name}, {**tensors, name: tensors[name][:-1].clone()}):
+        save_file(broken, out / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            check_folder(out, bare, torch.float32)
+
+
+def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, out = tiny_export(tmp_path, monkeypatch, limit=10**9)
+    before = (out / "model.safetensors").read_bytes()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
+    with pytest.raises(CheckpointError, match="no space left"):
+        write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not out.with_name("out.tmp").exists()
+
+
+BLOOM = "model.config={model_type:\\ bloom,hidden_size:\\ 64,n_layer:\\ 2,n_head:\\ 4,vocab_size:\\ 512}"
+REFUSED = {  # overrides → what the message says
+    "model.config.hidden_size=32": "of another shape: lm_head.weight",
+    "model.config.num_hidden_layers=4": "missing: model.layers.3",
+    "model.config.num_hidden_layers=2": "unknown: model.layers.2",
+    "model.config.hiden_size=64": "did you mean `hidden_size`",
+    "model.config.vocab_size=100": "the tokenizer has 512 tokens",
+    "data.seq_len=4096": "beyond the model's 256 positions",
+    "model.attn_implementation=flash_attention_2": "flash_attention_2 is not to be had",
+    "model.config.model_type=lama": "no architecture 'lama'",
+    "model.id=recipes": "cannot read the configuration of 'recipes'",
+    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block see one another",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    tmp = tmp_path_factory.mktemp("refusals")
+    random_model("llama", tmp / "model")
+    recipe = write_recipe(tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}})
+    variants = {overrides: shlex.split(overrides) for overrides in REFUSED}
+    return dict(on_ranks(1, "refusals", tmp / "ranks", recipe=str(recipe), variants=variants)[0])
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_does_not_fit_together_is_refused(override: str, refusals: dict[str, tuple[int, str]]) -> None:
+    code, message = refusals[override]
+    assert code == RecipeError.exit_code and REFUSED[override] in message
