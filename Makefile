@@ -18,7 +18,8 @@ install: .venv/installed
 demo: install
 	$(BIN)/fsdptrain run shakespeare
 	$(BIN)/fsdptrain run gsm8k-sft
-	$(BIN)/python recipes/generate.py runs/gsm8k-sft/export
+	$(BIN)/python recipes/generate.py runs/shakespeare/export "ROMEO:\n"
+	$(BIN)/python recipes/generate.py runs/gsm8k-sft/export "Tom has 3 boxes of 12 pencils. How many pencils has he?\n"
 
 check: install
 	$(BIN)/ruff format --check .

@@ -1,18 +1,17 @@
-"""A few lines from a trained folder, with plain transformers: `python recipes/generate.py runs/gsm8k-sft/export`."""
+"""A few lines from a trained folder, with plain transformers: `python recipes/generate.py FOLDER PROMPT`."""
 
 import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils.logging import disable_progress_bar
 
-PROMPTS = ("ROMEO:\n", "Tom has 3 boxes with 12 pencils each. He gives away 6 pencils. How many pencils are left?\n")
-
-folder = sys.argv[1]
+disable_progress_bar()
+folder, prompt = sys.argv[1], sys.argv[2].replace("\\n", "\n")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
+inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
 set_seed(1)
-for prompt in PROMPTS:
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
-    output = model.generate(
-        **inputs, max_new_tokens=60, do_sample=True, temperature=0.8, top_k=50, pad_token_id=tokenizer.eos_token_id
-    )
-    print(f"\n--- {tokenizer.decode(output[0], skip_special_tokens=True)}")
+output = model.generate(
+    **inputs, max_new_tokens=70, do_sample=True, temperature=0.7, top_k=40, pad_token_id=tokenizer.eos_token_id
+)
+print(f"--- {folder}\n{tokenizer.decode(output[0], skip_special_tokens=True)}\n")
