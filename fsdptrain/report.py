@@ -159,7 +159,7 @@ class Screen:
         if done >= total:
             self._bars.update(self._tasks[stage], visible=False)
             if not self.live:
-                self.say(f"{stage}: {total:,}")
+                self.say(f"{stage}: {done:,} of {total:,}")
 
     def _on_start(self, record: Record) -> None:
         self.say(

@@ -68,8 +68,10 @@ def all_variants(world: int) -> dict[str, list[str]]:
 
 
 def some_variants(world: int) -> dict[str, list[str]]:
-    """Every strategy once in float32, with gradients held, and FULL_SHARD in bf16 without."""
-    made = {name: overrides for name, overrides in all_variants(world).items() if name.endswith("held float32")}
+    """Every strategy once in float32, with gradients held (over four ranks only two), and FULL_SHARD in bf16."""
+    strategies = ("FULL_SHARD", "HYBRID_SHARD") if world == 4 else STRATEGIES
+    names = [f"{strategy} × {world} / 2 held float32" for strategy in strategies]
+    made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
     return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")])
 
 

@@ -1,0 +1,150 @@
+"""The plan: all arithmetic of a run, through JSON and back; every shipped recipe planned, and built without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT, SHAKESPEARE, write_recipe
+
+from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.plan import Plan, Topology, find_topology, make_plan, seed_of
+from fsdptrain.recipe import load
+
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+LAYERS = {
+    "llama2-7b-no-shard-4x80gb": 32, "llama2-13b-shard-grad-op-8x80gb": 40, "llama3.1-8b-full-shard-8xh100": 32,
+    "llama3.3-70b-full-shard-8xh100": 80, "llama3.3-70b-hybrid-shard-8x8": 80, "qwen3-8b-full-shard-8xh100": 36,
+    "shakespeare": 3,
+}  # fmt: skip
+
+
+def plan_of(path: Path, *overrides: str, **env: str) -> Plan:
+    written = load(path, list(overrides))
+    return make_plan(written, find_topology(written.recipe, env))
+
+
+def gpus(count: int) -> str:
+    return ",".join(map(str, range(count)))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
+    on_cpu = path.stem in ("shakespeare", "gsm8k-sft")
+    count = 4 if "4x80gb" in path.stem else 8
+    overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
+    overrides += ["model.id=org/name"] if path.stem == "gsm8k-sft" else []
+    plan = plan_of(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus(count)}))
+    recipe = plan.recipe
+    assert plan.replicas * plan.shard_size == plan.topology.world_size
+    assert (
+        plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size == recipe.train.global_batch_size
+    )
+    assert plan.topology.device == ("cpu" if on_cpu else "cuda")
+    assert Plan.from_json(plan.to_json()) == plan
+    if path.stem in LAYERS:
+        config = load_config(plan, vocab_size=2)
+        units = units_of(skeleton(config, recipe.model), recipe.fsdp.wrap)
+        assert len([unit for unit in units if ".layers." in unit.name]) == LAYERS[path.stem]
+
+
+def test_strategies_become_meshes(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, launch={"nproc_per_node": 8}, train__global_batch_size=64)
+    shapes = {
+        ("FULL_SHARD",): (1, 8, True),
+        ("SHARD_GRAD_OP",): (1, 8, False),
+        ("NO_SHARD",): (8, 1, False),
+        ("HYBRID_SHARD", "fsdp.shard_size=4"): (2, 4, True),
+        ("HYBRID_SHARD_ZERO2", "fsdp.shard_size=2"): (4, 2, False),
+        ("HYBRID_SHARD",): (1, 8, True),  # a node's ranks share one copy
+    }
+    for (strategy, *more), expected in shapes.items():
+        plan = plan_of(recipe, f"fsdp.strategy={strategy}", *more)
+        assert (plan.replicas, plan.shard_size, plan.reshard_after_forward) == expected
+        assert plan.accumulation == 8
+
+
+def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, launch={"nproc_per_node": 3})
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: train\.global_batch_size: .*3 ranks.*: 6 or 9"):
+        plan_of(recipe)
+    with pytest.raises(RecipeError, match=r"fsdp\.shard_size: 2 does not divide 3 ranks; these do: 1, 3"):
+        plan_of(recipe, "train.global_batch_size=6", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
+
+
+def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    with pytest.raises(DataError, match=r"nothing at 'nope\.jsonl'"):
+        plan_of(recipe, "data.path=nope.jsonl")
+    with pytest.raises(RecipeError, match=r"model\.id: 'runs/nope/export' is neither a folder"):
+        plan_of(recipe, "model.id=runs/nope/export")
+    assert plan_of(recipe, "data.path=openai/gsm8k:main:test").data_path == "openai/gsm8k:main:test"
+
+
+def test_a_relative_path_is_looked_up_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_recipe(tmp_path, data__path="text.jsonl")
+    assert plan_of(recipe).data_path == str(tmp_path / "text.jsonl")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "text.jsonl").write_text("{}")
+    monkeypatch.chdir(here)
+    assert plan_of(recipe).data_path == str(here / "text.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted", "expected"),
+    [
+        ({}, "auto", Topology("cpu", 1, 2)),
+        ({"CUDA_VISIBLE_DEVICES": gpus(4)}, "auto", Topology("cuda", 1, 4)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "auto", Topology("cpu", 1, 2)),
+        ({"CUDA_VISIBLE_DEVICES": gpus(4)}, 2, Topology("cuda", 1, 2)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "x", "CUDA_VISIBLE_DEVICES": "0"},
+            "auto",
+            Topology("cuda", 2, 8, joined=True),
+        ),
+    ],
+)
+def test_topology(env: dict[str, str], wanted: Any, expected: Topology, tmp_path: Path) -> None:
+    recipe = load(write_recipe(tmp_path, launch={"nproc_per_node": wanted})).recipe
+    assert find_topology(recipe, env) == expected
+
+
+def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="3 workers, but 2 GPUs"):
+        find_topology(
+            load(write_recipe(tmp_path, launch={"nproc_per_node": 3})).recipe, {"CUDA_VISIBLE_DEVICES": "0,1"}
+        )
+
+
+def test_steps_see_every_sequence_at_least_as_often_as_asked(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2})
+    plan = plan_of(recipe)
+    assert [plan.total_steps(blocks) for blocks in (1, 4, 5, 400)] == [1, 1, 2, 100]
+    assert plan_of(recipe, "train.epochs=0.5").total_steps(400) == 25
+    recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "steps": 7})
+    assert plan_of(recipe).total_steps(400) == 7
+
+
+def test_the_identity_holds_what_a_resume_may_not_change(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    same = ("optim.lr=1", "train.steps=99", "fsdp.strategy=NO_SHARD", "train.micro_batch_size=2", "eval.every=null")
+    other = ("seed=1", "data.seq_len=32", "model.dtype=bfloat16", "train.global_batch_size=16", "data.train_on=all")
+    before = plan_of(recipe).identity()
+    assert all(plan_of(recipe, change).identity() == before for change in same)
+    assert all(plan_of(recipe, change).identity() != before for change in other)
+
+
+def test_remote_code_needs_a_pinned_revision(tmp_path: Path) -> None:
+    written = load(write_recipe(tmp_path, model={"id": "org/name"}))
+    with pytest.raises(RecipeError, match=r"model\.revision"):
+        make_plan(written, Topology("cpu", 1, 2), trust_remote_code=True)
+    assert not make_plan(written, Topology("cpu", 1, 2)).trust_remote_code
+
+
+def test_seeds_differ_wherever_their_parts_do() -> None:
+    seeds = {seed_of(a, b, c) for a in range(10) for b in range(10) for c in ("x", "y")}
+    assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of(1, "23") != seed_of(12, "3")
