@@ -52,12 +52,12 @@ def run(
     trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code; needs model.revision")] = False,
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
+    written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
     from fsdptrain.report import Screen
     from fsdptrain.rundir import RunDir
 
-    written = _load(recipe, overrides)
     topology = find_topology(written.recipe, dict(os.environ))
     plan = make_plan(written, topology, trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
@@ -89,11 +89,11 @@ def validate(
     """Check a recipe without launching anything: keys, plan, data."""
     import subprocess
 
-    from fsdptrain.launch import child_environment
-    from fsdptrain.plan import find_topology, make_plan
-
     try:
         written = _load(recipe, overrides)
+        from fsdptrain.launch import child_environment
+        from fsdptrain.plan import find_topology, make_plan
+
         plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     except FsdptrainError as error:
         if as_json:
