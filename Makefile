@@ -15,6 +15,8 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# Two processes on the CPU, whatever else the machine has.
+demo: export CUDA_VISIBLE_DEVICES =
 demo: install
 	$(BIN)/fsdptrain run shakespeare
 	$(BIN)/fsdptrain run gsm8k-sft

@@ -7,6 +7,7 @@ who save and leave by themselves, however long that takes. And the first failure
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +31,9 @@ def main() -> None:
     plan_path = Path(sys.argv[1])
     plan = Plan.from_json(plan_path.read_text())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _pass_on)
+    signal.signal(signal.SIGTERM, _start_passing_on)
+    signal.signal(signal.SIGALRM, _pass_on)
+    signal.signal(STOP_WORKER, signal.SIG_IGN)  # inherited: a worker that is still importing must not die of it
     if plan.topology.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # it would listen on every interface
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
@@ -64,23 +67,33 @@ def torchrun_words(plan: Plan, scratch: Path) -> list[str]:
 
 
 def first_failure(error: ChildFailedError) -> dict[str, object]:
-    """Who failed first, and how: `{rank, exitcode, signal, record}`; `record` is what the worker itself wrote."""
-    rank, failure = error.get_first_failure()
-    written = Path(failure.error_file)
-    record = json.loads(written.read_text())["message"] if written.is_file() else None
-    return {
-        "rank": rank,
-        "exitcode": failure.exitcode,
-        "signal": failure.signal_name() if failure.exitcode < 0 else None,
-        "record": record["extraInfo"] if record else None,
-    }
+    """Who failed first, and how: `{rank, exitcode, signal, record}`; `record` is what the worker itself wrote.
+
+    A worker that was killed comes first, for the others fail of its silence; then the earliest record. (torchelastic's
+    own times are whole seconds, in which a peer's "connection closed" easily ties with its cause.)
+    """
+    failures = []
+    for rank, failure in error.failures.items():
+        path = Path(failure.error_file)
+        record = json.loads(path.read_text())["message"]["extraInfo"] if path.is_file() else {}
+        name = failure.signal_name() if failure.exitcode < 0 else None
+        killed = name not in (None, "SIGTERM")
+        facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
+        failures.append(((not killed, not record, record.get("at", 0.0), rank), facts))
+    return min(failures, key=lambda found: found[0])[1]
+
+
+def _start_passing_on(number: int, frame: FrameType | None) -> None:
+    """Pass the wish to stop on every second, until every worker has heard it and left."""
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
     """Ask every worker to stop. SIGTERM itself is what torchrun kills the others with once one has failed."""
     me = os.getpid()
     for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        os.kill(int(child), STOP_WORKER)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), STOP_WORKER)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.dist import World
-from fsdptrain.errors import CheckpointError
-from fsdptrain.manifest import FORMAT, Manifest, damaged, file_entry, fsync, read_manifest
+from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.manifest import (
+    FORMAT,
+    Manifest,
+    damaged,
+    file_entry,
+    fsync,
+    newest_manifest,
+    read_manifest,
+    resume_problems,
+)
 from fsdptrain.model import saved_state
 from fsdptrain.plan import Plan
 from fsdptrain.rundir import RunDir
@@ -68,9 +77,10 @@ def shard_of(tensor: torch.Tensor) -> Shard:
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every method is called by every rank."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, world: World, data_fingerprint: str, saved: Saved) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], saved: Saved) -> None:
+        """`content` names what the recipe's words stand for: digests of the data and of the tokenizer."""
         self.rundir, self.plan, self.world, self.saved = rundir, plan, world, saved
-        self.identity = plan.identity() | {"data.content": data_fingerprint}
+        self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -80,13 +90,12 @@ class Checkpointer:
         Raises CheckpointError when this save, or the one before that was still being written, failed.
         """
         self.wait()
-        if self.rundir.checkpoint(step).exists():
-            return
         started = time.monotonic()
         mine = shards_of(model, optimizer) if self.world.writes else {}
         if self.world.rank != 0:  # plain tensors (buffers) are equal everywhere: rank 0's are written
             mine = {name: shard for name, shard in mine.items() if shard.local.shape != shard.shape or shard.first}
-        staged = {name: Shard(s.local.to("cpu", copy=True), s.first, s.shape) for name, s in mine.items()}
+        # While we wait nothing changes the tensors, and those in host memory need no second copy of it.
+        staged = {name: Shard(s.local.to("cpu", copy=not wait), s.first, s.shape) for name, s in mine.items()}
         self._thread = threading.Thread(target=self._commit, args=(step, staged, started), name="checkpoint")
         self._thread.start()
         if wait:
@@ -151,8 +160,21 @@ class Checkpointer:
             raise CheckpointError(failures[0])
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint as rank 0 sees it, valid or not; 0 where there is none."""
-        return int(self._exchange(max(self.rundir.checkpoint_steps(), default=0))[0])
+        """The step of the newest checkpoint as rank 0 sees it, valid or not; 0 where there is none.
+
+        Raises CheckpointError where there are only damaged ones: starting over would not be going on.
+        """
+        newest = int(self._exchange(max(self.rundir.checkpoint_steps(), default=0))[0])
+        spoilt = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged"))
+        self.all_or_none(None if newest or not spoilt else f"only damaged checkpoints are left: {', '.join(spoilt)}")
+        return newest
+
+    def refuse_another_run(self) -> None:
+        """Raise RecipeError when the checkpoints here are of other data or another tokenizer under the same names."""
+        manifest = newest_manifest(self.rundir)
+        problems = resume_problems(manifest.identity, self.identity) if manifest else []
+        if any(self._exchange(bool(problems))):
+            raise RecipeError(problems or "another rank sees another run to resume")
 
     def load_newest(self, model: Any, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and a started optimizer; its step, or 0.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +51,6 @@ def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="never resume: ask for an empty folder")] = False,
-    trust_remote_code: Annotated[bool, typer.Option(help="run the model's own code; needs model.revision")] = False,
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
@@ -59,7 +60,7 @@ def run(
     from fsdptrain.rundir import RunDir
 
     topology = find_topology(written.recipe, dict(os.environ))
-    plan = make_plan(written, topology, trust_remote_code)
+    plan = make_plan(written, topology)
     rundir = RunDir(Path(plan.run_dir))
     if not topology.joined or os.environ["RANK"] == "0":
         _check_folder(plan, rundir, fresh)
@@ -69,7 +70,7 @@ def run(
 
         work(plan)
     started = time.monotonic()
-    with Screen() as screen:
+    with _alone_in(rundir), Screen() as screen:
         try:
             launch(plan, screen)
         except FsdptrainError:
@@ -121,6 +122,8 @@ def export(
     rundir = RunDir(run_dir.absolute())
     if not rundir.plan.is_file():
         raise RecipeError(f"{run_dir} is not a run folder: there is no plan.json in it")
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"--out: {out} is not empty, and nothing of yours is overwritten")
     if not rundir.checkpoint_steps():
         raise CheckpointError(f"{run_dir} holds no complete checkpoint")
     from fsdptrain.export import export_checkpoint
@@ -211,10 +214,28 @@ def _check_folder(plan: Any, rundir: Any, fresh: bool) -> None:
             raise RecipeError(problems)
 
 
+@contextlib.contextmanager
+def _alone_in(rundir: Any) -> Iterator[None]:
+    """Hold the run folder: two runs in one folder would overwrite each other's plan and checkpoints."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(rundir.logs / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RecipeError(f"output_dir: another run is at work in {rundir.root}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _write_folder(plan: Any, rundir: Any, recipe_text: str) -> None:
     try:
         rundir.logs.mkdir(parents=True, exist_ok=True)
         rundir.recipe.write_text(recipe_text)
-        rundir.plan.write_text(plan.to_json())
+        aside = rundir.plan.with_suffix(".tmp")  # several nodes write the same plan while others read it
+        aside.write_text(plan.to_json())
+        aside.replace(rundir.plan)
     except OSError as error:
         raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.utils import get_total_norm
 
 from fsdptrain.data import IGNORED, Batch, Corpus
 from fsdptrain.dist import World
@@ -25,7 +24,10 @@ from fsdptrain.plan import Plan, seed_of
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step was like, equal on every rank. Times in seconds, memory in bytes (largest rank)."""
+    """What one optimizer step was like: equal on every rank but for `step_s`, this rank's own seconds with its data.
+
+    `peak_memory` is in bytes and `data_s` in seconds, each of the rank that needed most.
+    """
 
     loss: float
     grad_norm: float
@@ -57,10 +59,11 @@ class Engine:
         started = time.perf_counter()
         loss = self.accumulate(step, batches, label_tokens)
         grads = self.local_grads()
-        square = get_total_norm(grads, foreach=True).to(self.world.device, torch.float64) ** 2
+        norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
+        square = torch.stack(norms).to(self.world.device, torch.float64).square().sum()
         mine = torch.stack([
             loss.double(), square, *torch.tensor(
-                [stop, self.world.peak_memory(), time.perf_counter() - started, data_s],
+                [stop, self.world.peak_memory(), data_s],
                 dtype=torch.float64, device=self.world.device,
             ),
         ])  # fmt: skip
@@ -71,7 +74,7 @@ class Engine:
             raise NonFiniteError(self._what_is_not_finite(step, ranks))
         self.update(grads, norm, lr)
         worst = ranks.amax(dim=0).tolist()
-        return StepStats(mean, norm, worst[2] > 0, int(worst[3]), time.perf_counter() - started + worst[5], worst[5])
+        return StepStats(mean, norm, worst[2] > 0, int(worst[3]), time.perf_counter() - started + data_s, worst[4])
 
     def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
         """Forward and backward over the micro-batches; this rank's part of the mean loss, a float32 scalar."""
@@ -147,11 +150,17 @@ class Engine:
         Two blocks that differ in their first document only must give the same logits for the second. They do to 4e-7;
         where the architecture's mask ignores position ids (bloom, falcon, opt) they differ by far more.
         """
-        ids = torch.tensor([[1, 2, 3, 1, 2, 3], [4, 5, 6, 1, 2, 3]], device=self.world.device)
-        positions = torch.arange(3, device=self.world.device).repeat(2, 2)
+        rows = self.plan.recipe.train.micro_batch_size  # flash attention reads position ids in batches of one only
+        positions = torch.arange(3, device=self.world.device).repeat(rows, 2)
         with self.forward_only():
-            one, other = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 3:].float()
-        return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
+            one, other = (
+                self.model(
+                    input_ids=torch.tensor([[*first, 1, 2, 3]], device=self.world.device).repeat(rows, 1),
+                    position_ids=positions, use_cache=False,
+                ).logits[:, 3:].float()
+                for first in ((1, 2, 3), (4, 5, 6))
+            )  # fmt: skip
+            return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
 
     def _what_is_not_finite(self, step: int, ranks: torch.Tensor) -> str:
         bad = [
@@ -170,7 +179,8 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     and of a mixture's experts only the share that a token uses. A is heads × head size, S the sequence length.
     """
     config = bare.config.get_text_config()
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / (getattr(config, "num_local_experts", None) or 1)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    share = config.num_experts_per_tok / experts if experts else 1.0
     weights = sum(p.numel() * (share if p.ndim == 3 else 1.0) for p in bare.parameters())
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()

@@ -198,7 +198,7 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
     """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
     plan = Plan.from_json(rundir.plan.read_text())
     folder = _choose(rundir, step, screen.say)
-    bare = skeleton(AutoConfig.from_pretrained(rundir.model), plan.recipe.model, plan.trust_remote_code)
+    bare = skeleton(AutoConfig.from_pretrained(rundir.model), plan.recipe.model)
     groups = names_by_block(bare)
     dtype = dtype or plan.recipe.export.dtype
 

@@ -17,7 +17,7 @@ from fsdptrain.plan import Plan
 def source(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
     """Keyword arguments that pin where transformers reads from."""
     revision = plan.recipe.model.revision if tokenizer is None else None
-    return {"revision": revision or "main", "trust_remote_code": plan.trust_remote_code}
+    return {"revision": revision or "main", "trust_remote_code": False}
 
 
 @contextlib.contextmanager

@@ -93,13 +93,11 @@ def _run_once(rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
     if rundir.failure.exists():
         raise explain(json.loads(rundir.failure.read_text()), rundir)
     if "stop" in screen.last:
-        last = screen.last["stop"]
-        raise Stopped(
-            f"stopped by {stop.name or last['signal']} after step {last['step']}, checkpoint saved; "
-            "run the same command to go on"
-        )
-    if stop.count:
-        raise Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
+        step, name = screen.last["stop"]["step"], stop.name or screen.last["stop"]["signal"]
+        what = f"after step {step}, checkpoint saved" if step else "before the first step, nothing was lost"
+        raise Stopped(f"stopped by {name} {what}; run the same command to go on")
+    if stop.count > 1:
+        raise WorkerError(f"killed by a second {stop.name}; the checkpoints there are: {rundir.checkpoint_steps()}")
     if agent.returncode != 0:
         raise WorkerError(f"the launcher exited with {agent.returncode}; see {rundir.launcher_log}")
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.errors import RecipeError
 from fsdptrain.hub import recipe_errors, source
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Model
@@ -70,14 +70,13 @@ def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
             raise RecipeError(f"model.config.{name}: {known.model_type} has no such key{hint}")
 
 
-def skeleton(config: Any, model: Model, trust_remote_code: bool = False) -> Any:
+def skeleton(config: Any, model: Model) -> Any:
     """The model with parameters on the meta device in the master dtype, and real buffers on the CPU."""
     with _attention_errors(model.attn_implementation), _parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, model.dtype),
             attn_implementation=model.attn_implementation,
-            trust_remote_code=trust_remote_code,
         )
     made.tie_weights()
     return made
@@ -137,6 +136,10 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
         units = [Unit(name, [module]) for name, module in blocks_of(model)]
         if units and not tied(model):
             units = _with_ends(model, units)
+    split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
+    if split and isinstance(wrap, list):
+        raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
+    units = [unit for unit in units if unit not in split]  # a tied weight has one home: the root
     if not units:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
@@ -182,10 +185,12 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
         return left
 
     visit("", model)
-    if tied(model):  # a tied weight has one home: the root
-        ends = {model.get_input_embeddings(), model.get_output_embeddings()}
-        units = [unit for unit in units if not ends & set(unit.modules)]
     return units
+
+
+def _holds_one_end(model: Any, unit: Unit) -> bool:
+    inside = {id(inner) for module in unit.modules for inner in module.modules()}
+    return len(inside & {id(model.get_input_embeddings()), id(model.get_output_embeddings())}) == 1
 
 
 def _holds_parameters(module: nn.Module) -> bool:
@@ -209,9 +214,3 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     tokenizer.save_pretrained(scratch)
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
-
-
-def check_tokens(largest: int, vocab_size: int) -> None:
-    """Raise DataError when the data holds a token the model has no embedding for."""
-    if largest >= vocab_size:
-        raise DataError(f"token {largest} is beyond the model's vocabulary of {vocab_size}")

@@ -61,7 +61,6 @@ class Plan:
     shard_size: int
     accumulation: int
     threads: int
-    trust_remote_code: bool
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -102,8 +101,8 @@ class Plan:
         return fixed | {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
 
     def digest(self) -> str:
-        """SHA-256 of the plan, in hex."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256, in hex, of all of the plan that is the same on every node."""
+        return hashlib.sha256(dataclasses.replace(self, threads=0).to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text, with sorted keys."""
@@ -117,17 +116,14 @@ class Plan:
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
 
-def make_plan(written: Written, topology: Topology, trust_remote_code: bool = False) -> Plan:
-    """Derive the plan of a recipe on a machine; with `trust_remote_code` a pinned model may run its own code.
+def make_plan(written: Written, topology: Topology) -> Plan:
+    """Derive the plan of a recipe on a machine.
 
     Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
     DataError where there is no data at the path.
     """
     recipe = written.recipe
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology), *_model_problems(recipe)]
-    if trust_remote_code and (recipe.model.id is None or recipe.model.revision is None):
-        message = "--trust-remote-code runs code from the model's repository: pin it to a commit"
-        problems.append(Problem(message, "model.revision"))
     if problems:
         raise RecipeError([dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems])
     shard_size = _shard_size(recipe, topology)
@@ -143,7 +139,6 @@ def make_plan(written: Written, topology: Topology, trust_remote_code: bool = Fa
         shard_size=shard_size,
         accumulation=recipe.train.global_batch_size // (recipe.train.micro_batch_size * topology.world_size),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
-        trust_remote_code=trust_remote_code,
     )
 
 

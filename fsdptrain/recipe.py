@@ -126,13 +126,19 @@ def load(path: Path, overrides: list[str] | None = None) -> Written:
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = _assemble(leaves, problems)
     problems += _out_of_range(recipe, where)
-    if not problems:  # relations between keys are judged only where each key by itself is sound
-        problems += [
-            dataclasses.replace(p, where=where.get(p.field or "", path.name)) for p in _relations(recipe, where)
-        ]
+    faulty = {_section(problem) for problem in problems}  # with a default in a wrong value's place, relations mislead
+    problems += [
+        dataclasses.replace(p, where=where.get(p.field or "", path.name))
+        for p in _relations(recipe, where)
+        if not faulty & {None, _section(p), *(["data"] if p.field == "eval.every" else [])}
+    ]
     if problems:
         raise RecipeError(sorted(problems, key=_line))
     return Written(recipe, where, text, path.resolve().parent)
+
+
+def _section(problem: Problem) -> str | None:
+    return problem.field.partition(".")[0] if problem.field else None
 
 
 def _line(problem: Problem) -> tuple[int, int]:

@@ -138,6 +138,7 @@ class Screen:
 
     def show(self, record: Record) -> None:
         """Show one event or progress record."""
+        record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
         kind = record["event"]
         self.last[kind] = record
         handler = getattr(self, f"_on_{kind}", None)
@@ -151,7 +152,7 @@ class Screen:
     def _bar(self, name: str, done: float, total: float, note: str = "") -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note=note)
-        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
+        self._bars.update(self._tasks[name], completed=done, total=total, note=note, visible=True)
 
     def _on_progress(self, record: Record) -> None:
         done, total, stage = record["done"], record["total"], record["stage"]
@@ -186,7 +187,7 @@ class Screen:
             self._bar("train", step, total, note)
         elif step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
-            eta = (total - step) * record["total_s"] / (step - self._resumed)
+            eta = max(0, total - step) * record["total_s"] / (step - self._resumed)
             self.say(f"step {step}/{total}  {note}  ETA {duration(eta)}")
 
     def _on_eval(self, record: Record) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `below`, `forms`).
+    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `forms`).
 
     `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
     of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
@@ -72,7 +72,7 @@ class MixedPrecision:
     """The dtypes of compute, of gradient reduction and of the model's buffers."""
 
     param_dtype: Dtype = key("bfloat16", "dtype of gathered parameters, activations and matrix products")
-    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks and micro-batches")
+    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (then kept in model.dtype)")
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null leaves them as the model made them")
 
 

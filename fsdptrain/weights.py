@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,12 +94,12 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
     architecture do not belong together.
     """
     files = checkpoint_files(plan)
-    progress("load", 0, 1)
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
         for file in files:
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        slices = _counted(slices, progress)
         settings = LoadStateDictConfig(
             device_map={"": device},
             dtype=getattr(torch, plan.recipe.model.dtype),
@@ -115,4 +117,28 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
             raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
-    progress("load", 1, 1)
+
+
+class _Counted:
+    """A tensor of a file that says when it is read."""
+
+    def __init__(self, rows: Any, read: Callable[[], None]) -> None:
+        self._rows, self._read = rows, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._rows[key]
+        self._read()
+        return tensor
+
+
+def _counted(slices: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """The same slices, with progress told as they are read (by transformers, from several threads)."""
+    done = itertools.count(1)
+
+    def read() -> None:
+        progress("load", min(next(done), len(slices)), len(slices))
+
+    return {name: _Counted(rows, read) for name, rows in slices.items()}

@@ -23,11 +23,12 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdptrain.checkpoint import Checkpointer, sweep
-from fsdptrain.data import Corpus, Stream, prepare
+from fsdptrain.data import Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, StepStats, model_flops
-from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, WorkerError, to_record
+from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError, Stopped, WorkerError, to_record
 from fsdptrain.export import export_live
+from fsdptrain.hub import checkpoint_files
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
 from fsdptrain.model import load_config, save_assets, skeleton, units_of
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
@@ -37,6 +38,8 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.shard import shard
 from fsdptrain.tokenizer import load_tokenizer
 from fsdptrain.weights import allocate, draw_weights, place_buffers, read_weights
+
+GC_EVERY = 500  # steps
 
 
 @dataclass
@@ -66,9 +69,18 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     with contextlib.closing(
         Reporter(rundir if writer else None, plan.recipe.log.tensorboard, screen if writer else None)
     ) as reporter:
-        run, bare = assemble(plan, rundir, reporter, stop)
-        stopped = loop(run)
+        try:
+            run, bare = assemble(plan, rundir, reporter, stop)
+        except Stopped:
+            reporter.event("stop", step=0, signal=stop.name)
+            raise
+        try:
+            stopped = loop(run)
+        except NonFiniteError:  # raised by every rank; a good checkpoint may still be on its way to the disk
+            run.checkpointer.wait()
+            raise
         if stopped is not None:
+            reporter.event("stop", step=stopped, signal=stop.name or "another rank")
             raise Stopped(f"stopped by {stop.name or 'another rank'} after step {stopped}, checkpoint saved")
         if plan.recipe.export.at_end:
             export_live(run.engine.model, bare, rundir, plan, run.checkpointer, reporter)
@@ -81,7 +93,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     """
 
     def progress(stage: str, done: int, total: int) -> None:
-        if stop.count:
+        if stop.count and not dist.is_initialized():  # from then on all ranks must agree, as they do at every step
             raise Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
         reporter.progress(stage, done, total)
 
@@ -92,13 +104,18 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     tokenizer = load_tokenizer(plan, progress)
     stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
     config = load_config(plan, len(tokenizer))
+    if plan.pretrained:
+        checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
     world = World.start(plan)
     world.agree((plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
     if world.rank == 0:
         sweep(rundir)
 
-    bare = skeleton(config, recipe.model, plan.trust_remote_code)
-    model = skeleton(config, recipe.model, plan.trust_remote_code)
+    content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
+    checkpointer = Checkpointer(rundir, plan, world, content, lambda facts: reporter.event("save", **facts))
+    checkpointer.refuse_another_run()
+    bare = skeleton(config, recipe.model)
+    model = skeleton(config, recipe.model)
     if world.rank == 0:
         save_assets(plan, config, bare, tokenizer, rundir.model)
     units = units_of(model, recipe.fsdp.wrap)
@@ -107,10 +124,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
 
-    checkpointer = Checkpointer(
-        rundir, plan, world, stream.corpus.fingerprint, lambda facts: reporter.event("save", **facts)
-    )
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
+    world.barrier()  # on the patient group: one rank's disk may be much slower than another's
     total_steps = plan.total_steps(len(stream))
     reporter.event("start", **start_facts(plan, world, stream, params, len(units), total_steps))
     if resumed:
@@ -187,7 +202,7 @@ def loop(run: Run) -> int | None:
     done, stop = resumed, False
     gc.disable()  # collections at a moment of its own choosing would make one rank late, and all others wait for it
     while True:
-        last = done == run.total_steps
+        last = done >= run.total_steps
         if done > resumed and run.held_out and (last or due(done, recipe.eval.every)):
             evaluate(run, done)
         if done > resumed and (last or stop or due(done, recipe.checkpoint.every)):
@@ -198,12 +213,11 @@ def loop(run: Run) -> int | None:
             break
         stats = one_step(run, done)
         done, stop = done + 1, stats.stop
+        if done % GC_EVERY == 0:
+            gc.collect()
     gc.enable()
     run.checkpointer.wait()
-    if last:
-        return None
-    run.reporter.event("stop", step=done, signal=run.stop.name or "another rank")
-    return done
+    return None if last else done
 
 
 def due(done: int, every: int | None) -> bool:
@@ -276,7 +290,8 @@ def work(plan: Plan) -> None:
         code = stopped.exit_code if joined else 0  # to torchrun, a worker that did what it was told has not failed
     except BaseException as error:
         traceback.print_exc()
-        record_failure(plan, error)
+        with contextlib.suppress(OSError):  # a full disk must not hide why we end
+            record_failure(plan, error)
         code = error.exit_code if isinstance(error, FsdptrainError) else WorkerError.exit_code
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
@@ -289,7 +304,7 @@ def record_failure(plan: Plan, error: BaseException) -> None:
     """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics."""
     get_error_handler().record_exception(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    record = to_record(error) | {"traceback": traceback.format_exc()}
+    record = {**to_record(error), "traceback": traceback.format_exc(), "at": time.time()}
     if path and Path(path).is_file():
         import json
 

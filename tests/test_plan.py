@@ -137,13 +137,6 @@ def test_the_identity_holds_what_a_resume_may_not_change(tmp_path: Path) -> None
     assert all(plan_of(recipe, change).identity() != before for change in other)
 
 
-def test_remote_code_needs_a_pinned_revision(tmp_path: Path) -> None:
-    written = load(write_recipe(tmp_path, model={"id": "org/name"}))
-    with pytest.raises(RecipeError, match=r"model\.revision"):
-        make_plan(written, Topology("cpu", 1, 2), trust_remote_code=True)
-    assert not make_plan(written, Topology("cpu", 1, 2)).trust_remote_code
-
-
 def test_seeds_differ_wherever_their_parts_do() -> None:
     seeds = {seed_of(a, b, c) for a in range(10) for b in range(10) for c in ("x", "y")}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)

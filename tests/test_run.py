@@ -264,3 +264,44 @@ def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
     assert "2 steps in" in done.stdout
     assert done.stdout.count("step 2/2") == 1  # one voice, rank 0's
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
+
+
+def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
+    process = start(recipe)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not any(
+        b"fsdptrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(run)
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # the workers are importing torch
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 75, output
+    assert children_of(run) == []
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
+    process = start(recipe)
+    wait_for_step(run, 1)
+    second = fsdptrain("run", recipe)
+    assert second.returncode == 2 and "another run is at work" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    text = tmp_path / "text.jsonl"  # and what it goes on with is what it began with
+    text.write_text("".join(text.read_text().splitlines(keepends=True)[:-9]))
+    other = fsdptrain("run", recipe)
+    assert other.returncode == 2 and "data.content: was" in other.stderr
+
+
+def test_a_shorter_schedule_ends_where_it_stands(finished: Any) -> None:
+    done = fsdptrain("run", finished[0] / "recipe.yaml", "train.steps=3", "export.at_end=false")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_export_overwrites_nothing_of_yours(finished: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "mine")
+    assert done.returncode == 2 and "is not empty" in done.stderr
+    assert (tmp_path / "mine" / "precious").exists()

@@ -166,8 +166,21 @@ def test_tied_weights_stay_together_in_the_root() -> None:
     model = bare(tie_word_embeddings=True)
     assert tied(model)
     assert [unit.name for unit in units_of(model, "auto")] == [f"model.layers.{i}" for i in range(3)]
-    inside = {id(p) for unit in units_of(model, {"min_params": 1000}) for m in unit.modules for p in m.parameters()}
+    inside = {
+        id(p)
+        for size in (1000, 40000)
+        for unit in units_of(model, {"min_params": size})
+        for m in unit.modules
+        for p in m.parameters()
+    }
     assert id(model.lm_head.weight) not in inside
+
+
+@pytest.mark.parametrize("wrap", [["Embedding", "LlamaDecoderLayer"], ["LlamaModel"]])
+def test_one_end_of_tied_weights_cannot_be_wrapped(wrap: list[str]) -> None:
+    with pytest.raises(RecipeError, match="only one of the tied embedding and head"):
+        units_of(bare(tie_word_embeddings=True), wrap)
+    assert units_of(bare(tie_word_embeddings=False), wrap)
 
 
 def test_a_class_that_matches_nothing_is_refused_with_the_classes_there_are() -> None:
