@@ -75,7 +75,9 @@ def some_variants(world: int) -> dict[str, list[str]]:
     return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")])
 
 
-def compare(world: int, variants: dict[str, list[str]], recipe: Path, references: dict[str, Any], tmp: Path) -> None:
+def assert_curves_agree(
+    world: int, variants: dict[str, list[str]], recipe: Path, references: dict[str, Any], tmp: Path
+) -> None:
     ranks = on_ranks(world, "curves", tmp, recipe=str(recipe), variants=variants, steps=STEPS)
     assert all(other == ranks[0] for other in ranks), "ranks report different curves"
     wrong = []
@@ -90,7 +92,7 @@ def compare(world: int, variants: dict[str, list[str]], recipe: Path, references
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
-    compare(world, some_variants(world), recipe, references, tmp_path)
+    assert_curves_agree(world, some_variants(world), recipe, references, tmp_path)
 
 
 @pytest.mark.soak
@@ -98,4 +100,4 @@ def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, references: 
 def test_every_curve_agrees_with_the_plain_loop(
     world: int, recipe: Path, references: dict[str, Any], tmp_path: Path
 ) -> None:
-    compare(world, all_variants(world), recipe, references, tmp_path)
+    assert_curves_agree(world, all_variants(world), recipe, references, tmp_path)
