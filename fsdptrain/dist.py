@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdptrain.hardware import PEAK_FLOPS
 from fsdptrain.plan import Plan
 
-# Dense bf16 FLOP/s by name, as the vendors publish them (no sparsity); the longest matching name wins.
-PEAK_FLOPS = {
-    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12,
-    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
-}  # fmt: skip
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,7 @@ class World:
                 device_id=device if device.type == "cuda" else None,
                 **_meeting_place(plan, rank, timeout),
             )
-        if plan.recipe.fsdp.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-            mesh = init_device_mesh(device.type, (topology.world_size,), mesh_dim_names=("shard",))
-        else:
-            shape = (plan.replicas, plan.shard_size)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = make_mesh(plan, device.type)
         side = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # a slow disk is not a hang
         return cls(rank, local_rank, topology.world_size, device, mesh, side)
 
@@ -76,12 +70,12 @@ class World:
         """Whether this rank's shards are written: those of the first copy are."""
         return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, values: torch.Tensor) -> Floats:
         """Every rank's float64 vector [k] → [size, k], in rank order: sums over it are bitwise equal on every rank."""
         local = values.to(self.device, torch.float64)
         ranks = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(ranks, local)
-        return torch.stack(ranks).cpu()
+        return torch.stack(ranks).cpu().numpy()
 
     def agree(self, value: Any, what: str) -> None:
         """Raise RuntimeError unless every rank holds an equal `value`; collective."""
@@ -110,6 +104,13 @@ class World:
             if known:
                 return PEAK_FLOPS[known]
         return matrix_rate(self.device, dtype)
+
+
+def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """The ranks as the plan's strategy groups them: ("shard",), or ("replicate", "shard")."""
+    if plan.recipe.fsdp.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return init_device_mesh(device_type, (plan.topology.world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:

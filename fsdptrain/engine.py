@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fsdptrain.data import IGNORED, Batch, Corpus
-from fsdptrain.dist import World
+from fsdptrain.dist import Floats, World
 from fsdptrain.errors import NonFiniteError
 from fsdptrain.model import tied
 from fsdptrain.optim import assert_dtypes
@@ -61,19 +61,15 @@ class Engine:
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = torch.stack(norms).to(self.world.device, torch.float64).square().sum()
-        mine = torch.stack([
-            loss.double(), square, *torch.tensor(
-                [stop, self.world.peak_memory(), data_s],
-                dtype=torch.float64, device=self.world.device,
-            ),
-        ])  # fmt: skip
+        told = torch.tensor([stop, self.world.peak_memory(), data_s], dtype=torch.float64).to(self.world.device)
+        mine = torch.cat([torch.stack([loss.double(), square]), told])
         ranks = self.world.gather(mine)
-        mean, norm = ranks[:, 0].sum().item(), math.sqrt(ranks[:, 1].sum().item() / self.world.replicas)
+        mean, norm = float(ranks[:, 0].sum()), math.sqrt(ranks[:, 1].sum() / self.world.replicas)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             self.optimizer.zero_grad()
             raise NonFiniteError(self._what_is_not_finite(step, ranks))
         self.update(grads, norm, lr)
-        worst = ranks.amax(dim=0).tolist()
+        worst = ranks.max(axis=0).tolist()
         return StepStats(mean, norm, worst[2] > 0, int(worst[3]), time.perf_counter() - started + data_s, worst[4])
 
     def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
@@ -85,7 +81,6 @@ class Engine:
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             self.model.set_requires_gradient_sync(last or not hold)
-            self.model.set_is_last_backward(last)
             loss = self.loss_sum(batch) / label_tokens
             loss.backward()
             total += loss.detach()
@@ -128,7 +123,7 @@ class Engine:
             for i in range(0, len(mine), size):
                 total += self.loss_sum(corpus.batch(mine[i : i + size])).double()
         tokens = int(corpus.labels[list(numbers)].sum())
-        return world.gather(total[None])[:, 0].sum().item() / tokens, tokens
+        return float(world.gather(total[None]).sum()) / tokens, tokens
 
     @contextlib.contextmanager
     def forward_only(self) -> Iterator[None]:
@@ -162,12 +157,12 @@ class Engine:
             )  # fmt: skip
             return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
 
-    def _what_is_not_finite(self, step: int, ranks: torch.Tensor) -> str:
+    def _what_is_not_finite(self, step: int, ranks: Floats) -> str:
         bad = [
             f"{what} {ranks[rank, column]:g} on rank {rank}"
             for column, what in enumerate(("loss", "gradient norm²"))
             for rank in range(self.world.size)
-            if not torch.isfinite(ranks[rank, column])
+            if not math.isfinite(ranks[rank, column])
         ]
         return f"step {step + 1}: {', '.join(bad[:4])}; the weights were not touched and nothing was saved after them"
 

@@ -13,8 +13,8 @@ from fsdptrain.schema import Optim, Schedule
 WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
-def make_optimizer(model: nn.Module, optim: Optim, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over a sharded model; fused where its parameters' device has the kernel.
+def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
+    """AdamW over a sharded model, fused: a foreach step would need another shard-sized temporary.
 
     Weight decay applies to parameters of two or more dimensions that are not embeddings: so not to norms, biases and
     embedding tables (nor to a head tied to one).
@@ -29,7 +29,7 @@ def make_optimizer(model: nn.Module, optim: Optim, device: torch.device) -> torc
         lr=optim.lr,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
-        fused=device.type in ("cpu", "cuda"),
+        fused=True,
     )
 
 

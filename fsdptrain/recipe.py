@@ -294,7 +294,7 @@ def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
     """Type every leaf through OmegaConf, resolve plain references, and make the dataclass."""
     config = OmegaConf.structured(Recipe)
-    written: list[Leaf] = []
+    written: dict[str, Leaf] = {}
     wrong: list[Leaf] = []
     for leaf in leaves:
         if any(_bad_reference(text) for text in _strings(leaf.value)):
@@ -304,10 +304,10 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
             continue
         try:
             OmegaConf.update(config, attribute(leaf.path), leaf.value, merge=False, force_add=_open(leaf.path))
-            written.append(leaf)
+            written[leaf.path] = leaf
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
             wrong.append(leaf)
-    for leaf in written:  # only now: a reference may lead to a value further down
+    for leaf in written.values():  # only now: a reference may lead to a value further down, an override win over it
         try:
             read = OmegaConf.select(config, attribute(leaf.path), throw_on_missing=False)
             sound = _unconverted(leaf.value, read)

@@ -27,16 +27,8 @@ def allocate(model: Any, device: torch.device) -> None:
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param.is_meta:
-                local = torch.empty_like(param.to_local(), device=device)
-                sharded = DTensor.from_local(
-                    local,
-                    param.device_mesh,
-                    param.placements,
-                    run_check=False,
-                    shape=param.shape,
-                    stride=param.stride(),
-                )
-                setattr(module, name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+                memory = torch.empty_like(param, device=device)  # from_local would move it to the mesh's own device
+                setattr(module, name, nn.Parameter(memory, requires_grad=param.requires_grad))
     model.tie_weights()
 
 

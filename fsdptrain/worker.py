@@ -120,9 +120,9 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
         save_assets(plan, config, bare, tokenizer, rundir.model)
     units = units_of(model, recipe.fsdp.wrap)
     params = sum(param.numel() for param in model.parameters())
+    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
     shard(model, units, world, plan)
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
-    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
 
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
     world.barrier()  # on the patient group: one rank's disk may be much slower than another's
@@ -161,7 +161,7 @@ def fill(
         read_weights(model, bare, plan, home, progress)
     elif not resuming:
         draw_weights(model, bare, plan.recipe.seed, progress)
-    optimizer = make_optimizer(model, plan.recipe.optim, home)
+    optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     step = checkpointer.load_newest(model, optimizer) if resuming else 0
     set_step(optimizer, step)

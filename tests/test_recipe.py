@@ -548,6 +548,11 @@ def test_an_override_wins_over_the_file_and_the_last_over_the_first(tmp_path: Pa
     assert written.where["optim.lr"] == "command line"
 
 
+def test_an_override_turns_a_switch_of_the_file_round(tmp_path: Path) -> None:
+    written = read(tmp_path, with_key("fsdp.cpu_offload", "true"), "fsdp.cpu_offload=false")
+    assert written.recipe.fsdp.cpu_offload is False
+
+
 def test_an_override_reaches_below_the_open_mappings(tmp_path: Path) -> None:
     text = with_key("model.config", "{hidden_size: 64, rope_parameters: {factor: 8.0}}")
     recipe = read(tmp_path, text, "model.config.hidden_size=32", "model.config.rope_parameters.factor=2.0").recipe
