@@ -86,22 +86,26 @@ def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    no_build: Annotated[bool, typer.Option("--no-build", help="stop before the model is built")] = False,
 ) -> None:
-    """Check a recipe without launching anything: keys, plan, data."""
+    """Check a recipe without launching anything: keys, plan, machine, data, model."""
     import subprocess
 
     try:
         written = _load(recipe, overrides)
         from fsdptrain.launch import child_environment
-        from fsdptrain.plan import find_topology, make_plan
+        from fsdptrain.plan import draft_plan, find_topology
 
-        plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+        # The levels themselves say what is not here, all of it at once.
+        topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
+        plan, problems = draft_plan(written, topology, elsewhere=True)
     except FsdptrainError as error:
         if as_json:
-            print(json.dumps({"problems": str(error).splitlines()}, indent=2))
+            print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
             sys.exit(error.exit_code)
         raise
-    words = [sys.executable, "-m", "fsdptrain.validate", *(["--json"] if as_json else [])]
+    words = [sys.executable, "-m", "fsdptrain.validate", *(f"--problem={problem}" for problem in problems)]
+    words += [flag for flag, asked in (("--json", as_json), ("--no-build", no_build)) if asked]
     done = subprocess.run(words, input=plan.to_json(), text=True, check=False, env=child_environment())
     if done.returncode:
         sys.exit(done.returncode)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read
 from fsdptrain.schema import Data
 
+LAYOUT = 2  # of a cached corpus: another number, other folders
 IGNORED = -100  # the label of a position that carries no loss
 Segments = list[tuple[str, bool]]  # (text, whether its tokens are trained)
 Progress = Callable[[str, int, int], None]
@@ -50,7 +52,8 @@ class Corpus:
 
     `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted;
     `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
-    pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped.
+    pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped; `lengths` uint32 [R]
+    tokens of every row before anything was cut.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -62,6 +65,7 @@ class Corpus:
     seq_len: int
     pad: int
     fingerprint: str
+    lengths: np.ndarray[Any, Any]
 
     def __len__(self) -> int:
         return len(self.blocks) - 1
@@ -91,7 +95,7 @@ class Corpus:
                 at += length
             positions[row, at:] = np.arange(self.seq_len - at)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def show(self, tokenizer: Any, number: int = 0) -> str:
         """Block `number`'s first piece as text, with the trained parts in ⟦ ⟧."""
@@ -173,8 +177,8 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     """The corpus of a data path from the cache; whoever holds the lock first makes it."""
     content = fingerprint(path)
     wanted = {
-        "version": __version__, "content": content, "tokenizer": tokenizer_digest(tokenizer), "max_rows": max_rows,
-        "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on],
+        "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
+        "max_rows": max_rows, "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on],
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir() / "data" / name
@@ -189,13 +193,14 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "blocks", "labels")}
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     flat = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
     notes = json.loads((folder / "notes.json").read_text())
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content)
 
 
+_ARRAYS = ("pieces", "blocks", "labels", "lengths")
 _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 
 
@@ -239,8 +244,8 @@ def _write_corpus(
     order, blocks = pack(pieces[labels > 0], data)
     pieces = pieces[labels > 0][order]
     block_labels = np.add.reduceat(labels[labels > 0][order], blocks[:-1])
-    for name, array in (("pieces", pieces), ("blocks", blocks), ("labels", block_labels)):
-        np.save(folder / f"{name}.npy", array)
+    for name, values in zip(_ARRAYS, (pieces, blocks, block_labels, np.array(encode.lengths)), strict=True):
+        np.save(folder / f"{name}.npy", values)
     notes = {"rows": done, **encode.counts, "tokens": int(ends[-1]), "label_tokens": int(block_labels.sum())}
     (folder / "notes.json").write_text(json.dumps(notes))
 
@@ -256,11 +261,13 @@ class Encoder:
         empty = tokenizer("", add_special_tokens=True).input_ids
         self.bos = [int(empty[0])] if empty and empty[0] == tokenizer.bos_token_id else []
         self.marks = tuple(tokenizer.get_added_vocab())
+        self.lengths = array("I")  # tokens of each row, before the cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0, "untrained turns": 0}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[tuple[Ints, Any]]:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in getattr(self, f"_{self.data.format}")(rows):
+            self.lengths.append(len(ids))
             if self.data.format == "text":
                 self.counts["split"] += len(ids) > self.data.seq_len and self.data.packing != "concat"
             elif len(ids) > self.data.seq_len and self.data.packing != "concat":

@@ -2,7 +2,9 @@
 
     FsdptrainError            1   a defect of ours, when nothing more exact is known
     ├── RecipeError           2   the recipe or the command line is wrong
+    │   └── NoModel           2   a model or tokenizer is not here, nor can the Hub be reached
     ├── DataError             4   the data is wrong: file, line, what was expected
+    │   └── NoData            4   there is no data here, nor can the Hub be reached
     ├── WorkerError           5   a worker failed or hung
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
@@ -33,10 +35,18 @@ class RecipeError(FsdptrainError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class NoModel(RecipeError):
+    """A model or tokenizer that is not on this machine, and not to be had from it; another may have it."""
+
+
 class DataError(FsdptrainError):
     """A row, a file or a column is not what the recipe says it is."""
 
     exit_code = 4
+
+
+class NoData(DataError):
+    """Data that is not on this machine, and not to be had from it; another may have it."""
 
 
 class WorkerError(FsdptrainError):
@@ -77,7 +87,17 @@ class Problem:
 
 _BY_NAME: dict[str, type[FsdptrainError]] = {
     cls.__name__: cls
-    for cls in (FsdptrainError, RecipeError, DataError, WorkerError, CheckpointError, NonFiniteError, Stopped)
+    for cls in (
+        FsdptrainError,
+        RecipeError,
+        NoModel,
+        DataError,
+        NoData,
+        WorkerError,
+        CheckpointError,
+        NonFiniteError,
+        Stopped,
+    )
 }
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from fsdptrain.errors import RecipeError
-from fsdptrain.hub import recipe_errors, source
+from fsdptrain.errors import NoModel, RecipeError
+from fsdptrain.hub import hub_errors, recipe_errors, source
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Model
 
@@ -32,11 +33,12 @@ class Unit:
     modules: list[nn.Module]
 
 
-def load_config(plan: Plan, vocab_size: int) -> Any:
+def load_config(plan: Plan, vocab_size: int | None) -> Any:
     """The architecture: `model.config` where it is a whole one, else that of `model.id` with its overrides.
 
     `vocab_size` is the tokenizer's, taken where the recipe gives none; a smaller one is refused, for its tokens would
-    have no embedding. Raises RecipeError for keys the architecture does not have.
+    have no embedding. None: a dry run could not load the tokenizer. Raises RecipeError for keys the architecture does
+    not have, and NoModel when there is no telling how large the vocabulary is.
     """
     model = plan.recipe.model
     overrides = dict(model.config)
@@ -44,9 +46,12 @@ def load_config(plan: Plan, vocab_size: int) -> Any:
     if kind is not None:
         with recipe_errors(f"model.config: no architecture {kind!r}"):
             known = AutoConfig.for_model(kind)
+        if vocab_size is None and "vocab_size" not in overrides:
+            raise NoModel("model.config.vocab_size: unknown without the tokenizer; give it to plan without one")
         overrides.setdefault("vocab_size", vocab_size)
     else:
-        with recipe_errors(f"model.id: cannot read the configuration of {model.id!r}"):
+        cannot = f"model.id: cannot read the configuration of {model.id!r}"
+        with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
             known = AutoConfig.from_pretrained(str(model.id), **source(plan, None))
     _refuse_unknown(overrides, known)
     if kind is not None:
@@ -54,7 +59,7 @@ def load_config(plan: Plan, vocab_size: int) -> Any:
             config = AutoConfig.for_model(kind, **overrides)
     else:
         config = AutoConfig.from_pretrained(str(model.id), **overrides, **source(plan, None))
-    if config.vocab_size < vocab_size:
+    if vocab_size is not None and config.vocab_size < vocab_size:
         raise RecipeError(f"model.config.vocab_size: {config.vocab_size}, but the tokenizer has {vocab_size} tokens")
     limit = getattr(config, "max_position_embeddings", None)
     if limit and plan.recipe.data.seq_len > limit:
@@ -169,7 +174,12 @@ def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
     missing = set(names) - {type(module).__name__ for module in model.modules()}
     if missing:
         return []
-    return [Unit(n, [m]) for n, m in model.named_modules() if type(m).__name__ in names and m is not model]
+    found = [(n, m) for n, m in model.named_modules() if type(m).__name__ in names and m is not model]
+    for outer, (name, module) in pairwise(found):  # the first inside a module follows it at once
+        if name.startswith(f"{outer[0]}."):
+            kinds = f"{type(module).__name__} lies inside {type(outer[1]).__name__}"
+            raise RecipeError(f"fsdp.wrap: {kinds}: name one of the two")
+    return [Unit(name, [module]) for name, module in found]
 
 
 def _units_by_size(model: Any, size: int) -> list[Unit]:

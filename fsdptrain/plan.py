@@ -20,7 +20,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
-from fsdptrain.errors import DataError, Problem, RecipeError
+from fsdptrain.errors import NoData, Problem, RecipeError
 from fsdptrain.recipe import Written
 from fsdptrain.schema import Recipe, flat
 
@@ -116,34 +116,45 @@ class Plan:
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
 
-def make_plan(written: Written, topology: Topology) -> Plan:
+def make_plan(written: Written, topology: Topology, elsewhere: bool = False) -> Plan:
     """Derive the plan of a recipe on a machine.
 
     Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
-    DataError where there is no data at the path.
+    NoData where there is nothing at the path. `elsewhere`: files are looked for, but need not be here.
     """
-    recipe = written.recipe
-    problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology), *_model_problems(recipe)]
+    plan, problems = draft_plan(written, topology, elsewhere)
     if problems:
-        raise RecipeError([dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems])
+        raise RecipeError(problems)
+    return plan
+
+
+def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) -> tuple[Plan, list[Problem]]:
+    """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
+    recipe = written.recipe
+    problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+    problems += [] if elsewhere else _model_problems(recipe)
     shard_size = _shard_size(recipe, topology)
     held_out = recipe.data.eval or {}
-    return Plan(
+    plan = Plan(
         version=__version__,
         recipe=recipe,
         run_dir=str(Path(recipe.output_dir).absolute()),
-        data_path=find_data(recipe.data.path or "", written.folder),
-        eval_path=find_data(held_out["path"], written.folder) if "path" in held_out else None,
+        data_path=find_data(recipe.data.path or "", written.folder, elsewhere),
+        eval_path=find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None,
         topology=topology,
         replicas=topology.world_size // shard_size,
         shard_size=shard_size,
         accumulation=recipe.train.global_batch_size // (recipe.train.micro_batch_size * topology.world_size),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
     )
+    return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 
 
-def find_topology(recipe: Recipe, env: dict[str, str]) -> Topology:
-    """The processes this recipe would run on here: those of a torchrun that already runs, or what `launch` asks for."""
+def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:
+    """The processes this recipe would run on here: those of a torchrun that already runs, or what `launch` asks for.
+
+    Raises RecipeError when it asks for more workers than there are GPUs, unless they need not be here.
+    """
     gpus = visible_gpus(env)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
@@ -152,7 +163,7 @@ def find_topology(recipe: Recipe, env: dict[str, str]) -> Topology:
         return Topology(device, world // local, local, joined=True)
     wanted = recipe.launch.nproc_per_node
     nproc = (gpus or 2) if wanted == "auto" else wanted
-    if gpus and nproc > gpus:
+    if gpus and nproc > gpus and not elsewhere:
         raise RecipeError([Problem(f"{nproc} workers, but {gpus} GPUs are visible", "launch.nproc_per_node")])
     return Topology(device, recipe.launch.nnodes, nproc)
 
@@ -164,10 +175,11 @@ def visible_gpus(env: dict[str, str]) -> int:
     return len(glob.glob("/proc/driver/nvidia/gpus/*"))
 
 
-def find_data(path: str, folder: Path) -> str:
+def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     """Where `data.path` lies: the working folder is looked in first, then the recipe's own; else it is a Hub id.
 
-    Returns an absolute path or glob, or the Hub id as written. Raises DataError when it can be none of these.
+    Returns an absolute path or glob, or the Hub id as written. When it can be none of these: raises NoData, or returns
+    the path it would have in the working folder where files need not be here.
     """
     for base in (Path.cwd(), folder):
         candidate = str(base / Path(path).expanduser())
@@ -175,7 +187,9 @@ def find_data(path: str, folder: Path) -> str:
             return candidate
     if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
         return path
-    raise DataError(f"data.path: nothing at {path!r} (looked in {Path.cwd()} and {folder})")
+    if elsewhere:
+        return str(Path.cwd() / Path(path).expanduser())
+    raise NoData(f"data.path: nothing at {path!r} (looked in {Path.cwd()} and {folder})")
 
 
 def seed_of(*parts: object) -> int:

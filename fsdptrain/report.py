@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from fsdptrain.rundir import RunDir
 
@@ -149,6 +152,22 @@ class Screen:
         """Print a line above the bars."""
         self._bars.console.print(text, markup=False)
 
+    def table(self, header: list[str], rows: list[list[str]]) -> None:
+        """Print a table above the bars: fitted to a terminal, and in full in a pipe. Numbers stand to the right."""
+        right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
+        if self.live:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+            for name, number in zip(header, right, strict=True):
+                table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))
+            self._bars.console.print(table, soft_wrap=False)
+            return
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        for row in [header, *rows]:
+            cells = zip(row, widths, right, strict=True)
+            self.say("  ".join(f"{word:>{w}}" if number else f"{word:<{w}}" for word, w, number in cells).rstrip())
+
     def _bar(self, name: str, done: float, total: float, note: str = "") -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note=note)
@@ -230,3 +249,9 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that suits them: `847.0 GiB`."""
+    power = min(4, max(0, int(count).bit_length() - 1) // 10)
+    return f"{count / 2 ** (10 * power):.{bool(power):d}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from fsdptrain.errors import DataError
+from fsdptrain.errors import DataError, NoData
 from fsdptrain.plan import DATA_SUFFIXES
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
@@ -69,13 +69,25 @@ def open_sources(path: str) -> list[Source]:
     """
     files = data_files(path)
     if Path(path).is_absolute():
+        if not Path(path).exists() and not files:
+            raise NoData(f"data.path: nothing at {path}")
         if not files:
             raise DataError(f"data.path: no data files in {path} (known: {', '.join(DATA_SUFFIXES)})")
         return [_open_file(file) for file in files]
     return [_open_hub(path)]
 
 
-def _open_file(file: Path) -> Source:
+def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns behind a path and its first rows, checked as `read` checks them; the rest is not read.
+
+    Raises DataError as `open_sources` and `read` do.
+    """
+    files = data_files(path)
+    source = _open_file(files[0], counted=False) if files else open_sources(path)[0]
+    return source.columns, next(read(source, data, rows), [])
+
+
+def _open_file(file: Path, counted: bool = True) -> Source:
     if file.suffix not in DATA_SUFFIXES:
         raise DataError(f"{file}: unknown kind of data file; known: {', '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
@@ -84,8 +96,9 @@ def _open_file(file: Path) -> Source:
         source = _open_parquet(file)
     else:
         reader = _READERS[file.suffix]
-        _, first = next(reader(file), ("", {}))
-        source = Source(str(file), list(first), sum(1 for _ in reader(file)), lambda _columns: reader(file))
+        place, first = next(reader(file), ("", {}))
+        count = sum(1 for _ in reader(file)) if counted else bool(place)
+        source = Source(str(file), list(first), count, lambda _columns: reader(file))
     if len(source) == 0:
         raise DataError(f"{file} holds no rows")
     return source
@@ -185,6 +198,11 @@ def _open_hub(path: str) -> Source:
     config, _, split = rest.partition(":")
     try:
         opened = load_dataset(name, config or None, split=split or "train")
+    except ConnectionError:
+        raise NoData(
+            f"data.path: the data set {path!r} is not in the cache, and the Hub cannot be reached; name a local file "
+            "or folder"
+        ) from None
     except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
         raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
 

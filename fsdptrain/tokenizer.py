@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir
-from fsdptrain.hub import recipe_errors, source
+from fsdptrain.hub import hub_errors, recipe_errors, source
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read
 
@@ -26,8 +26,9 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
     if isinstance(wanted, dict):
         tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
     else:
-        with recipe_errors(f"model.tokenizer: cannot load {wanted or model.id!r}"):
-            tokenizer = AutoTokenizer.from_pretrained(wanted or model.id, **source(plan, wanted))
+        field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
+        with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
+            tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer

@@ -1,41 +1,59 @@
-"""The levels of a dry run below the recipe, in order: plan, machine, data. Run by `fsdptrain validate` in a process.
+"""The levels of a dry run below the recipe, in order: plan, machine, data, model. Run by `fsdptrain validate`.
 
-A level says what it found before the next one starts; a problem ends the run with the exit code of its kind.
+A level is shown as it passes; one that does not pass does not stop the next, so that all problems come at once.
+`docs/validate.md` names what `--json` holds.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import argparse
+import dataclasses
+import errno
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from rich.console import Console
 
-from fsdptrain.data import Corpus, prepare
-from fsdptrain.errors import FsdptrainError
-from fsdptrain.model import load_config
+from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
+from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
+from fsdptrain.errors import CheckpointError, NoData, RecipeError
+from fsdptrain.findings import Findings
+from fsdptrain.histogram import bars, length_facts
+from fsdptrain.hub import checkpoint_files, hub_errors, spare_retries
+from fsdptrain.machine import (
+    attention_available,
+    disk_facts,
+    disk_line,
+    disk_problems,
+    machine_facts,
+    machine_line,
+    machine_problems,
+)
+from fsdptrain.model import load_config, skeleton, units_of
 from fsdptrain.plan import Plan
-from fsdptrain.report import GIB, Reporter, Screen
+from fsdptrain.report import Screen, size
+from fsdptrain.rows import data_files, peek
+from fsdptrain.schema import FORMAT_FIELDS
 from fsdptrain.tokenizer import load_tokenizer
 
-Level = tuple[str, dict[str, Any], list[str]]  # name, facts for --json, lines for the person
+
+def dry_run(plan: Plan, found: Findings, problems: list[str] | None = None, build: bool = True) -> None:
+    """Every level, as far as each can go. `problems` are those of the plan itself, which then is only a draft."""
+    for problem in problems or ():
+        found.fail(RecipeError(problem))
+    if not problems:
+        found.passed("plan", *describe_plan(plan))
+    with found.trying():
+        check_machine(plan, found)
+    vocab_size, steps = check_data(plan, found)
+    if build:
+        with found.trying():
+            check_model(plan, vocab_size, steps, found)
 
 
-def levels(plan: Plan, progress: Any) -> Iterator[Level]:
-    """Every level as it passes: (name, facts, lines). Raises the FsdptrainError of the level that does not."""
-    yield "plan", *describe_plan(plan)
-    yield "machine", *describe_machine(plan)
-    tokenizer = load_tokenizer(plan, progress)
-    stream, held_out, _ = prepare(plan, tokenizer, progress)
-    load_config(plan, len(tokenizer))
-    yield "data", *describe_data(plan, stream.corpus, len(stream), len(held_out), tokenizer)
-
-
-def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def describe_plan(plan: Plan) -> tuple[dict[str, Any], str]:
     """The arithmetic of the run."""
     train, topology = plan.recipe.train, plan.topology
     facts = {
@@ -48,70 +66,151 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         f"{topology.device}): {plan.replicas} × {plan.shard_size}; a step is {train.global_batch_size} sequences = "
         f"{topology.world_size} ranks × {plan.accumulation} micro-batches × {train.micro_batch_size}"
     )
-    return facts, [line]
+    return facts, line
 
 
-def describe_machine(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def check_machine(plan: Plan, found: Findings) -> None:
     """What this machine has of what the run needs."""
-    folder = next(path for path in [Path(plan.run_dir), *Path(plan.run_dir).parents] if path.exists())
-    free = shutil.disk_usage(folder).free
-    gpus = torch.cuda.device_count()
-    facts = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "gpus": gpus,
-        "free_disk_bytes": free,
+    facts = machine_facts(plan)
+    found.passed("machine", facts, machine_line(facts))
+    for error in machine_problems(plan, facts):
+        found.fail(error, only_here=True)
+    workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]
+    if plan.topology.device == "cpu" and workers > cores:
+        found.note(f"{workers} workers share {cores} cores")
+
+
+def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
+    """Rows, tokenizer and packed sequences; returns the vocabulary's size and the number of steps where known."""
+    wanted = plan.recipe.model.tokenizer
+    trained = isinstance(wanted, dict)
+    vocab_size, steps = wanted["train"] if trained else None, plan.recipe.train.steps
+    plan = _without_absent_eval(plan, found)
+    rows_are_here, tokenizer = False, None
+    with found.trying():
+        rows_are_here = check_rows(plan, found)
+    if rows_are_here or not trained:
+        with found.trying():
+            tokenizer = load_tokenizer(plan, found.progress)
+            vocab_size = len(tokenizer)
+    if rows_are_here and tokenizer is not None:
+        with found.trying():
+            steps = check_sequences(plan, tokenizer, found)
+    return vocab_size, steps
+
+
+def _without_absent_eval(plan: Plan, found: Findings) -> Plan:
+    """The plan, without the evaluation when its data is not here: the training data can be looked at all the same."""
+    path = plan.eval_path
+    if path is None or data_files(path) or not Path(path).is_absolute():
+        return plan
+    found.fail(NoData(f"data.eval.path: nothing at {path}"))
+    data = dataclasses.replace(plan.recipe.data, eval=None)
+    return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
+
+
+def check_rows(plan: Plan, found: Findings) -> bool:
+    """Read the first rows: the columns there are, and those that the format wants."""
+    data = plan.recipe.data
+    there, _ = peek(plan.data_path, data)
+    needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
+    facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
+    pairs = ", ".join(field if field == column else f"{field} from {column}" for field, column in needed.items())
+    found.passed("data", facts, f"{data.format} rows: {pairs}; the columns there are: {', '.join(there)}")
+    return True
+
+
+def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
+    """Tokenise and pack as the run will, into the cache it will read; returns the number of steps."""
+    try:
+        stream, held_out, _ = prepare(plan, tokenizer, found.progress)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
+    own = tokenizer.chat_template != PLAIN_CHAT_TEMPLATE
+    facts = sequence_facts(plan, stream, len(held_out)) | {
+        "vocab_size": len(tokenizer),
+        "template": ("the tokenizer's" if own else "plain") if plan.recipe.data.format == "chat" else None,
+        "example": stream.corpus.show(tokenizer),
     }
-    line = f"torch {torch.__version__}, transformers {transformers.__version__}, {gpus} GPUs, {free / GIB:.0f} GiB free"
-    return facts, [line]
+    found.passed("data", facts, *sequence_lines(plan, facts))
+    if plan.recipe.data.format == "chat" and not own:
+        found.note("the tokenizer has no chat template: a plain one is used, as in the first sequence above")
+    return int(facts["steps"])
 
 
-def describe_data(
-    plan: Plan, corpus: Corpus, blocks: int, held_out: int, tokenizer: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """What the rows became, with the first of them decoded."""
-    steps = plan.total_steps(blocks)
-    facts = {
-        **corpus.notes, "sequences": blocks, "eval_sequences": held_out, "fill": corpus.fill(), "steps": steps,
-        "vocab_size": len(tokenizer), "example": corpus.show(tokenizer),
-    }  # fmt: skip
-    notes = corpus.notes
-    lines = [
-        f"{notes['rows']:,} rows, {notes['tokens']:,} tokens ({notes['label_tokens']:,} trained)",
-        f"{blocks:,} sequences of {corpus.seq_len}, {corpus.fill():.1%} real; {held_out:,} held out; {steps:,} steps",
-        f"cut {notes['cut']:,}, split {notes['split']:,}, dropped {notes['dropped']:,} rows",
-        f"the first sequence, trained parts in ⟦ ⟧:\n{corpus.show(tokenizer)}",
+def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
+    """What the rows became."""
+    corpus, train = stream.corpus, plan.recipe.train
+    return {
+        **corpus.notes,
+        "lengths": length_facts(corpus.lengths, corpus.seq_len),
+        "sequences": len(stream),
+        "eval_sequences": held_out,
+        "fill": corpus.fill(),
+        "steps_per_epoch": len(stream) / train.global_batch_size,
+        "steps": plan.total_steps(len(stream)),
+        "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
+    }
+
+
+def sequence_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
+    """Those facts for the person: counts, the histogram, an example."""
+    data, lengths = plan.recipe.data, facts["lengths"]
+    fates = {"concat": "cut wherever a sequence ends"}
+    beyond = fates.get(data.packing, "split" if data.format == "text" else f"cut at {data.seq_len:,}")
+    longer = f"{lengths['over_seq_len']:,} are longer than seq_len {data.seq_len:,}" + f" ({beyond})"
+    return [
+        f"{facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
+        f"{facts['dropped']:,} rows dropped, without a trained token",
+        f"rows by tokens: median {lengths['median']:,}, longest {lengths['longest']:,}; "
+        + (longer if lengths["over_seq_len"] else f"none is longer than seq_len {data.seq_len:,}"),
+        "\n".join(bars(lengths, data.seq_len, beyond)),
+        f"{facts['sequences']:,} sequences of {data.seq_len:,}, {facts['fill']:.1%} real tokens; "
+        f"{facts['eval_sequences']:,} held out; {facts['steps_per_epoch']:,.1f} steps an epoch, {facts['steps']:,} in "
+        f"all; {size(facts['prepared_bytes'])} in the cache",
+        f"the first sequence, trained parts in ⟦ ⟧:\n{facts['example']}",
     ]
-    return facts, lines
+
+
+def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings) -> None:
+    """Build the model without its weights and take it apart as the strategy will."""
+    model = plan.recipe.model
+    config = load_config(plan, vocab_size)
+    if not attention_available(model.attn_implementation):  # the machine's problem; eager is in every model
+        model = dataclasses.replace(model, attn_implementation="eager")
+    built = skeleton(config, model)
+    facts = model_facts(plan, built, units_of(built, plan.recipe.fsdp.wrap))
+    found.passed("model", facts, *model_lines(facts))
+    found.table(HEADER, unit_rows(facts))
+    if plan.pretrained:
+        with found.trying(), hub_errors("model.id", str(model.id)):
+            if Path(str(model.id)).is_dir():  # nothing is downloaded for a dry run
+                checkpoint_files(plan)
+    disk = disk_facts(plan, facts["parameters"], steps)
+    found.passed("model", {"disk": disk}, f"disk: {disk_line(disk)}")
+    for error in disk_problems(plan, disk):
+        found.fail(error, only_here=True)
 
 
 def main() -> None:
-    """`python -m fsdptrain.validate [--json]` with a plan on standard input."""
-    as_json = "--json" in sys.argv
+    """`python -m fsdptrain.validate [--json] [--elsewhere] [--no-build] [--problem TEXT]…`, the plan on stdin."""
+    parser = argparse.ArgumentParser()
+    for flag in ("--json", "--elsewhere", "--no-build"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--problem", action="append", default=[])
+    words = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is said here
     plan = Plan.from_json(sys.stdin.read())
-    found: dict[str, Any] = {"problems": []}
-    code = 0
-    with Screen() as screen:
-        progress = Reporter(None).progress if as_json else _shown(screen)
-        try:
-            for name, facts, lines in levels(plan, progress):
-                found[name] = facts
-                for line in [] if as_json else lines:
-                    screen.say(f"{name:>8}  {line}")
-        except FsdptrainError as error:
-            found["problems"], code = str(error).splitlines(), error.exit_code
-            if not as_json:
-                print(f"fsdptrain: {error}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    sys.exit(code)
-
-
-def _shown(screen: Screen) -> Any:
-    def progress(stage: str, done: int, total: int) -> None:
-        screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
-
-    return progress
+    with Screen(Console(stderr=True) if words.json else None) as screen:
+        found = Findings(screen, words.json, words.elsewhere)
+        spare_retries(plan)
+        dry_run(plan, found, words.problem, not words.no_build)
+    if words.json:
+        print(found.to_json())
+    found.tell_problems()
+    sys.exit(found.exit_code)
 
 
 if __name__ == "__main__":

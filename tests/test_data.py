@@ -201,7 +201,7 @@ def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
     order, blocks = pack(pieces, data)
     labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
     tokens = np.arange(len(flags), dtype=np.uint32)
-    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "")
+    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "", np.array(lengths))
 
 
 @given(documents())

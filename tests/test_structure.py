@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fsdptrain"
 ABOVE = ("errors", "schema", "recipe", "rundir", "manifest", "plan", "report", "launch", "cli")
 BELOW = (
     "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "weights", "shard", "optim", "engine", "checkpoint",
-    "export", "validate", "worker",
+    "export", "findings", "machine", "histogram", "anatomy", "validate", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

@@ -1,0 +1,157 @@
+"""What this machine has of what a run needs: devices, backends, the attention kernel, a port, room on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
+
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.plan import Plan
+from fsdptrain.report import size
+from fsdptrain.rundir import RunDir
+
+TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
+
+
+def machine_facts(plan: Plan) -> dict[str, Any]:
+    """The devices and what torch and transformers can do with them here."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kernel = plan.recipe.model.attn_implementation
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "cpu": {
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        },
+        "backends": [
+            name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+        ],
+        "attention": {"kernel": kernel, "available": attention_available(kernel)},
+        "rendezvous": rendezvous(plan),
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Those facts for the person."""
+    names = [f"{gpu['name']} {size(gpu['memory_bytes'])}" for gpu in facts["gpus"]]
+    cpu = f"{facts['cpu']['cores']} cores, {size(facts['cpu']['memory_bytes'])} of RAM"
+    kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    return (
+        f"{' + '.join([*kinds, cpu])}; torch {facts['torch']}, transformers {facts['transformers']}; "
+        f"{' and '.join(facts['backends'])}, {facts['attention']['kernel']} attention; ranks meet at "
+        f"{facts['rendezvous']['endpoint']} ({facts['rendezvous']['state']})"
+    )
+
+
+def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """What the run needs and this machine lacks; another machine may have it."""
+    workers, gpus, kernel = plan.topology.nproc_per_node, len(facts["gpus"]), facts["attention"]["kernel"]
+    if plan.topology.device == "cuda" and gpus < workers:
+        yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
+    for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
+        if name not in facts["backends"]:
+            yield RecipeError(f"this build of torch has no {name}, in which {plan.topology.device} ranks talk")
+    if not facts["attention"]["available"]:
+        yield RecipeError(
+            f"model.attn_implementation: {kernel} is not to be had here: it needs a package of its own and a GPU for "
+            "it; sdpa and eager are part of torch"
+        )
+    if facts["rendezvous"]["state"] in ("in use", "unknown host"):
+        yield RecipeError(
+            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; name a host "
+            "that every node knows and a port that is free on it"
+        )
+    folder = _existing(Path(plan.run_dir))
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        yield RecipeError(f"output_dir: cannot write to {folder}")
+
+
+def attention_available(kernel: str) -> bool:
+    """Whether an attention kernel can be imported here: transformers' own checks."""
+    if kernel == "flash_attention_2":  # transformers also takes it from the `kernels` package
+        return bool(is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available()))
+    return bool(kernel != "flex_attention" or is_torch_flex_attn_available())
+
+
+def rendezvous(plan: Plan) -> dict[str, str]:
+    """Where the ranks would meet, and whether they can: free, in use, another machine, unknown host.
+
+    Raises RecipeError for an endpoint that is not host:port.
+    """
+    endpoint = plan.recipe.launch.rdzv_endpoint
+    if plan.topology.nnodes == 1 or endpoint is None:
+        return {"endpoint": "loopback", "state": "any free port"}
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, TORCHRUN_PORT)
+    except ValueError as error:
+        raise RecipeError(f"launch.rdzv_endpoint: {error}") from None
+    return {"endpoint": f"{host}:{port}", "state": _port_state(host, port)}
+
+
+def _port_state(host: str, port: int) -> str:
+    """Only the machine that owns the address can listen on it, so trying to tells whose it is."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return "unknown host"
+    try:
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        return "another machine" if error.errno == errno.EADDRNOTAVAIL else "in use"
+    return "free"
+
+
+def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]:
+    """What checkpoints and export will take on the disk of output_dir, and what is free there.
+
+    A checkpoint holds the master weights and AdamW's two moments. One more is there than is kept, while it is written;
+    those an earlier run left will make room. Prepared data is not counted: it lies in the cache already.
+    """
+    recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
+    every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
+    if steps is not None:
+        copies = min(copies, -(-steps // every) if every else 1)
+    checkpoint = 3 * parameters * getattr(torch, recipe.model.dtype).itemsize
+    export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
+    held = sum(path.stat().st_size for path in rundir.checkpoints.rglob("*") if path.is_file())
+    return {
+        "checkpoint_bytes": checkpoint,
+        "checkpoints": copies,
+        "export_bytes": export,
+        "needed_bytes": max(0, copies * checkpoint - held) + export,
+        "free_bytes": shutil.disk_usage(_existing(rundir.root)).free,
+    }
+
+
+def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """That there is too little room, with what takes it."""
+    if facts["free_bytes"] < facts["needed_bytes"]:
+        yield CheckpointError(
+            f"output_dir: {disk_line(facts)} on the disk of {plan.run_dir}: lower checkpoint.keep, or choose another"
+        )
+
+
+def disk_line(facts: dict[str, Any]) -> str:
+    """The disk's facts for the person."""
+    return (
+        f"{size(facts['needed_bytes'])} needed (at most {facts['checkpoints']} checkpoints of "
+        f"{size(facts['checkpoint_bytes'])} at a time, an export of {size(facts['export_bytes'])}), "
+        f"{size(facts['free_bytes'])} free"
+    )
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())

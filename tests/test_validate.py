@@ -1,0 +1,260 @@
+"""The dry run: every level as far as it can go, all problems at once, facts that agree with transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support import ROOT, TINY, fsdptrain, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain import machine
+from fsdptrain.anatomy import model_facts, owned_by_unit
+from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
+from fsdptrain.findings import Findings
+from fsdptrain.histogram import bars, length_facts
+from fsdptrain.hub import hub_errors
+from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.plan import Plan, draft_plan, find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.report import Screen
+from fsdptrain.validate import dry_run
+
+LLAMA = {"model_type": "llama", **TINY}
+
+
+def draft(recipe: Path, *overrides: str, gpus: str = "") -> tuple[Plan, list[str]]:
+    written = load(recipe, list(overrides))
+    topology = find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": gpus}, elsewhere=True)
+    plan, problems = draft_plan(written, topology, elsewhere=True)
+    return plan, [str(problem) for problem in problems]
+
+
+def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str = "") -> tuple[Findings, str]:
+    """A dry run in this process: what it found, and what it showed."""
+    plan, problems = draft(recipe, *overrides, gpus=gpus)
+    with Screen(Console(file=io.StringIO(), width=80, soft_wrap=True)) as screen:
+        found = Findings(screen, elsewhere=elsewhere)
+        dry_run(plan, found, problems)
+        return found, screen.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def free_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
+
+
+EVERYTHING_WRONG = (
+    "data.path=nope.jsonl", "train.global_batch_size=7", "model.attn_implementation=flash_attention_2",
+    "launch.nproc_per_node=64", "launch.nnodes=2", "launch.rdzv_endpoint=nobody.invalid:29500",
+)  # fmt: skip
+
+
+@pytest.fixture
+def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without flash attention, without a known host and with a full disk."""
+    monkeypatch.setattr(machine, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(machine, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(machine, "_port_state", lambda host, port: "unknown host")
+    free_disk(monkeypatch, 1000)
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    found, shown = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
+    wanted = [
+        "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not to be had here",
+        "launch.rdzv_endpoint: nobody.invalid:29500: unknown host", "data.path: nothing at", "output_dir:",
+    ]  # fmt: skip
+    told = [problem for problem in found.problems if not problem.startswith("this build of torch")]
+    assert len(told) == len(wanted), found.problems
+    assert all(text in problem for text, problem in zip(wanted, told, strict=True))
+    assert found.exit_code == RecipeError.exit_code
+    assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
+    assert "LlamaForCausalLM" in shown and "torch" in shown
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_elsewhere_what_is_missing_here_is_a_note(tmp_path: Path) -> None:
+    overrides = [word for word in EVERYTHING_WRONG if "batch" not in word]
+    overrides += ["train.global_batch_size=128", "data.eval={path: nope-either.jsonl}", "model.tokenizer=org/name"]
+    recipe = write_recipe(tmp_path)
+    found, shown = validate(recipe, *overrides, elsewhere=True, gpus=",".join(map(str, range(64))))
+    assert (found.problems, found.exit_code) == ([], 0)
+    missing = [note for note in found.notes if note.startswith("not checked here: ")]
+    for text in ("64 workers", "flash_attention_2", "nobody.invalid", "nothing at", "eval.path", "org/name", "output_"):
+        assert any(text in note for note in missing), text
+    assert all(note.split()[-1] in shown for note in missing)
+    assert found.levels["model"]["architecture"] == "LlamaForCausalLM"
+    plan = make_plan(load(recipe, ["data.path=nope.jsonl"]), find_topology(load(recipe).recipe, {}), elsewhere=True)
+    assert plan.data_path == str(Path.cwd() / "nope.jsonl")
+
+
+def test_the_exit_code_is_the_most_basic_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_recipe(tmp_path)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"txt": "a"}\n')
+    free_disk(monkeypatch, 1000)
+    found, _ = validate(recipe)
+    assert found.exit_code == CheckpointError.exit_code
+    facts = found.levels["model"]["disk"]
+    assert facts["checkpoint_bytes"] == 12 * found.levels["model"]["parameters"]
+    assert facts["checkpoints"] == 2 and facts["free_bytes"] == 1000  # four steps, one checkpoint every two
+    found, _ = validate(recipe, f"data.path={bad}")
+    assert found.exit_code == DataError.exit_code and "no column 'text'" in found.problems[0]
+    found, _ = validate(recipe, f"data.path={bad}", "model.config.hiden_size=64")
+    assert found.exit_code == RecipeError.exit_code and len(found.problems) == 2
+
+
+def test_a_defect_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdptrain.validate.prepare", lambda *_: 1 / 0)
+    found, _ = validate(write_recipe(tmp_path))
+    assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
+    assert "model" in found.levels
+
+
+def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> None:
+    plan, _ = draft(write_recipe(tmp_path))
+    before = machine.disk_facts(plan, 1000, None)
+    assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
+    assert machine.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
+
+
+def test_who_owns_the_meeting_place(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        plan, _ = draft(recipe, "launch.nnodes=2", f"launch.rdzv_endpoint=127.0.0.1:{port}")
+        assert machine.rendezvous(plan) == {"endpoint": f"127.0.0.1:{port}", "state": "in use"}
+    assert machine.rendezvous(plan)["state"] == "free"
+    plan, _ = draft(recipe, "launch.nnodes=2", "launch.rdzv_endpoint=192.0.2.1:29500")
+    assert machine.rendezvous(plan)["state"] == "another machine"
+    plan, _ = draft(recipe, "launch.nnodes=2", "launch.rdzv_endpoint=here:there")
+    with pytest.raises(RecipeError, match=r"launch\.rdzv_endpoint"):
+        machine.rendezvous(plan)
+
+
+def test_the_histogram_holds_every_row_once() -> None:
+    rng = np.random.default_rng(0)
+    for lengths in (rng.integers(0, 5000, 999), np.array([1]), np.array([0]), np.array([300000]), np.array([64, 64])):
+        facts = length_facts(lengths, 300)
+        counted = [((lengths >= bin["from"]) & (lengths <= bin["to"])).sum() for bin in facts["bins"]]
+        assert [bin["rows"] for bin in facts["bins"]] == counted and sum(counted) == len(lengths)
+        longer = sum(bin["rows"] for bin in facts["bins"] if bin["from"] > 300)
+        assert longer == facts["over_seq_len"] == (lengths > 300).sum()
+        assert any("cut" in line for line in bars(facts, 300, "cut")) == bool(longer)
+
+
+def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
+    found, shown = validate(write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2}))
+    data = found.levels["data"]
+    assert sum(bin["rows"] for bin in data["lengths"]["bins"]) == data["rows"] == 300
+    assert data["tokens"] == round(data["lengths"]["mean"] * data["rows"])  # texts are split, and lose nothing
+    assert data["split"] == data["lengths"]["over_seq_len"] > 0
+    assert data["steps"] == -(-2 * data["sequences"] // 8) and data["steps_per_epoch"] == data["sequences"] / 8
+    assert data["columns"] == ["text"] and data["needed"] == {"text": "text"}
+    assert "█" in shown and "⟦First Citizen" in shown and "longer than seq_len 64 (split)" in shown
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("strategy", "ranks"), [("FULL_SHARD", 3), ("NO_SHARD", 2)])
+def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, tmp_path: Path) -> None:
+    config = {**LLAMA, "tie_word_embeddings": tied}
+    plan, _ = draft(
+        write_recipe(tmp_path, model__config=config, fsdp__strategy=strategy),
+        f"launch.nproc_per_node={ranks}", "train.global_batch_size=6", "fsdp.mixed_precision.param_dtype=bfloat16",
+        "fsdp.activation_checkpointing={every: 2}",
+    )  # fmt: skip
+    model = skeleton(load_config(plan, None), plan.recipe.model)
+    units = units_of(model, "auto")
+    facts = model_facts(plan, model, units)
+    real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert facts["parameters"] == real.num_parameters()
+    assert sum(unit["parameters"] * unit["count"] for unit in facts["units"]) == real.num_parameters()
+    assert sum(unit["gathered_bytes"] * unit["count"] for unit in facts["units"]) == 2 * real.num_parameters()
+    sharded = ranks if strategy == "FULL_SHARD" else 1
+    rank_0 = sum(param.chunk(sharded)[0].nbytes for param in real.parameters())
+    assert facts["shard_bytes"] == sum(unit["shard_bytes"] * unit["count"] for unit in facts["units"]) == rank_0
+    names = [unit["unit"] for unit in facts["units"]]
+    assert names == (["model.layers.0-2", "root"] if tied else ["embedding", "model.layers.0-2", "head", "root"])
+    kept = [unit["unit"] for unit in facts["units"] if unit["stays_gathered"]]
+    assert kept == ([name for name in names if name in ("head", "root")] if strategy == "FULL_SHARD" else names)
+    tie = {"tied": True, "weights": ["lm_head.weight = model.embed_tokens.weight"], "unit": "root"}
+    assert facts["tied"] == (tie if tied else {"tied": False, "weights": [], "unit": None})
+    assert (facts["blocks"], facts["recomputed_blocks"]) == (3, 2)
+
+
+def test_units_of_several_sizes_are_not_thrown_together(tmp_path: Path) -> None:
+    plan, _ = draft(write_recipe(tmp_path), "fsdp.wrap=[LlamaMLP]")
+    model = skeleton(load_config(plan, None), plan.recipe.model)
+    owned = {name: sum(p.numel() for p in params) for name, _, params in owned_by_unit(model, units_of(model, "auto"))}
+    assert owned["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
+    facts = model_facts(plan, model, units_of(model, ["LlamaMLP"]))
+    assert [unit["unit"] for unit in facts["units"]] == ["model.layers.0-2.mlp", "root"]
+    assert {*facts["dtypes"].values()} == {"float32", None}
+    with pytest.raises(RecipeError, match="LlamaMLP lies inside LlamaDecoderLayer"):
+        units_of(model, ["LlamaDecoderLayer", "LlamaMLP"])
+
+
+def test_an_id_on_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    model = {"id": "org/model", "init": "random"}
+    found, _ = validate(write_recipe(tmp_path, model=model))
+    assert len(found.problems) == 1 and found.exit_code == RecipeError.exit_code
+    for word in ("org/model", "the Hub cannot be reached", "local folder", "model_type", "vocab_size", "model.config"):
+        assert word in found.problems[0]
+    assert "rows" not in found.levels["data"] and "model" not in found.levels
+    found, _ = validate(write_recipe(tmp_path, model=model | {"config": LLAMA}, data__path="org/data"))
+    assert found.levels["model"]["blocks"] == 3  # planned without the Hub
+    assert [problem.split(":")[0] for problem in found.problems] == ["data.path", "model.id"]
+    assert "local file" in found.problems[0]
+
+
+def test_such_an_error_keeps_its_kind_from_process_to_process() -> None:
+    with pytest.raises(RecipeError) as caught, hub_errors("model.id", "runs/not/there"):
+        pass
+    assert type(from_record(to_record(caught.value))) is type(caught.value)
+
+
+def names_in(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return {name for item in value for name in names_in(item)}
+    return {n for k, v in value.items() for n in {k} | names_in(v)} if isinstance(value, dict) else set()
+
+
+def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    done = fsdptrain("validate", recipe, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert list(found) == ["plan", "machine", "data", "model", "notes", "problems"] and found["problems"] == []
+    found["data"]["needed"] = {}  # its names are the columns'
+    documented = (ROOT / "docs" / "validate.md").read_text()
+    assert [name for name in names_in(found) if f"`{name}`" not in documented] == []
+
+
+def test_the_command_prints_one_object_even_for_a_bad_recipe(tmp_path: Path) -> None:
+    done = fsdptrain("validate", write_recipe(tmp_path), "--json", "train.stepz=1", "seed=x")
+    found = json.loads(done.stdout)
+    assert done.returncode == 2 and found.keys() == {"notes", "problems"}
+    assert len(found["problems"]) == 2 and "train.stepz" in " ".join(found["problems"])
+
+
+def test_the_command_lists_problems_at_the_end_and_builds_no_model_if_told_not_to(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, data__path="nope.jsonl", train__global_batch_size=7)
+    done = fsdptrain("validate", recipe, "--no-build")
+    assert done.returncode == 2
+    assert "machine" in done.stdout and "LlamaForCausalLM" not in done.stdout
+    first, *problems = done.stderr.splitlines()
+    assert first == "fsdptrain: 2 problems" and len(problems) == 2
+    assert "recipe.yaml:" in problems[0] and "nope.jsonl" in problems[1]
