@@ -85,19 +85,28 @@ def run(
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
+    hardware: Annotated[str | None, typer.Option(help="plan for other machines: 8xh100-80gb, memory=…,flops=…")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the memory of one step to this .svg or .png")] = None,
+    advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before the model is built")] = False,
 ) -> None:
-    """Check a recipe without launching anything: keys, plan, machine, data, model."""
+    """Know before the launch: keys, plan, machine, data, model, memory, communication, time; nothing is started."""
     import subprocess
 
     try:
         written = _load(recipe, overrides)
+        from fsdptrain.hardware import parse
         from fsdptrain.launch import child_environment
-        from fsdptrain.plan import draft_plan, find_topology
+        from fsdptrain.plan import draft_plan, find_topology, topology_of
+        from fsdptrain.plot import refuse_undrawable
 
-        # The levels themselves say what is not here, all of it at once.
-        topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
+        if plot is not None:
+            refuse_undrawable(plot)
+        if hardware is not None:
+            topology = topology_of(written.recipe, *parse(hardware))
+        else:  # the levels themselves say what is not here, all of it at once
+            topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
         plan, problems = draft_plan(written, topology, elsewhere=True)
     except FsdptrainError as error:
         if as_json:
@@ -105,7 +114,10 @@ def validate(
             sys.exit(error.exit_code)
         raise
     words = [sys.executable, "-m", "fsdptrain.validate", *(f"--problem={problem}" for problem in problems)]
-    words += [flag for flag, asked in (("--json", as_json), ("--no-build", no_build)) if asked]
+    asked = {"--json": as_json, "--no-build": no_build, "--advise": advise}
+    words += [flag for flag, on in asked.items() if on]
+    values = {"--hardware": hardware, "--plot": plot}
+    words += [f"{option}={value}" for option, value in values.items() if value is not None]
     done = subprocess.run(words, input=plan.to_json(), text=True, check=False, env=child_environment())
     if done.returncode:
         sys.exit(done.returncode)

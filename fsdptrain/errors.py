@@ -3,6 +3,7 @@
     FsdptrainError            1   a defect of ours, when nothing more exact is known
     ├── RecipeError           2   the recipe or the command line is wrong
     │   └── NoModel           2   a model or tokenizer is not here, nor can the Hub be reached
+    ├── DoesNotFit            3   a dry run says that the memory will not do
     ├── DataError             4   the data is wrong: file, line, what was expected
     │   └── NoData            4   there is no data here, nor can the Hub be reached
     ├── WorkerError           5   a worker failed or hung
@@ -37,6 +38,12 @@ class RecipeError(FsdptrainError):
 
 class NoModel(RecipeError):
     """A model or tokenizer that is not on this machine, and not to be had from it; another may have it."""
+
+
+class DoesNotFit(FsdptrainError):
+    """What a dry run foresees does not fit into the memory there is."""
+
+    exit_code = 3
 
 
 class DataError(FsdptrainError):
@@ -91,6 +98,7 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
         FsdptrainError,
         RecipeError,
         NoModel,
+        DoesNotFit,
         DataError,
         NoData,
         WorkerError,

@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, NoData, NoModel, RecipeError
+from fsdptrain.errors import CheckpointError, DataError, DoesNotFit, FsdptrainError, NoData, NoModel, RecipeError
 from fsdptrain.report import Screen
 
-# Exit codes, the most basic first; 3 is a run that will not fit.
-BASIC_FIRST = (RecipeError.exit_code, DataError.exit_code, CheckpointError.exit_code, 3, FsdptrainError.exit_code)
+# Exit codes, the most basic first.
+BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointError, DoesNotFit, FsdptrainError)]
 
 
 class Findings:
@@ -25,6 +25,7 @@ class Findings:
     def __init__(self, screen: Screen, quiet: bool = False, elsewhere: bool = False) -> None:
         self.screen, self.quiet, self.elsewhere = screen, quiet, elsewhere
         self.levels: dict[str, dict[str, Any]] = {}
+        self.step: dict[str, Any] = {}  # the forecast, whose names stand beside the levels' in the JSON
         self.notes: list[str] = []
         self.problems: list[str] = []
         self._codes: set[int] = set()
@@ -32,6 +33,10 @@ class Findings:
     def passed(self, level: str, facts: dict[str, Any], *lines: str) -> None:
         """Keep a level's facts and show its lines."""
         self.levels.setdefault(level, {}).update(facts)
+        self.shown(level, *lines)
+
+    def shown(self, level: str, *lines: str) -> None:
+        """Show lines of a level whose facts are kept elsewhere."""
         for number, line in enumerate(lines):
             self._say("" if number else level, line)
 
@@ -39,6 +44,11 @@ class Findings:
         """Show a table."""
         if not self.quiet:
             self.screen.table(header, rows)
+
+    def draw(self, renderable: Any) -> None:
+        """Show something Rich can print."""
+        if not self.quiet:
+            self.screen.console.print(renderable)
 
     def note(self, text: str) -> None:
         """Keep and show what the person should know, though nothing is wrong with it."""
@@ -79,7 +89,7 @@ class Findings:
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
-        return json.dumps({**self.levels, "notes": self.notes, "problems": self.problems}, indent=2)
+        return json.dumps({**self.levels, **self.step, "notes": self.notes, "problems": self.problems}, indent=2)
 
     def tell_problems(self) -> None:
         """List the problems on standard error."""

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from fsdptrain import __version__
 from fsdptrain.errors import NoData, Problem, RecipeError
+from fsdptrain.hardware import Hardware
 from fsdptrain.recipe import Written
 from fsdptrain.schema import Recipe, flat
 
@@ -166,6 +167,22 @@ def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) 
     if gpus and nproc > gpus and not elsewhere:
         raise RecipeError([Problem(f"{nproc} workers, but {gpus} GPUs are visible", "launch.nproc_per_node")])
     return Topology(device, recipe.launch.nnodes, nproc)
+
+
+def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topology:
+    """The processes on machines one is not on: `count` cards where it is said, else what `launch` asks for.
+
+    Raises RecipeError for a count that does not fill its nodes.
+    """
+    device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
+    launch = recipe.launch
+    if count is None:
+        nproc = hardware.gpus_per_node if launch.nproc_per_node == "auto" else launch.nproc_per_node
+        return Topology(device, launch.nnodes, nproc)
+    nproc = min(count, hardware.gpus_per_node)
+    if count % nproc:
+        raise RecipeError(f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}")
+    return Topology(device, count // nproc, nproc)
 
 
 def visible_gpus(env: dict[str, str]) -> int:

@@ -168,6 +168,15 @@ class Screen:
             cells = zip(row, widths, right, strict=True)
             self.say("  ".join(f"{word:>{w}}" if number else f"{word:<{w}}" for word, w, number in cells).rstrip())
 
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Show on a live terminal that something takes a while."""
+        task = self._bars.add_task(what, total=None, note="", visible=self.live)
+        try:
+            yield
+        finally:
+            self._bars.remove_task(task)
+
     def _bar(self, name: str, done: float, total: float, note: str = "") -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note=note)

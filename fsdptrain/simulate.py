@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it comes back as operators on local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _Propagation.depth:
+        if _Propagation.depth or func.namespace == "prim":  # prim asks for a tensor's device and the like
             return result
         backward = torch._C._current_graph_task_id() != -1
         if backward and self.moment == "loss":

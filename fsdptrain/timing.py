@@ -15,6 +15,7 @@ from fsdptrain.trace import Collective, Event, Kernel, Record, Synchronize, Wait
 
 LATENCY_S = 20e-6  # of a collective, and for every rank that a ring passes
 HOP_S = 1.5e-6
+COMPUTE = 0  # the stream that everything but FSDP2's copies and collectives runs on
 
 
 @dataclass
@@ -50,7 +51,7 @@ def replay(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_no
                 continue
             host += hardware.launch_s
             clock[event.stream] = max(clock[event.stream], host) + seconds
-            timing.compute_s += seconds
+            timing.compute_s += seconds if event.stream == COMPUTE else 0.0
         elif isinstance(event, Collective):
             seconds = collective_s(event, hardware, ranks_per_node)
             timing.communication_s += seconds

@@ -1,4 +1,4 @@
-"""The levels of a dry run below the recipe, in order: plan, machine, data, model. Run by `fsdptrain validate`.
+"""The levels of a dry run below the recipe: plan, machine, data, model, memory, communication, time, verdict.
 
 A level is shown as it passes; one that does not pass does not stop the next, so that all problems come at once.
 `docs/validate.md` names what `--json` holds.
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
 from fsdptrain.errors import CheckpointError, NoData, RecipeError
 from fsdptrain.findings import Findings
+from fsdptrain.forecast import Forecaster
+from fsdptrain.hardware import CPU, CUSTOM, Hardware, card, parse
 from fsdptrain.histogram import bars, length_facts
 from fsdptrain.hub import checkpoint_files, hub_errors, spare_retries
 from fsdptrain.machine import (
@@ -32,15 +35,32 @@ from fsdptrain.machine import (
     machine_problems,
 )
 from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.outlook import (
+    TRAFFIC_HEADER,
+    memory_lines,
+    refusal,
+    time_lines,
+    traffic_lines,
+    traffic_rows,
+    verdict,
+)
 from fsdptrain.plan import Plan
+from fsdptrain.plot import memory_bar
 from fsdptrain.report import Screen, size
 from fsdptrain.rows import data_files, peek
 from fsdptrain.schema import FORMAT_FIELDS
 from fsdptrain.tokenizer import load_tokenizer
 
+BAR_WIDTH = 80  # characters
 
-def dry_run(plan: Plan, found: Findings, problems: list[str] | None = None, build: bool = True) -> None:
-    """Every level, as far as each can go. `problems` are those of the plan itself, which then is only a draft."""
+
+def dry_run(
+    plan: Plan, found: Findings, problems: list[str] | None = None, build: bool = True, look_ahead: Look | None = None
+) -> None:
+    """Every level, as far as each can go. `problems` are those of the plan itself, which then is only a draft.
+
+    The step is forecast where a forecaster is given with `look_ahead`, and the plan is one that could run.
+    """
     for problem in problems or ():
         found.fail(RecipeError(problem))
     if not problems:
@@ -51,6 +71,8 @@ def dry_run(plan: Plan, found: Findings, problems: list[str] | None = None, buil
     if build:
         with found.trying():
             check_model(plan, vocab_size, steps, found)
+            if look_ahead and not problems:
+                check_step(plan, vocab_size, steps, found, look_ahead)
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], str]:
@@ -194,19 +216,63 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
         found.fail(error, only_here=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What is asked of the step: by which process, on which hardware (None: the one here), and drawn where."""
+
+    forecaster: Forecaster
+    hardware: Hardware | None = None
+    plot: Path | None = None
+    advise: bool = False
+
+
+def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings, look: Look) -> None:
+    """Memory, communication and time of a step of the engine, and whether it fits."""
+    hardware = look.hardware or hardware_here(plan)
+    if hardware is None:
+        found.note(f"no figures are known of this card: give --hardware {','.join(f'{key}=…' for key in CUSTOM)}")
+        return
+    drawing = str(look.plot.absolute()) if look.plot else None
+    with found.screen.busy("simulate"):
+        forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
+    found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
+    found.shown("memory", *memory_lines(forecast))
+    found.draw(memory_bar(forecast.breakdown, forecast.overhead_bytes, forecast.memory_bytes, BAR_WIDTH))
+    found.table(TRAFFIC_HEADER, traffic_rows(forecast))
+    found.shown("traffic", *traffic_lines(forecast))
+    found.shown("time", *time_lines(forecast, plan, steps))
+    for note in forecast.notes:
+        found.note(note)
+    if forecast.fits:
+        found.shown("verdict", verdict(forecast))
+    else:
+        found.fail(refusal(forecast))
+
+
+def hardware_here(plan: Plan) -> Hardware | None:
+    """The hardware of this machine; None for a card we have no figures of."""
+    if plan.topology.device == "cpu":
+        return CPU
+    properties = torch.cuda.get_device_properties(0)
+    return card(properties.name, properties.total_memory)
+
+
 def main() -> None:
-    """`python -m fsdptrain.validate [--json] [--elsewhere] [--no-build] [--problem TEXT]…`, the plan on stdin."""
+    """`python -m fsdptrain.validate [option]…`, the options of the command line, with the plan on stdin."""
     parser = argparse.ArgumentParser()
-    for flag in ("--json", "--elsewhere", "--no-build"):
+    for flag in ("--json", "--advise", "--no-build"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--hardware", type=lambda text: parse(text)[1])
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--problem", action="append", default=[])
     words = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is said here
     plan = Plan.from_json(sys.stdin.read())
-    with Screen(Console(stderr=True) if words.json else None) as screen:
-        found = Findings(screen, words.json, words.elsewhere)
+    with Screen(Console(stderr=True) if words.json else None) as screen, Forecaster() as forecaster:
+        found = Findings(screen, words.json, elsewhere=words.hardware is not None)
         spare_retries(plan)
-        dry_run(plan, found, words.problem, not words.no_build)
+        look = Look(forecaster, words.hardware, words.plot, words.advise)
+        dry_run(plan, found, words.problem, not words.no_build, look)
     if words.json:
         print(found.to_json())
     found.tell_problems()

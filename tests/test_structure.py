@@ -11,10 +11,13 @@ import pytest
 from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
-ABOVE = ("errors", "schema", "recipe", "rundir", "manifest", "plan", "report", "launch", "cli")
+ABOVE = (
+    "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "allocator",
+    "timing", "plot", "launch", "forecast", "outlook", "cli",
+)  # fmt: skip
 BELOW = (
     "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "weights", "shard", "optim", "engine", "checkpoint",
-    "export", "findings", "machine", "histogram", "anatomy", "validate", "worker",
+    "export", "simulate", "estimate", "findings", "machine", "histogram", "anatomy", "validate", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 
