@@ -54,6 +54,7 @@ def run(
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
+    from fsdptrain.calibrate import Calibration
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
     from fsdptrain.report import Screen
@@ -70,7 +71,10 @@ def run(
 
         work(plan)
     started = time.monotonic()
-    with _alone_in(rundir), Screen() as screen:
+    with _alone_in(rundir), Screen() as screen, contextlib.ExitStack() as stack:
+        calibration = None
+        if plan.recipe.log.forecast:
+            calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
         try:
             launch(plan, screen)
         except FsdptrainError:
@@ -78,7 +82,9 @@ def run(
         except Exception as error:
             (rundir.logs / "defect.txt").write_text(traceback.format_exc())
             raise FsdptrainError(f"a defect of ours: {error!r}; the traceback: {rundir.logs / 'defect.txt'}") from error
-    screen.summary(time.monotonic() - started)
+        screen.summary(time.monotonic() - started)
+        if calibration:
+            calibration.tell(screen)
 
 
 @app.command()

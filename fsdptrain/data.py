@@ -78,14 +78,15 @@ class Corpus:
         """Blocks `numbers` as int64 tensors [len(numbers), seq_len]: `input_ids`, `labels`, `position_ids`.
 
         Labels are already shifted: position i is to predict labels[i], or nothing where that is -100. Position ids
-        restart at every piece, which is how transformers knows that pieces do not attend to one another. A number of
-        -1 gives a block of padding.
+        restart at every piece, which is how transformers knows that pieces do not attend to one another. Padding goes
+        on counting: nothing before it sees it, and a block of one piece needs no mask but the causal one, so that it
+        gets the flash kernel. A number of -1 gives a block of padding.
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
         for row, number in enumerate(numbers):
-            at = 0
+            at = length = 0
             for start, length, end in self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else ():
                 ids[row, at : at + length] = self.tokens[start : start + length]
                 positions[row, at : at + length] = np.arange(length)
@@ -93,7 +94,7 @@ class Corpus:
                 wanted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
                 labels[row, at : at + len(wanted)] = wanted
                 at += length
-            positions[row, at:] = np.arange(self.seq_len - at)
+            positions[row, at:] = np.arange(length, length + self.seq_len - at)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 

@@ -96,6 +96,12 @@ class World:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def device_memory(self) -> int:
+        """Bytes of the device, or of this machine's memory on CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s against which MFU is counted: published for known GPUs, else this device's own matrix rate."""
         if self.device.type == "cuda" and dtype == torch.bfloat16:

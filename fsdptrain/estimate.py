@@ -24,7 +24,8 @@ from fsdptrain.hardware import Hardware
 from fsdptrain.launch import die_with_parent
 from fsdptrain.model import load_config, skeleton
 from fsdptrain.plan import Plan
-from fsdptrain.simulate import PRETEND, simulate
+from fsdptrain.pretend import PRETEND
+from fsdptrain.simulate import simulate
 from fsdptrain.trace import HOST, Collective, Trace
 
 GPU_BLOCK = 512  # bytes: the CUDA allocator rounds up to these

@@ -1,4 +1,4 @@
-"""What a run will need and how fast it will be: the answer of a process of its own that runs the engine on fake tensors.
+"""What a run will need and how fast it will be, asked of a process of its own that runs the engine on fake tensors.
 
 No torch here: `estimate` is the other side. A process of its own, for a pretended accelerator cannot be taken back, and
 an error inside autograd's device thread ends the process that asked for it.
@@ -19,6 +19,7 @@ from fsdptrain.errors import FsdptrainError, from_record
 from fsdptrain.hardware import Hardware
 from fsdptrain.launch import child_environment
 from fsdptrain.plan import Plan
+from fsdptrain.trace import Category
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Forecast:
     overhead_bytes: int
     host_bytes: int
     moment: str
-    breakdown: dict[str, int]
+    breakdown: dict[Category, int]
     peaks: dict[str, int]
     collectives: list[dict[str, Any]]
     textbook: dict[str, int]
@@ -130,4 +131,3 @@ class Forecaster:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-

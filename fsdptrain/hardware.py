@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from fsdptrain.errors import Problem, RecipeError
 
@@ -55,9 +56,10 @@ class Hardware:
         return self.name == "cpu"
 
 
-def _gpu(name: str, card: str, gib: float, flops32: float, memory_bw: float, intra: float, inter: float, **other: float) -> Hardware:  # noqa: E501
-    numbers = {"flops": PEAK_FLOPS[card], "flops32": flops32, "memory_bw": memory_bw, "intra_bw": intra}
-    return Hardware(name, int(gib * GIB), **numbers, inter_bw=inter, **other)  # type: ignore[arg-type]
+def _gpu(name: str, card: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """`rates` are flops32, memory_bw, intra_bw and inter_bw."""
+    flops32, memory_bw, intra, inter = rates
+    return Hardware(name, int(gib * GIB), PEAK_FLOPS[card], flops32, memory_bw, intra, inter, **other)
 
 
 KNOWN = {

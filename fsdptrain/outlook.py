@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fsdptrain.errors import DoesNotFit
 from fsdptrain.forecast import Forecast
 from fsdptrain.plan import Plan
@@ -89,11 +87,3 @@ def refusal(forecast: Forecast) -> DoesNotFit:
         f"{verdict(forecast)}; `fsdptrain validate --advise` searches for plans that do, the usual steps being "
         "fsdp.activation_checkpointing=full, train.micro_batch_size=1, more ranks, fsdp.cpu_offload=true"
     )
-
-
-def comparison(forecast: Forecast, peak_bytes: int, step_s: float) -> dict[str, Any]:
-    """Forecast beside reality, for the run folder: ratios are forecast over measured."""
-    return {
-        "peak_bytes": {"forecast": forecast.peak_bytes, "measured": peak_bytes, "ratio": forecast.peak_bytes / peak_bytes},
-        "step_s": {"forecast": forecast.step_s, "measured": step_s, "ratio": forecast.step_s / step_s},
-    }  # fmt: skip

@@ -29,6 +29,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def forecast(self) -> Path:
+        """What was foreseen of the run beside what was measured."""
+        return self.root / "forecast.json"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.root / "tensorboard"

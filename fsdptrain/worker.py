@@ -119,6 +119,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     if world.rank == 0:
         save_assets(plan, config, bare, tokenizer, rundir.model)
     units = units_of(model, recipe.fsdp.wrap)
+    baseline = world.peak_memory()
     params = sum(param.numel() for param in model.parameters())
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
     shard(model, units, world, plan)
@@ -127,7 +128,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
     world.barrier()  # on the patient group: one rank's disk may be much slower than another's
     total_steps = plan.total_steps(len(stream))
-    reporter.event("start", **start_facts(plan, world, stream, params, len(units), total_steps))
+    facts = start_facts(plan, world, stream, params, len(units), total_steps)
+    reporter.event("start", **facts, baseline_memory_bytes=baseline)
     if resumed:
         reporter.event("resume", step=resumed)
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
@@ -182,6 +184,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
         "strategy": plan.recipe.fsdp.strategy,
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "device_memory_bytes": world.device_memory(),
         "total_steps": total_steps,
         "blocks": len(stream),
         "seq_len": plan.recipe.data.seq_len,

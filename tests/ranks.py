@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from fsdptrain import weights
 from fsdptrain.errors import FsdptrainError, NonFiniteError
@@ -226,6 +227,54 @@ def read_slices(recipe: str) -> dict[str, int]:
     weights.safe_open = CountingFile
     run, _ = build(recipe, [])
     return {"read": read, "held": sum(p.to_local().numel() for p in run.engine.model.parameters())}
+
+
+def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """What torch's profiler sees of a step of each variant: memory by thread, collectives with their bytes.
+
+    gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one.
+    """
+    width = {"float": 4, "c10::BFloat16": 2, "double": 8}
+    kinds = {
+        "c10d::_allgather_base_": ("all-gather", 0), "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+        "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
+    }  # fmt: skip
+    found = {}
+    for name, overrides in variants.items():
+        run, _ = build(recipe, overrides)
+        curve(run, 1)
+        held = [*run.engine.model.parameters(), *run.engine.model.buffers()]
+        held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
+        with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
+            curve(run, 2, 1)
+        seen = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        memory = [event for event in seen if event.name() == "[memory]"]
+        levels = {}
+        for own in (True, False):
+            level = peak = sum(storages.values())
+            for event in memory:
+                level += event.nbytes() if not own or event.start_thread_id() == 1 else 0
+                peak = max(peak, level)
+            levels["own" if own else "with gloo"] = peak
+        calls = []
+        for event in seen:
+            if event.name() in kinds:
+                kind, place = kinds[event.name()]
+                size = None if place is None else event.shapes()[place][0] * width[event.dtypes()[place]]
+                calls.append([kind, size])
+        gloo = [
+            [event.name(), event.shapes()[0][0] * width[event.dtypes()[0]]]
+            for event in seen
+            if event.name().startswith("gloo:")
+        ]
+        found[name] = {"peak": levels, "calls": calls, "gloo": gloo}
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:

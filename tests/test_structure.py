@@ -13,11 +13,12 @@ from support import ROOT, environment
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
     "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "allocator",
-    "timing", "plot", "launch", "forecast", "outlook", "cli",
+    "timing", "plot", "launch", "forecast", "outlook", "calibrate", "cli",
 )  # fmt: skip
 BELOW = (
     "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "weights", "shard", "optim", "engine", "checkpoint",
-    "export", "simulate", "estimate", "findings", "machine", "histogram", "anatomy", "validate", "worker",
+    "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine", "histogram", "anatomy",
+    "validate", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

@@ -1,0 +1,137 @@
+"""The forecast's foundation: what the engine does on fake tensors is what it does on real ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import on_ranks, write_recipe
+from transformers import AutoConfig
+
+from fsdptrain import simulate
+from fsdptrain.engine import Engine
+from fsdptrain.ledger import peak, traffic
+from fsdptrain.plan import Plan, Topology, make_plan
+from fsdptrain.pretend import pretend_world
+from fsdptrain.recipe import load
+from fsdptrain.recorder import storage_of
+from fsdptrain.trace import HOST, Trace
+
+SMALL = {
+    "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def plan_of(tmp: Path, world: int = 4, nodes: int = 1, device: str = "cpu", **changes: Any) -> Plan:
+    changes = {"model__config": SMALL, "data__seq_len": 256, "train__micro_batch_size": 2} | changes
+    topology = Topology(device, nodes, world // nodes)  # type: ignore[arg-type]
+    return make_plan(load(write_recipe(tmp, **changes)), topology)
+
+
+def config_of(plan: Plan) -> Any:
+    config = dict(plan.recipe.model.config)
+    return AutoConfig.for_model(config.pop("model_type"), **config)
+
+
+def on_fake(plan: Plan) -> Trace:
+    """The trace of a step on a fake CPU device, in this process."""
+    return simulate.simulate(plan, config_of(plan), pretend=False)
+
+
+def on_real(plan: Plan) -> int:
+    """The peak of the CPU allocator in a step on real tensors, as torch's profiler sees it; only the ranks are fake."""
+    packed = plan.recipe.data.packing != "none"
+    with simulate.mends(packed), pretend_world(plan, torch.device(HOST)) as world:
+        engine, _ = simulate.build(plan, config_of(plan), world)
+        step(engine, plan, packed)  # the profiled step is not the first
+        held = [*engine.model.parameters(), *engine.model.buffers()]
+        held += [value for state in engine.optimizer.state.values() for value in state.values()]
+        storages = {s.data_ptr(): s.nbytes() for s in map(storage_of, held)}
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            step(engine, plan, packed)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return sum(storages.values()) + max(itertools.accumulate(changes))
+
+
+def step(engine: Engine, plan: Plan, packed: bool) -> None:
+    shape = (plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len)
+    positions = torch.arange(shape[1] // 2).repeat(2) if packed else torch.arange(shape[1])
+    batches = [
+        {
+            "input_ids": torch.ones(shape, dtype=torch.long),
+            "position_ids": positions.expand(shape).contiguous(),
+            "labels": torch.ones(shape, dtype=torch.long),
+        }
+        for _ in range(plan.accumulation)
+    ]
+    engine.step(0, batches, 1, 1e-4)
+
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+RECOMPUTATIONS = ["none", "full", "selective", {"every": 2}]
+ACCUMULATIONS = [(1, "reduce"), (4, "reduce"), (4, "hold")]
+DTYPES = ["float32", "bfloat16"]
+MATRIX = [
+    {
+        "fsdp__strategy": strategy,
+        "fsdp__activation_checkpointing": recomputation,
+        "fsdp__accumulation": mode,
+        "fsdp__mixed_precision": {"param_dtype": dtype},
+        "train__global_batch_size": 8 * count,
+    }
+    | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
+    for strategy, recomputation, (count, mode), dtype in itertools.product(
+        STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES
+    )
+]
+
+
+def named(changes: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in changes.values())
+
+
+@pytest.mark.parametrize("changes", MATRIX[5::17], ids=named)
+def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = plan_of(tmp_path, **changes)
+    assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
+
+
+RANKED = {
+    "full": ["fsdp.activation_checkpointing=full", "train.global_batch_size=8"],
+    "grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.mixed_precision.param_dtype=bfloat16"],
+    "hold": ["fsdp.accumulation=hold", "train.global_batch_size=8"],
+    "no shard": ["fsdp.strategy=NO_SHARD"],
+    "packed": ["data.packing=bfd"],
+}
+
+
+def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
+    """Collectives exactly, memory within 3% once gloo's own copies, made on its own threads, are left out."""
+    recipe = write_recipe(
+        tmp_path, model__config=SMALL, data__seq_len=256, data__packing="none", train__micro_batch_size=2,
+        train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
+    )  # fmt: skip
+    found = on_ranks(2, "accounts", tmp_path / "out", recipe=str(recipe), variants=RANKED)
+    for name, overrides in RANKED.items():
+        plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
+        trace = on_fake(plan)
+        called = Counter()
+        gathered = [size for what, size in found[0][name]["gloo"] if what == "gloo:all_gather"]
+        for kind, size in found[0][name]["calls"]:
+            called[kind] += 1
+            called[f"{kind} bytes"] += size or 0
+        called["all-gather bytes"] += 2 * min(gathered)  # of the step's statistics; its list hides their size
+        forecast = Counter()
+        for collective in traffic(trace.repeated(plan.accumulation), 2):
+            forecast[collective.kind] += collective.count
+            forecast[f"{collective.kind} bytes"] += collective.size if collective.kind != "all-reduce" else 0
+        assert forecast == called, name
+        for rank in found:
+            assert math.isclose(peak(trace, HOST).allocated, rank[name]["peak"]["own"], rel_tol=0.03), (name, rank)
