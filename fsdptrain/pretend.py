@@ -87,6 +87,14 @@ class DeviceEvent:
         return True
 
 
+KERNELS = torch.library.Library("aten", "IMPL")
+
+
+def _never_called(*args: Any, **kwargs: Any) -> Any:
+    """Fake tensors take only the shape of a result, from elsewhere."""
+    raise NotImplementedError
+
+
 def pretend_accelerator() -> torch.device:
     """Register the accelerator (once a process) and send its attention to the kernels CUDA would choose."""
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -117,6 +125,8 @@ def pretend_accelerator() -> torch.device:
         _setup_privateuseone_for_python_backend(PRETEND, backend_module=Backend())
         attention = cuda_attention(torch.nn.functional.scaled_dot_product_attention)
         torch.nn.functional.scaled_dot_product_attention = attention
+        for name in ("silu_backward", "mish_backward"):  # a device without a kernel of its own gets them in pieces
+            KERNELS.impl(name, _never_called, "PrivateUse1")
         torch._C._nn.scaled_dot_product_attention = attention
         torch.accelerator.current_stream = lambda device=None: Stream.current[-1]  # type: ignore[assignment,return-value]
     return torch.device(PRETEND)

@@ -57,9 +57,11 @@ class Recorder(TorchDispatchMode):
         self.known: Any = WeakIdKeyDictionary()  # torch storage → _Entry
         self.moment = ""
         self.backwards = 0  # begun so far
+        self.entered = False
 
     def __enter__(self) -> Recorder:
         pretend.write_down.append(self.write)
+        self.entered = True
         self._resize, recorder = torch.UntypedStorage.resize_, self
 
         def resize(storage: Any, size: int) -> None:
@@ -76,6 +78,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exception)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         pretend.write_down.remove(self.write)
+        self.entered = False  # what is given back from now on is no part of the trace
 
     def write(self, event: Event) -> None:
         """Add an event to the trace."""
@@ -87,14 +90,14 @@ class Recorder(TorchDispatchMode):
         self.backwards += moment == LOSS_BACKWARD
         self.write(Moment(moment))
 
-    def tag(self, tensor: torch.Tensor, category: Category, known_only: bool = False) -> None:
+    def tag(self, tensor: torch.Tensor, category: Category, unless: Category | None = None) -> None:
         """Say what a tensor's memory is for; if it was not seen before, it was there before the trace."""
         storage = storage_of(tensor)
         entry = self.known.get(storage)
-        if entry is not None:
-            entry.storage.category = category
-        elif not known_only:
+        if entry is None:
             self._new(storage, tensor.device.type, category)
+        elif entry.storage.category != unless:
+            entry.storage.category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
@@ -171,7 +174,7 @@ class Recorder(TorchDispatchMode):
     def _sized(self, entry: _Entry, size: int) -> None:
         """A storage now has this many bytes."""
         before, entry.size = entry.size, size
-        if size == before:
+        if size == before or not self.entered:
             return
         if before:
             if entry.storage.category == "saved activations" and entry.born == self.backwards:

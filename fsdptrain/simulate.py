@@ -7,6 +7,7 @@ the device, the process group and the numbers.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_iter
 from transformers import masking_utils
@@ -121,8 +123,14 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
 def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
     """Let the recorder know which unit is computing, through hooks that change nothing."""
 
-    def forward(name: str) -> Callable[..., None]:
-        return lambda *_: recorder.begin(f"forward of {name}")
+    def forward(unit: Unit) -> Callable[..., None]:
+        def hook(*_: Any) -> None:  # FSDP's own hook came first: the unit is gathered
+            recorder.begin(f"forward of {unit.name}")
+            for param in itertools.chain.from_iterable(module.parameters() for module in unit.modules):
+                if not isinstance(param, DTensor):
+                    recorder.tag(param.detach(), "gathered parameters", unless="parameter shards")
+
+        return hook
 
     def backward(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -132,8 +140,13 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
 
         return hook
 
+    def update(*_: Any) -> None:
+        recorder.begin("optimizer")
+        for grad in engine.local_grads():
+            recorder.tag(grad, "gradients")
+
     for unit in units:
-        unit.modules[0].register_forward_pre_hook(forward(unit.name))
+        unit.modules[0].register_forward_pre_hook(forward(unit))
         unit.modules[-1].register_forward_hook(backward(unit.name))
     engine.model.register_forward_hook(lambda *_: recorder.begin("loss"))
-    engine.optimizer.register_step_pre_hook(lambda *_: recorder.begin("optimizer"))
+    engine.optimizer.register_step_pre_hook(update)

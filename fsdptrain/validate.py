@@ -237,7 +237,9 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
     found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
     found.shown("memory", *memory_lines(forecast))
-    found.draw(memory_bar(forecast.breakdown, forecast.overhead_bytes, forecast.memory_bytes, BAR_WIDTH))
+    fragments = forecast.reserved_bytes - forecast.peak_bytes
+    beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}
+    found.draw(memory_bar(forecast.breakdown, beside, forecast.memory_bytes, BAR_WIDTH))
     found.table(TRAFFIC_HEADER, traffic_rows(forecast))
     found.shown("traffic", *traffic_lines(forecast))
     found.shown("time", *time_lines(forecast, plan, steps))

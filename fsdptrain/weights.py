@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -97,7 +98,8 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
             dtype=getattr(torch, plan.recipe.model.dtype),
             weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
         )
-        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+        with _wrapped_where_they_are():
+            info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     model.tie_weights()
     missing = sorted(name for name, param in model.named_parameters() if param.is_meta)
     unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
@@ -109,6 +111,21 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
             raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+
+
+@contextlib.contextmanager
+def _wrapped_where_they_are() -> Iterator[None]:
+    """transformers makes DTensors by `from_local`, which moves them to the mesh's device: offloaded ones stay here."""
+
+    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+        return DTensor(local.contiguous(), like._spec, requires_grad=False)
+
+    before = core_model_loading._dtensor_from_local_like
+    core_model_loading._dtensor_from_local_like = wrapped  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        core_model_loading._dtensor_from_local_like = before
 
 
 class _Counted:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import on_ranks, write_recipe
-from transformers import AutoConfig
+from support import environment, on_ranks, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import simulate
 from fsdptrain.engine import Engine
@@ -135,3 +137,45 @@ def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
         assert forecast == called, name
         for rank in found:
             assert math.isclose(peak(trace, HOST).allocated, rank[name]["peak"]["own"], rel_tol=0.03), (name, rank)
+
+
+OFFLOADED = """
+import sys
+import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from fsdptrain.model import skeleton, units_of
+from fsdptrain.plan import Plan
+from fsdptrain.pretend import pretend_accelerator, pretend_world
+from fsdptrain.shard import shard
+from fsdptrain.weights import place_buffers, read_weights
+
+plan = Plan.from_json(sys.stdin.read())
+config = AutoConfig.from_pretrained(plan.recipe.model.id)
+with pretend_world(plan, pretend_accelerator()) as world:
+    bare = skeleton(config, plan.recipe.model)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # but for the weights: those are real
+        model = skeleton(config, plan.recipe.model)
+        place_buffers(model, world.device, None)
+        shard(model, units_of(model, "auto"), world, plan)
+    read_weights(model, bare, plan, torch.device("cpu"), lambda *_: None)
+    whole = load_file(plan.recipe.model.id + "/model.safetensors")
+    for name, param in model.named_parameters():
+        local = param.to_local()
+        assert local.device.type == "cpu" and param.device_mesh.device_type == "pretend", name
+        assert torch.equal(local, whole[name][: len(local)]) and len(local) * 2 == len(whole[name]), name
+"""
+
+
+def test_offloaded_weights_are_read_to_the_host_and_stay_there(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{"model_type": "llama", **{k: v for k, v in SMALL.items() if k != "model_type"}})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    plan = plan_of(
+        tmp_path, world=2, device="cuda", fsdp__cpu_offload=True,
+        model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}},
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLOADED], input=plan.to_json(), text=True, capture_output=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
