@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdptrain import pretend
-from fsdptrain.trace import HOST, Alloc, Category, Collective, Event, Free, Kernel, Moment, Storage, Trace
+from fsdptrain.trace import HOST, HOST_STREAM, Alloc, Category, Collective, Event, Free, Kernel, Moment, Storage, Trace
 
 LOSS_BACKWARD = "backward of the loss"
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
@@ -50,8 +50,9 @@ class Recorder(TorchDispatchMode):
 
     hidden = 0  # while above 0, nothing is seen
 
-    def __init__(self, vocab_size: int | None = None) -> None:
+    def __init__(self, device: str, vocab_size: int | None = None) -> None:
         super().__init__()
+        self.device = device
         self.trace = Trace()
         self.vocab_size = vocab_size
         self.known: Any = WeakIdKeyDictionary()  # torch storage → _Entry
@@ -161,8 +162,8 @@ class Recorder(TorchDispatchMode):
         moved = _bytes((args, kwargs)) + (_bytes(result) if not func._schema.is_mutable else 0)
         devices = {t.device.type for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim}
         link = _bytes(result) if len(devices) > 1 else 0
-        if devices == {HOST} and pretend.Stream.current:
-            stream = -1  # the host computes
+        if devices == {HOST} != {self.device}:
+            stream = HOST_STREAM
         self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
 
     def _new(self, storage: Any, device: str, category: Category) -> None:

@@ -82,7 +82,7 @@ def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         engine, units = build(plan, config, world)
-        with Recorder(config.get_text_config().vocab_size) as recorder:
+        with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
             return record_step(recorder, engine, units, plan)
 
 

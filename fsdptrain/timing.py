@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdptrain.hardware import Hardware
-from fsdptrain.trace import Collective, Event, Kernel, Record, Synchronize, Wait
+from fsdptrain.trace import HOST_STREAM, Collective, Event, Kernel, Record, Synchronize, Wait
 
 LATENCY_S = 20e-6  # of a collective, and for every rank that a ring passes
 HOP_S = 1.5e-6
@@ -45,7 +45,7 @@ def replay(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_no
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
             timing.flops += event.flops
-            if event.stream < 0 or hardware.is_cpu:  # the host computes, and goes on when it is done
+            if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, and goes on when it is done
                 host += seconds
                 timing.host_s += seconds
                 continue
@@ -76,7 +76,7 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
     """Seconds of one operator: its arithmetic or its memory traffic, whichever takes longer."""
     if kernel.link:
         return kernel.link / hardware.pcie_bw
-    if kernel.stream < 0:
+    if kernel.stream == HOST_STREAM:
         return kernel.moved / hardware.host_bw
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
     peak = hardware.flops if half else hardware.flops32

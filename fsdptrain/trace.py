@@ -14,6 +14,7 @@ Category = Literal[
     "saved activations", "recomputed activations", "logits and loss", "inputs and buffers", "temporaries",
 ]  # fmt: skip
 HOST = "cpu"
+HOST_STREAM = -1  # of kernels that the host computes for a device
 
 
 @dataclass(slots=True, eq=False)

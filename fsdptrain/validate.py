@@ -236,6 +236,9 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
     with found.screen.busy("simulate"):
         forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
     found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
+    if steps is not None:
+        run_s = steps * forecast.step_s
+        found.step |= {"run_s": run_s, "gpu_hours": run_s / 3600 * plan.topology.world_size}
     found.shown("memory", *memory_lines(forecast))
     fragments = forecast.reserved_bytes - forecast.peak_bytes
     beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections import namedtuple
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsdptrain import machine
 from fsdptrain.anatomy import model_facts, owned_by_unit
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.findings import Findings
+from fsdptrain.forecast import Forecast
 from fsdptrain.histogram import bars, length_facts
 from fsdptrain.hub import hub_errors
 from fsdptrain.model import load_config, skeleton, units_of
@@ -233,12 +235,15 @@ def names_in(value: Any) -> set[str]:
 
 
 def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    done = fsdptrain("validate", recipe, "--json")
+    picture = tmp_path / "step.svg"
+    done = fsdptrain("validate", write_recipe(tmp_path), "--json", "--hardware", "8xh100-80gb", f"--plot={picture}")
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert list(found) == ["plan", "machine", "data", "model", "notes", "problems"] and found["problems"] == []
-    found["data"]["needed"] = {}  # its names are the columns'
+    wanted = {"plan", "machine", "data", "model", "notes", "problems"} | {field.name for field in fields(Forecast)}
+    assert found.keys() == wanted | {"needed_bytes", "run_s", "gpu_hours"} and found["problems"] == []
+    assert found["fits"] and found["peak_bytes"] == sum(found["breakdown"].values())
+    assert picture.read_text().startswith("<?xml")
+    found["data"]["needed"] = found["breakdown"] = found["peaks"] = {}  # whose names are columns', categories, moments
     documented = (ROOT / "docs" / "validate.md").read_text()
     assert [name for name in names_in(found) if f"`{name}`" not in documented] == []
 

@@ -1,0 +1,261 @@
+"""What is said before the launch: hardware, time, and forecasts by the process that makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from support import TINY, events, fsdptrain, write_recipe
+from test_simulate import SMALL, plan_of
+
+from fsdptrain import forecast as forecast_room
+from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.findings import Findings
+from fsdptrain.forecast import Forecaster
+from fsdptrain.hardware import CPU, GIB, KNOWN, card, parse
+from fsdptrain.plan import Plan, topology_of
+from fsdptrain.report import Screen
+from fsdptrain.schema import Recipe
+from fsdptrain.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
+from fsdptrain.trace import Collective, Kernel, Record, Synchronize, Wait
+from fsdptrain.validate import Look, dry_run
+
+H100 = KNOWN["h100-80gb"]
+SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
+
+# --- hardware -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [("h100-80gb", None, "h100-80gb"), ("64xH100-80GB", 64, "h100-80gb"), ("8×h200-141gb", 8, "h200-141gb"),
+     ("cpu", None, "cpu"), ("4xcpu", 4, "cpu")],
+)  # fmt: skip
+def test_hardware_is_read_with_its_count(text: str, count: int | None, name: str) -> None:
+    found, hardware = parse(text)
+    assert (found, hardware.name) == (count, name)
+
+
+def test_hardware_may_be_given_in_numbers() -> None:
+    _, hardware = parse("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9")
+    assert (hardware.memory, hardware.flops, hardware.intra_bw, hardware.inter_bw) == (48e9, 200e12, 30e9, 5e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("h1000", "h100-80gb"), ("0xh100-80gb", "not known"), ("memory=48e9", "needs flops"),
+     ("memory=x,flops=1,intra_bw=1,inter_bw=1", "memory: 'x'"), ("memory=-1,flops=1,intra_bw=1,inter_bw=1", "above 0"),
+     ("memory=1,flops=1,intra_bw=1,inter_bw=1,colour=2", "'colour' is not one of")],
+)  # fmt: skip
+def test_other_hardware_is_refused_with_the_way_out(text: str, says: str) -> None:
+    with pytest.raises(RecipeError, match="--hardware") as refused:
+        parse(text)
+    assert says in str(refused.value)
+
+
+def test_a_count_fills_whole_nodes() -> None:
+    topology = topology_of(Recipe(), 64, H100)
+    assert (topology.nnodes, topology.nproc_per_node, topology.device) == (8, 8, "cuda")
+    assert topology_of(Recipe(), 4, H100).world_size == 4
+    assert topology_of(Recipe(), None, H100).nproc_per_node == 8
+    with pytest.raises(RecipeError, match="12 × h100-80gb do not fill nodes of 8"):
+        topology_of(Recipe(), 12, H100)
+
+
+def test_a_visible_card_is_known_by_name_and_memory() -> None:
+    found = card("NVIDIA A100-SXM4-40GB", 40 * GIB)
+    assert found and found.name == "a100-40gb" and found.memory == 40 * GIB
+    assert card("NVIDIA GeForce GTX 1080", 8 * GIB) is None
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+BUSY = 1_000_000_000_000  # FLOPs
+
+
+def seconds(flops: int) -> float:
+    return flops / (H100.flops * H100.product_share)
+
+
+def test_a_collective_on_a_stream_of_its_own_hides_behind_compute() -> None:
+    gather = Collective("all-gather", tuple(range(8)), 10**9, stream=1)
+    alone = collective_s(gather, H100, 8)
+    work = [Kernel("mm", 20 * BUSY, 0, 0, stream=0)]
+    together = replay([gather, *work], H100, half=True, ranks_per_node=8)
+    assert math.isclose(together.step_s, seconds(20 * BUSY) + H100.launch_s) and alone < together.step_s
+    waiting = replay([gather, Record(1, 1), Wait(1, 0), *work], H100, half=True, ranks_per_node=8)
+    assert math.isclose(waiting.step_s, seconds(20 * BUSY) + alone)
+    assert math.isclose(waiting.exposed_s, alone, rel_tol=1e-6)
+
+
+def test_collectives_of_one_group_run_one_after_the_other() -> None:
+    pair = [Collective("all-gather", (0, 1), 10**9, 1), Collective("reduce-scatter", (0, 1), 10**9, 2)]
+    timed = replay(pair, H100, half=True, ranks_per_node=8)
+    assert math.isclose(timed.step_s, 2 * collective_s(pair[0], H100, 8))
+    apart = replay([pair[0], pair[1]._replace(ranks=(0, 2))], H100, half=True, ranks_per_node=8)
+    assert math.isclose(apart.step_s, collective_s(pair[0], H100, 8))
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    def bare(ranks: range, kind: Any = "all-gather") -> float:
+        seconds = collective_s(Collective(kind, tuple(ranks), 8 * 10**9, 0), H100, 8)
+        return seconds - LATENCY_S - HOP_S * len(ranks)
+
+    assert math.isclose(bare(range(8)), 7e9 / H100.intra_bw)
+    assert math.isclose(bare(range(0, 64, 8)), 7e9 / H100.inter_bw)  # one rank a node: its own network card
+    assert math.isclose(bare(range(16)), max(7.5e9 / H100.intra_bw, 4e9 / (8 * H100.inter_bw)))
+    assert math.isclose(bare(range(8), "all-reduce"), 2 * bare(range(8)))
+    assert collective_s(Collective("all-gather", (0,), 10**9, 0), H100, 8) == 0
+
+
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
+    assert math.isclose(kernel_s(Kernel("mm", BUSY, 1, 0, 0), H100, half=True), seconds(BUSY))
+    assert math.isclose(
+        kernel_s(Kernel("mm", BUSY, 1, 0, 0), H100, half=False), BUSY / (H100.flops32 * H100.product_share)
+    )
+    memory = kernel_s(Kernel("add", 0, 10**9, 0, 0), H100, half=True)
+    assert math.isclose(memory, 1e9 / (H100.memory_bw * H100.memory_share))
+    assert math.isclose(kernel_s(Kernel("copy_", 0, 10**9, 10**9, 0), H100, half=True), 1e9 / H100.pcie_bw)
+    assert kernel_s(Kernel("_fused_adamw_", 0, 10**9, 0, -1), H100, half=True) == 1e9 / H100.host_bw
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**13)), max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_a_step_is_no_shorter_than_its_busiest_stream_and_no_longer_than_all(work: list[tuple[int, int]]) -> None:
+    kernels = [Kernel("mm", flops, 0, 0, stream) for stream, flops in work]
+    timed = replay([*kernels, Synchronize()], H100, half=True, ranks_per_node=8)
+    busy = [sum(seconds(f) for s, f in work if s == stream) for stream in range(4)]
+    launches = len(kernels) * H100.launch_s
+    assert max(busy) <= timed.step_s * (1 + 1e-9) and timed.step_s <= (sum(busy) + launches) * (1 + 1e-9)
+    assert timed.flops == sum(flops for _, flops in work)
+
+
+# --- the forecasting process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def forecaster() -> Iterator[Forecaster]:
+    with Forecaster() as process:
+        yield process
+
+
+def gpu_plan(tmp_path: Path, world: int = 8, nodes: int = 1, **changes: Any) -> Plan:
+    changes = {"model__config": SHALLOW, "train__global_batch_size": 2 * world, "fsdp__mixed_precision": {}} | changes
+    return plan_of(tmp_path, world, nodes, "cuda", **changes)
+
+
+def test_strategies_need_memory_in_their_known_order(tmp_path: Path, forecaster: Forecaster) -> None:
+    order = ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+    found = [
+        forecaster.ask(gpu_plan(tmp_path, 16, 2, fsdp__strategy=strategy), H100)
+        for strategy in order
+    ]  # fmt: skip
+    sharded = {name: forecast.breakdown for name, forecast in zip(order, found, strict=True)}
+    peaks = dict(zip(order, [forecast.peak_bytes for forecast in found], strict=True))
+    assert peaks["FULL_SHARD"] <= min(peaks["HYBRID_SHARD"], peaks["SHARD_GRAD_OP"]) <= peaks["NO_SHARD"]
+    assert peaks["HYBRID_SHARD"] <= peaks["HYBRID_SHARD_ZERO2"] <= peaks["NO_SHARD"]
+    state = {name: b["parameter shards"] + b["optimizer state"] for name, b in sharded.items()}
+    assert state["FULL_SHARD"] == state["SHARD_GRAD_OP"] < state["HYBRID_SHARD"] < state["NO_SHARD"]
+    kinds = {(c["kind"], c["ranks"], c["nodes"]) for c in found[1].collectives}
+    assert {("all-gather", 8, 1), ("reduce-scatter", 8, 1), ("all-reduce", 2, 2)} <= kinds
+
+
+def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaster) -> None:
+    worlds = [(4, 1), (8, 1), (16, 2), (32, 4)]  # all of which divide its dimensions: padding would be another matter
+    found = [forecaster.ask(gpu_plan(tmp_path, *world), H100) for world in worlds]
+    peaks = [forecast.peak_bytes for forecast in found]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Forecaster) -> None:
+    here = forecaster.ask(gpu_plan(tmp_path), H100)
+    there = forecaster.ask(gpu_plan(tmp_path, fsdp__cpu_offload=True), H100)
+    assert there.host_bytes >= here.breakdown["parameter shards"] + here.breakdown["optimizer state"]
+    assert "optimizer state" not in there.breakdown and there.peak_bytes < here.peak_bytes
+    assert there.step_s > here.step_s  # over PCIe, and on the host's cores
+
+
+def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster: Forecaster) -> None:
+    once, twice, often = (
+        forecaster.ask(dataclasses.replace(gpu_plan(tmp_path), accumulation=count), H100) for count in (1, 2, 8)
+    )
+    assert often.peak_bytes == twice.peak_bytes > once.peak_bytes
+    assert often.flops == 8 * (twice.flops - once.flops) + (2 * once.flops - twice.flops)
+
+
+def test_the_cpu_is_forecast_with_what_it_is_measured_to_do(tmp_path: Path, forecaster: Forecaster) -> None:
+    forecast = forecaster.ask(plan_of(tmp_path, 2), CPU)
+    assert forecast.fits and forecast.method == "fake CPU" and forecast.memory_bytes > GIB
+    assert 0 < forecast.step_s < 60 and 0 < forecast.mfu < 1
+
+
+def test_what_the_model_refuses_is_the_recipes_error(tmp_path: Path, forecaster: Forecaster) -> None:
+    plan = gpu_plan(tmp_path, model__config={"model_type": "llama", **TINY, "hiden_size": 3})
+    with pytest.raises(RecipeError, match="did you mean `hidden_size`"):
+        forecaster.ask(plan, H100, vocab_size=512)
+
+
+ABORTS = """
+import json, os, sys
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["pretend"]:
+        print("RuntimeError: no such stream", file=sys.stderr, flush=True)
+        os.abort()
+    print(json.dumps(ANSWER), flush=True)
+"""
+
+
+def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
+) -> None:
+    answer = dataclasses.asdict(forecaster.ask(gpu_plan(tmp_path), H100))
+    script = tmp_path / "fsdptrain" / "estimate.py"
+    script.parent.mkdir()
+    script.write_text(ABORTS.replace("ANSWER", repr(answer)))
+    (script.parent / "__init__.py").touch()
+    monkeypatch.setattr(
+        forecast_room, "child_environment", lambda: {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    )
+    with Forecaster() as process:
+        found = process.ask(gpu_plan(tmp_path), H100)
+    assert "the pretended accelerator failed (RuntimeError: no such stream)" in found.notes[0]
+    script.write_text("raise SystemExit('ImportError: nothing here')")
+    with Forecaster() as process, pytest.raises(FsdptrainError, match="ImportError: nothing here"):
+        process.ask(gpu_plan(tmp_path), H100)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, forecaster: Forecaster) -> None:
+    plan = gpu_plan(tmp_path)
+    with Screen(Console(file=io.StringIO(), width=80, soft_wrap=True)) as screen:
+        found = Findings(screen, elsewhere=True)
+        _, small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9")
+        dry_run(plan, found, look_ahead=Look(forecaster, small))
+        shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    for level in ("plan", "machine", "data", "model", "memory", "traffic", "time"):
+        assert f"{level:>8}  " in shown
+    assert found.exit_code == 3 and "does not fit: " in found.problems[-1]
+    assert "TOO MUCH" in shown and "verdict" not in shown
+
+
+def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=11, log__forecast=True, checkpoint__every=None)
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 0, done.stderr
+    assert "forecast and reality: memory" in done.stdout
+    found = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    steps = sorted(event["step_s"] for event in events(tmp_path / "run", "step")[3:])
+    assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == (steps[3] + steps[4]) / 2
+    assert found["compared"]["peak_bytes"]["forecast"] == found["forecast"]["peak_bytes"]
