@@ -74,6 +74,7 @@ class Forecaster:
         self._process = subprocess.Popen(
             ["nice", "-n", str(self._niceness), *words] if self._niceness else words,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=child_environment(),
+            start_new_session=True,  # the terminal's Ctrl-C is for us to act on
         )  # fmt: skip
 
     def ask(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:

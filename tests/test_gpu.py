@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,23 @@ def test_offload_and_recomputation_change_nothing(tmp_path: Path) -> None:
     assert losses(tmp_path, "offload", "fsdp.cpu_offload=true") == pytest.approx(plain, rel=1e-5)
     selective = "fsdp.activation_checkpointing=selective"
     assert losses(tmp_path, "selective", selective) == pytest.approx(plain, rel=1e-5)
+
+
+LLAMA_1B = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+def test_the_forecast_is_met(tmp_path: Path, recomputation: str) -> None:
+    recipe = write_recipe(
+        tmp_path, model__config=LLAMA_1B, data__seq_len=2048, train__steps=12, log__forecast=True,
+        launch={"nproc_per_node": 1}, fsdp={"activation_checkpointing": recomputation}, checkpoint__every=None,
+        export__at_end=False, data__packing="concat",
+    )  # fmt: skip
+    done = fsdptrain("run", recipe, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compared = json.loads((tmp_path / "run" / "forecast.json").read_text())["compared"]
+    assert compared["peak_bytes"]["ratio"] == pytest.approx(1, abs=0.02)
+    assert compared["step_s"]["ratio"] == pytest.approx(1, abs=0.2)
