@@ -94,7 +94,11 @@ class Engine:
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """The summed cross-entropy over a micro-batch's label tokens, in float32: 0 where every label is masked."""
         batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
-        logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        if self.plan.recipe.train.loss == "chunked":
+            loss: torch.Tensor = self.model(**inputs, labels=batch["labels"])  # see fsdptrain.loss
+            return loss
+        logits = self.model(**inputs).logits
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )

@@ -30,6 +30,7 @@ from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError, Stoppe
 from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
+from fsdptrain.loss import compute_in_chunks
 from fsdptrain.model import load_config, save_assets, skeleton, units_of
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.plan import Plan
@@ -120,6 +121,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
         save_assets(plan, config, bare, tokenizer, rundir.model)
     units = units_of(model, recipe.fsdp.wrap)
     params = sum(param.numel() for param in model.parameters())
+    if recipe.train.loss == "chunked":
+        compute_in_chunks(model)
     shard(model, units, world, plan)
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)

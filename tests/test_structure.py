@@ -13,8 +13,8 @@ from support import ROOT, environment
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = ("errors", "schema", "recipe", "rundir", "manifest", "plan", "report", "launch", "cli")
 BELOW = (
-    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "weights", "shard", "optim", "engine", "checkpoint",
-    "export", "validate", "worker",
+    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "engine",
+    "checkpoint", "export", "validate", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

@@ -1,0 +1,207 @@
+"""The loss over chunks of tokens: logits of a whole micro-batch never exist.
+
+Plainly, T tokens and a vocabulary of V cost 12·V·T bytes: float32 logits, their log-softmax and its gradient. Here a
+chunk's gradient is computed right after its loss, as Liger-Kernel does (Hsu et al., arXiv:2410.10989), and only its
+products with the weight and with the hidden states are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from fsdptrain.data import IGNORED
+from fsdptrain.errors import RecipeError
+
+AfterHead = Callable[[torch.Tensor], torch.Tensor]
+
+
+def compute_in_chunks(model: Any) -> None:
+    """Teach an unsharded causal LM `model(labels=…, **inputs)`: the summed cross-entropy, a float32 scalar, not logits.
+
+    Labels are those of the positions themselves: nothing is shifted. Without labels the model is what it was. FSDP's
+    hooks sit around `__call__` and so around this: the head is called once, and gathered and reduced as ever. Raises
+    RecipeError for an architecture that does not simply call a linear head on its hidden states.
+    """
+    base, head = model.base_model, model.get_output_embeddings()
+    after = after_head(model)
+    forward, head_forward = model.forward, head.forward
+
+    def forward_or_loss(labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+        if labels is None:
+            return forward(**inputs)
+        return head(base(**inputs).last_hidden_state, labels)
+
+    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            logits: torch.Tensor = head_forward(hidden)
+            return logits
+        return summed_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), after)
+
+    model.forward, head.forward = forward_or_loss, logits_or_loss
+
+
+class _Base(nn.Module):
+    """Stands in for everything before the head: its output is the `inputs_embeds` it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+        return _BaseOutput((inputs_embeds,))
+
+
+class _BaseOutput(tuple[torch.Tensor]):
+    """What a base model returns, with nothing in it but the last hidden state."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def after_head(model: Any) -> AfterHead:
+    """What this architecture does to the output of its head (gemma2 caps it, granite scales it): [n, V] → [n, V].
+
+    It is the architecture's own forward, around stand-ins for the base model and the head that return what they are
+    given. So no list of architectures is kept, and none can be forgotten. Raises RecipeError where that cannot be.
+    """
+    names = {id(child): name for name, child in model.named_children()}
+    ends = [names.get(id(module)) for module in (model.base_model, model.get_output_embeddings())]
+    if None in ends or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise _refused(model, "is not a base model and a linear head")
+    head = nn.Identity()
+    around = copy.copy(model)
+    around._modules = {**model._modules, ends[0]: _Base(), ends[1]: head}
+
+    def after(logits: torch.Tensor) -> torch.Tensor:
+        done: torch.Tensor = around.forward(inputs_embeds=logits[None]).logits[0]
+        return done
+
+    seen: list[torch.Tensor] = []
+    watch = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    given = torch.zeros(1, 1)
+    try:
+        after(given)
+    except Exception as error:  # another's code, run on stand-ins: whatever it says, the plain loss is always right
+        raise _refused(model, f"does not run around stand-ins ({type(error).__name__}: {error})") from None
+    finally:
+        watch.remove()
+    if len(seen) != 1 or seen[0]._base is not given:  # no view of what was given, but something computed from it
+        raise _refused(model, "computes something between its base model and its head")
+    return after
+
+
+def _refused(model: Any, reason: str) -> RecipeError:
+    return RecipeError(f"train.loss: chunked cannot be computed: {type(model).__name__} {reason}; use plain")
+
+
+def chunk_tokens(vocab: int, hidden: int) -> int:
+    """Tokens of one chunk: as many as 256 MiB of float32 logits hold, and never fewer than a quarter of `hidden`.
+
+    A chunk reads the weight twice and adds to its gradient once, whatever its length: short chunks are slow. At
+    hidden / 4 tokens, its float32 logits are a quarter of the weight's float32 gradient, which is there anyway.
+    """
+    return max(2**26 // vocab, hidden // 4, 1)
+
+
+def summed_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, after: AfterHead
+) -> torch.Tensor:
+    """The cross-entropy of `after(hidden @ weight.T + bias)` summed over labels that are not IGNORED: a float32 scalar.
+
+    `hidden` [T, H], `weight` [V, H] and `bias` [V] are of one dtype, and products are taken in it; `labels` is [T].
+    """
+    if torch.is_grad_enabled():
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, after)
+        return loss
+    losses = [
+        functional.nll_loss(_log_softmax(after(functional.linear(h, weight, bias))), t, **SUM)
+        for h, t in _chunks(hidden, weight, labels)
+    ]
+    return torch.stack(losses).sum()
+
+
+SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+
+
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of hidden states and labels, a pair for each chunk; chunks differ by one token at most."""
+    count = max(1, -(-len(labels) // chunk_tokens(*weight.shape)))
+    return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Float32, in memory of its own."""
+    return functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes loss and gradients in forward. Backward only scales them: neither weight nor logits are kept for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        after: AfterHead,
+    ) -> torch.Tensor:
+        # Summed over chunks in float32, however few bits the weight has: each chunk would be rounded away by the sum of
+        # those before it. Float32 until backward, for a scale rounded to bf16 would be wrong for all gradients alike.
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        first = 0
+        for h, t in _chunks(hidden, weight, labels):
+            loss, grad = _loss_and_grad(functional.linear(h, weight, bias), t, after)
+            total += loss
+            if of_hidden is not None:
+                of_hidden[first : first + len(t)] = grad @ weight
+            if of_weight is not None:
+                _add_product(of_weight, grad.t(), h)
+            if of_bias is not None:
+                of_bias += grad.sum(dim=0, dtype=torch.float32)
+            first += len(t)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtype = hidden.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
+        return *grads, None, None
+
+
+def _loss_and_grad(logits: torch.Tensor, labels: torch.Tensor, after: AfterHead) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss of a chunk and its gradient for the head's output `logits` [n, V], in their dtype.
+
+    The gradient of a cross-entropy is softmax minus one-hot, and the softmax takes the log-softmax's memory.
+    """
+    with torch.enable_grad():
+        logits.requires_grad_()
+        final = after(logits)
+    log_probs = _log_softmax(final.detach())
+    loss = functional.nll_loss(log_probs, labels, **SUM)
+    grad = log_probs.exp_()
+    trained = labels != IGNORED
+    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
+    grad *= trained[:, None]
+    return loss, torch.autograd.grad(final, logits, grad.to(final.dtype))[0]
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a @ b to the float32 `total`; the product is taken in the dtype of its factors."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
