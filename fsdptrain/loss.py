@@ -23,76 +23,97 @@ AfterHead = Callable[[torch.Tensor], torch.Tensor]
 
 
 def compute_in_chunks(model: Any) -> None:
-    """Teach an unsharded causal LM `model(labels=…, **inputs)`: the summed cross-entropy, a float32 scalar, not logits.
+    """Teach an unsharded causal LM `model(labels=…, divisor=…, **inputs)`: a loss (`cross_entropy`) instead of logits.
 
     Labels are those of the positions themselves: nothing is shifted. Without labels the model is what it was. FSDP's
     hooks sit around `__call__` and so around this: the head is called once, and gathered and reduced as ever. Raises
     RecipeError for an architecture that does not simply call a linear head on its hidden states.
     """
-    base, head = model.base_model, model.get_output_embeddings()
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     after = after_head(model)
     forward, head_forward = model.forward, head.forward
 
-    def forward_or_loss(labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+    def forward_or_loss(labels: torch.Tensor | None = None, divisor: int = 1, **inputs: Any) -> Any:
         if labels is None:
             return forward(**inputs)
-        return head(base(**inputs).last_hidden_state, labels)
+        return head(decoder(**inputs).last_hidden_state, labels, divisor)
 
-    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def logits_or_loss(hidden: torch.Tensor, labels: torch.Tensor | None = None, divisor: int = 1) -> torch.Tensor:
         if labels is None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
-        return summed_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), after)
+        return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
-
-
-class _Base(nn.Module):
-    """Stands in for everything before the head: its output is the `inputs_embeds` it is given."""
-
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
-        return _BaseOutput((inputs_embeds,))
-
-
-class _BaseOutput(tuple[torch.Tensor]):
-    """What a base model returns, with nothing in it but the last hidden state."""
-
-    def __getattr__(self, name: str) -> torch.Tensor | None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self[0] if name == "last_hidden_state" else None
 
 
 def after_head(model: Any) -> AfterHead:
     """What this architecture does to the output of its head (gemma2 caps it, granite scales it): [n, V] → [n, V].
 
-    It is the architecture's own forward, around stand-ins for the base model and the head that return what they are
-    given. So no list of architectures is kept, and none can be forgotten. Raises RecipeError where that cannot be.
+    It is the architecture's own forward, around stand-ins for decoder and head that return what they are given. So no
+    list of architectures is kept, and none can be forgotten. Raises RecipeError where that cannot be.
     """
-    names = {id(child): name for name, child in model.named_children()}
-    ends = [names.get(id(module)) for module in (model.base_model, model.get_output_embeddings())]
-    if None in ends or not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise _refused(model, "is not a base model and a linear head")
-    head = nn.Identity()
-    around = copy.copy(model)
-    around._modules = {**model._modules, ends[0]: _Base(), ends[1]: head}
-
-    def after(logits: torch.Tensor) -> torch.Tensor:
-        done: torch.Tensor = around.forward(inputs_embeds=logits[None]).logits[0]
-        return done
-
+    if model.get_decoder() is model or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise _refused(model, "is not a decoder and a linear head")
     seen: list[torch.Tensor] = []
-    watch = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return hidden
+
     given = torch.zeros(1, 1)
     try:
-        after(given)
+        _forward_around(model, watched)(given)
     except Exception as error:  # another's code, run on stand-ins: whatever it says, the plain loss is always right
         raise _refused(model, f"does not run around stand-ins ({type(error).__name__}: {error})") from None
-    finally:
-        watch.remove()
     if len(seen) != 1 or seen[0]._base is not given:  # no view of what was given, but something computed from it
-        raise _refused(model, "computes something between its base model and its head")
-    return after
+        raise _refused(model, "computes something between its decoder and its head")
+    return _forward_around(model, lambda hidden: hidden)
+
+
+def _forward_around(model: Any, head: AfterHead) -> AfterHead:
+    """The model's forward as a function of its decoder's output, with `head` in the place of its own."""
+
+    def decoder(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+        return _DecoderOutput((inputs_embeds,))
+
+    real, real_head = model.get_decoder(), model.get_output_embeddings()
+    around = _twin(model, {id(real): _StandIn(real, decoder), id(real_head): _StandIn(real_head, head)})
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = around.forward(inputs_embeds=hidden[None]).logits[0]
+        return logits
+
+    return forward
+
+
+class _StandIn:
+    """Takes a module's place: is called instead of it, and has its attributes. Hooks of the module are not run."""
+
+    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _DecoderOutput(tuple[torch.Tensor]):
+    """What a decoder returns, with nothing in it but the last hidden state."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def _twin(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
+    """A shallow copy of a module, with stand-ins (by the id of what they stand in for) somewhere inside."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    for name, child in module.named_children():
+        twin._modules[name] = stand_ins.get(id(child)) or _twin(child, stand_ins)
+    return twin
 
 
 def _refused(model: Any, reason: str) -> RecipeError:
@@ -108,21 +129,29 @@ def chunk_tokens(vocab: int, hidden: int) -> int:
     return max(2**26 // vocab, hidden // 4, 1)
 
 
-def summed_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, after: AfterHead
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    divisor: int,
+    after: AfterHead,
 ) -> torch.Tensor:
-    """The cross-entropy of `after(hidden @ weight.T + bias)` summed over labels that are not IGNORED: a float32 scalar.
+    """The cross-entropy of `after(hidden @ weight.T + bias)` summed over labels that are not IGNORED, over `divisor`.
 
-    `hidden` [T, H], `weight` [V, H] and `bias` [V] are of one dtype, and products are taken in it; `labels` is [T].
+    `hidden` [T, H], `weight` [V, H] and `bias` [V] are of one dtype, and products are taken in it; `labels` is [T]. The
+    result is a float32 scalar. It is divided here, and not by the caller, so that gradients are divided before they are
+    rounded to bf16, as they are in plain PyTorch: an undivided one, softmax minus 1, is close to -1 for nearly every
+    label, and all of them would be rounded to the same side.
     """
     if torch.is_grad_enabled():
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, after)
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, divisor, after)
         return loss
     losses = [
         functional.nll_loss(_log_softmax(after(functional.linear(h, weight, bias))), t, **SUM)
         for h, t in _chunks(hidden, weight, labels)
     ]
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum() / divisor
 
 
 SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
@@ -151,6 +180,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
+        divisor: int,
         after: AfterHead,
     ) -> torch.Tensor:
         # Summed over chunks in float32, however few bits the weight has: each chunk would be rounded away by the sum of
@@ -162,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         first = 0
         for h, t in _chunks(hidden, weight, labels):
-            loss, grad = _loss_and_grad(functional.linear(h, weight, bias), t, after)
+            loss, grad = _loss_and_grad(functional.linear(h, weight, bias), t, divisor, after)
             total += loss
             if of_hidden is not None:
                 of_hidden[first : first + len(t)] = grad @ weight
@@ -173,17 +203,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             first += len(t)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtype = hidden.dtype
-        return total
+        return total / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
-        return *grads, None, None
+        return *grads, None, None, None
 
 
-def _loss_and_grad(logits: torch.Tensor, labels: torch.Tensor, after: AfterHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a chunk and its gradient for the head's output `logits` [n, V], in their dtype.
+def _loss_and_grad(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss of a chunk; and the gradient of that over `divisor`, for the head's output `logits` [n, V].
 
     The gradient of a cross-entropy is softmax minus one-hot, and the softmax takes the log-softmax's memory.
     """
@@ -193,9 +225,8 @@ def _loss_and_grad(logits: torch.Tensor, labels: torch.Tensor, after: AfterHead)
     log_probs = _log_softmax(final.detach())
     loss = functional.nll_loss(log_probs, labels, **SUM)
     grad = log_probs.exp_()
-    trained = labels != IGNORED
     grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= trained[:, None]
+    grad *= (labels != IGNORED)[:, None] / divisor
     return loss, torch.autograd.grad(final, logits, grad.to(final.dtype))[0]
 
 
