@@ -183,31 +183,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         divisor: int,
         after: AfterHead,
     ) -> torch.Tensor:
-        # Summed over chunks in float32, however few bits the weight has: each chunk would be rounded away by the sum of
-        # those before it. Float32 until backward, for a scale rounded to bf16 would be wrong for all gradients alike.
-        of_hidden, of_weight, of_bias = (
-            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None
-            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        )
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        first = 0
+        of_hidden: list[torch.Tensor] = []
+        of_weight = of_bias = None
         for h, t in _chunks(hidden, weight, labels):
             loss, grad = _loss_and_grad(functional.linear(h, weight, bias), t, divisor, after)
             total += loss
-            if of_hidden is not None:
-                of_hidden[first : first + len(t)] = grad @ weight
-            if of_weight is not None:
-                _add_product(of_weight, grad.t(), h)
-            if of_bias is not None:
-                of_bias += grad.sum(dim=0, dtype=torch.float32)
-            first += len(t)
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+            if needs_hidden:
+                of_hidden.append(grad @ weight)
+            if needs_weight:
+                of_weight = _add_product(of_weight, grad.t(), h)
+            if needs_bias:
+                part = grad.sum(dim=0, dtype=torch.float32)
+                of_bias = part if of_bias is None else of_bias.add_(part)
+        ctx.save_for_backward(torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias)
         ctx.dtype = hidden.dtype
         return total / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # In the engine `scale` is 1, for the divisor has been applied: nothing is rounded a second time.
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
         return *grads, None, None, None
 
@@ -230,9 +227,13 @@ def _loss_and_grad(
     return loss, torch.autograd.grad(final, logits, grad.to(final.dtype))[0]
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to the float32 `total`; the product is taken in the dtype of its factors."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`total`, which may be overwritten, plus a @ b; the product is taken in the dtype of its factors.
+
+    A sum is float32 whatever they are: in bf16 a chunk would be rounded away by the sum of those before it. A single
+    product needs no sum, and so none of the 4·V·H bytes of one.
+    """
+    if total is None:
+        return a @ b
+    total = total.float()
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
