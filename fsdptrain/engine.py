@@ -81,18 +81,23 @@ class Engine:
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             self.model.set_requires_gradient_sync(last or not hold)
-            loss = self.loss_sum(batch) / label_tokens
+            loss = self.loss(batch, label_tokens)
             loss.backward()
             total += loss.detach()
         return total
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """The summed cross-entropy over a micro-batch's label tokens, in float32: 0 where every label is masked."""
+    def loss(self, batch: Batch, divisor: int) -> torch.Tensor:
+        """The cross-entropy summed over a micro-batch's label tokens, over `divisor`: float32, 0 if all are masked."""
         batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
-        logits = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        return functional.cross_entropy(
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        if self.plan.recipe.train.loss == "chunked":
+            loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see fsdptrain.loss
+            return loss
+        logits = self.model(**inputs).logits
+        total = functional.cross_entropy(
             logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
+        return total / divisor
 
     def local_grads(self) -> list[torch.Tensor]:
         """This rank's shard of every gradient."""
@@ -121,7 +126,7 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         with self.forward_only():
             for i in range(0, len(mine), size):
-                total += self.loss_sum(corpus.batch(mine[i : i + size])).double()
+                total += self.loss(corpus.batch(mine[i : i + size]), divisor=1).double()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
 

@@ -135,6 +135,9 @@ class Train:
     steps: int | None = key(None, "optimizer steps, instead of epochs", at_least=1)
     global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int = key(1, "sequences a rank computes at a time", at_least=1)
+    loss: Literal["chunked", "plain"] = key(
+        "chunked", "compute logits and their loss a chunk of tokens at a time, or for the whole micro-batch at once"
+    )
     compile: bool = key(False, "torch.compile every block")
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
 

@@ -16,9 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.dist import World
-from fsdptrain.model import Unit, blocks_of
+from fsdptrain.loss import compute_in_chunks
+from fsdptrain.model import Unit, blocks_of, skeleton, units_of
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Fsdp
+from fsdptrain.weights import place_buffers
 
 aten = torch.ops.aten
 KEPT = [  # what selective checkpointing does not recompute: matrix products and attention
@@ -27,6 +29,18 @@ KEPT = [  # what selective checkpointing does not recompute: matrix products and
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_attention_math.default,
 ]  # fmt: skip
+
+
+def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
+    """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
+    recipe = plan.recipe
+    model = skeleton(config, recipe.model)
+    units = units_of(model, recipe.fsdp.wrap)
+    if recipe.train.loss == "chunked":
+        compute_in_chunks(model)
+    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
+    shard(model, units, world, plan)
+    return model, units
 
 
 def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """The engine itself on fake tensors: one optimizer step of rank 0, without a GPU, without weights, as a `Trace`.
 
-Everything is the trainer's own: skeleton, units, `shard`, `allocate`, optimizer, `Engine.step`. What is pretended are
+Everything is the trainer's own: `build`, `allocate`, optimizer, `Engine.step`. What is pretended are
 the device, the process group and the numbers.
 """
 
@@ -22,14 +22,14 @@ from transformers import masking_utils
 
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine
-from fsdptrain.model import Unit, skeleton, units_of
+from fsdptrain.model import Unit
 from fsdptrain.optim import make_optimizer, start_state
 from fsdptrain.plan import Plan
 from fsdptrain.pretend import pretend_accelerator, pretend_world
 from fsdptrain.recorder import Recorder
-from fsdptrain.shard import shard
+from fsdptrain.shard import build
 from fsdptrain.trace import HOST, Alloc, Trace
-from fsdptrain.weights import allocate, place_buffers
+from fsdptrain.weights import allocate
 
 
 @contextlib.contextmanager
@@ -81,20 +81,16 @@ def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
         pretend_world(plan, device) as world,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        engine, units = build(plan, config, world)
+        engine, units = make_engine(plan, config, world)
         with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
             return record_step(recorder, engine, units, plan)
 
 
-def build(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Unit]]:
+def make_engine(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Unit]]:
     """The engine as the worker builds it, but with memory where weights would be."""
-    recipe = plan.recipe
-    model = skeleton(config, recipe.model)
-    units = units_of(model, recipe.fsdp.wrap)
-    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
-    shard(model, units, world, plan)
-    allocate(model, torch.device(HOST) if recipe.fsdp.cpu_offload else world.device)
-    optimizer = make_optimizer(model, recipe.optim)
+    model, units = build(plan, config, world)
+    allocate(model, torch.device(HOST) if plan.recipe.fsdp.cpu_offload else world.device)
+    optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     return Engine(model, optimizer, world, plan), units
 

@@ -30,14 +30,14 @@ from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError, Stoppe
 from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
-from fsdptrain.model import load_config, save_assets, skeleton, units_of
+from fsdptrain.model import load_config, save_assets, skeleton
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
-from fsdptrain.shard import shard
+from fsdptrain.shard import build
 from fsdptrain.tokenizer import load_tokenizer
-from fsdptrain.weights import allocate, draw_weights, place_buffers, read_weights
+from fsdptrain.weights import allocate, draw_weights, read_weights
 
 GC_EVERY = 500  # steps
 
@@ -115,19 +115,16 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     checkpointer = Checkpointer(rundir, plan, world, content, lambda facts: reporter.event("save", **facts))
     checkpointer.refuse_another_run()
     bare = skeleton(config, recipe.model)
-    model = skeleton(config, recipe.model)
     if world.rank == 0:
         save_assets(plan, config, bare, tokenizer, rundir.model)
-    units = units_of(model, recipe.fsdp.wrap)
     baseline = world.peak_memory()
-    params = sum(param.numel() for param in model.parameters())
-    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
-    shard(model, units, world, plan)
+    model, units = build(plan, config, world)
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
 
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
     world.barrier()  # on the patient group: one rank's disk may be much slower than another's
     total_steps = plan.total_steps(len(stream))
+    params = sum(param.numel() for param in bare.parameters())
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
     if resumed:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from fsdptrain import weights
+from fsdptrain import loss, weights
 from fsdptrain.errors import FsdptrainError, NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
@@ -27,6 +27,8 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.worker import Run, assemble
 
 torch.set_num_threads(1)
+chunk_tokens = loss.chunk_tokens
+loss.chunk_tokens = lambda _vocab, _hidden: 24  # a micro-batch of a test is several chunks, of unequal lengths
 
 
 def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
@@ -240,6 +242,7 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
         "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
     }  # fmt: skip
     found = {}
+    loss.chunk_tokens = chunk_tokens
     for name, overrides in variants.items():
         run, _ = build(recipe, overrides)
         curve(run, 1)
@@ -248,15 +251,12 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
         with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
             curve(run, 2, 1)
-        seen = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-        memory = [event for event in seen if event.name() == "[memory]"]
-        levels = {}
-        for own in (True, False):
-            level = peak = sum(storages.values())
-            for event in memory:
-                level += event.nbytes() if not own or event.start_thread_id() == 1 else 0
-                peak = max(peak, level)
-            levels["own" if own else "with gloo"] = peak
+        results = profiler.profiler.kineto_results
+        seen = sorted(results.events(), key=lambda event: event.start_ns())
+        calls_end = [e.start_ns() + e.duration_ns() for e in seen if e.name().startswith("c10d::")]
+        changes = [*allocations(results.experimental_event_tree())]
+        base = sum(storages.values())
+        peaks = [base + highest(changes, calls_end, late) for late in (False, True)]
         calls = []
         for event in seen:
             if event.name() in kinds:
@@ -268,8 +268,40 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
             for event in seen
             if event.name().startswith("gloo:")
         ]
-        found[name] = {"peak": levels, "calls": calls, "gloo": gloo}
+        found[name] = {"peaks": peaks, "calls": calls, "gloo": gloo}
     return found
+
+
+def allocations(events: Any) -> Any:
+    """(time, thread, address, bytes asked for or given back) of every allocation in a tree of profiler events."""
+    for event in events:
+        if event.tag.name == "Allocation":
+            yield event.start_time_ns, event.start_tid, event.extra_fields.ptr, event.extra_fields.alloc_size
+        yield from allocations(event.children)
+
+
+def highest(changes: list[Any], calls_end: list[int], late: bool) -> int:
+    """The highest sum of what this thread allocated; what gloo's threads did are gloo's own copies.
+
+    A buffer of ours that gloo's thread was the last to let go of counts to that moment, or (not `late`) to the end of
+    the collective before it: in between it is ours no more.
+    """
+    level, peak, mine = 0, 0, set()
+    moved = []
+    for time, thread, address, size in sorted(changes):
+        if size > 0 and thread == 1:
+            mine.add(address)
+        elif address not in mine:
+            continue
+        elif size < 0 and thread != 1 and not late:
+            time = max((end for end in calls_end if end <= time), default=time)
+        moved.append((time, size))
+        if size < 0:
+            mine.remove(address)
+    for _, size in sorted(moved):
+        level += size
+        peak = max(peak, level)
+    return peak
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

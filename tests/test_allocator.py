@@ -317,6 +317,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from fsdptrain.engine import Engine
     from fsdptrain.model import Unit, blocks_of
     from fsdptrain.plan import Topology, make_plan
+    from fsdptrain.pretend import PRETEND
     from fsdptrain.recipe import load
 
     def units_of(model: Any, wrap: Any) -> list[Unit]:
@@ -331,7 +332,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     one_step = Engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard, "recompute", save_every_second_product)
-        patch.setattr(simulate, "units_of", units_of)
+        patch.setattr(shard, "units_of", units_of)
         patch.setattr(simulate, "make_optimizer", lambda model, _: torch.optim.AdamW(model.parameters(), foreach=True))
         patch.setattr(simulate, "start_state", lambda optimizer: None)
         patch.setattr(Engine, "step", two_steps)
@@ -341,11 +342,11 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
         }  # fmt: skip
         recipe = write_recipe(
             folder, model__config={"model_type": "llama", **config}, data__seq_len=8192, data__packing="none",
-            fsdp={}, train__micro_batch_size=2, train__global_batch_size=2 * ranks,
+            fsdp={}, train__loss="plain", train__micro_batch_size=2, train__global_batch_size=2 * ranks,
         )  # fmt: skip
         plan = make_plan(load(recipe, []), Topology("cuda", ranks // 8, 8))
         trace = simulate.simulate(plan, AutoConfig.for_model("llama", **config), pretend=True)
-    fixed, expandable = (replay(trace, simulate.PRETEND, expandable=choice) for choice in (False, True))
+    fixed, expandable = (replay(trace, PRETEND, expandable=choice) for choice in (False, True))
     return {
         "allocated": fixed.peak_allocated / GIB,
         "reserved": fixed.peak_reserved / GIB,

@@ -33,8 +33,9 @@ STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, ov
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that starts from a random Llama's folder, with several documents in every block."""
     tmp = tmp_path_factory.mktemp("numerics")
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp / "model")
+    for name, tied in {"model": False, "tied": True}.items():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=tied)).save_pretrained(tmp / name)
     return write_recipe(
         tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, train__steps=STEPS,
         train__global_batch_size=BATCH,
@@ -49,7 +50,13 @@ def references(recipe: Path) -> dict[str, list[list[float]]]:
     batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
     rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(STEPS)]
     torch.set_num_threads(1)
-    return {d: plain_curve(str(recipe.parent / "model"), batches, rates, getattr(torch, d)) for d in LIMITS}
+    return {
+        f"{model} {dtype}".removeprefix("model "): plain_curve(
+            str(recipe.parent / model), batches, rates, getattr(torch, dtype)
+        )
+        for model in ("model", "tied")
+        for dtype in LIMITS
+    }
 
 
 def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str) -> tuple[str, list[str]]:
@@ -83,7 +90,8 @@ def assert_curves_agree(
     wrong = []
     for name, curve in ranks[0].items():
         dtype = name.rpartition(" ")[2]
-        loss, norm = largest_difference(curve, references[dtype])
+        reference = references[f"tied {dtype}" if "tied" in name else dtype]
+        loss, norm = largest_difference(curve, reference)
         print(f"{name:44} loss {loss:.1e}  norm {norm:.1e}")
         if max(loss, norm) > LIMITS[dtype]:
             wrong.append((name, loss, norm))
@@ -93,6 +101,16 @@ def assert_curves_agree(
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
     assert_curves_agree(world, some_variants(world), recipe, references, tmp_path)
+
+
+def test_both_losses_agree_with_the_plain_loop(recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
+    """The plain loss, as every other test has the chunked one; and tied weights, which are the root's."""
+    variants = {}
+    for dtype in LIMITS:
+        name, overrides = variant(2, "FULL_SHARD", 2, True, dtype)
+        variants[f"plain {name}"] = [*overrides, "train.loss=plain"]
+        variants[f"tied {name}"] = [*overrides, f"model.id={recipe.parent / 'tied'}"]
+    assert_curves_agree(2, variants, recipe, references, tmp_path)
 
 
 @pytest.mark.soak

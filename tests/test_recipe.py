@@ -62,11 +62,13 @@ fsdp:
 
 optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
-train:    {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, compile: false, deterministic: false}
+train:
+  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: false,
+   deterministic: false}
 eval:     {every: null}
 checkpoint: {every: 500, keep: 2, async: true, resume: auto}
 export:   {at_end: true, dtype: bfloat16}
-log:      {every: 1, tensorboard: true}
+log:      {every: 1, tensorboard: true, forecast: true}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300}
 """
 EXAMPLES = {"name", "output_dir", "model.id", "data.path"}
@@ -162,7 +164,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
             "fsdp.mixed_precision.param_dtyp",
             "did you mean `fsdp.mixed_precision.param_dtype`",
         ),
-        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard"),
+        ("log:\n  qqqq: 1\n", 4, "log.qqqq", "here are: every, tensorboard, forecast"),
         ("qqqqqqqq: 1\n", 3, "qqqqqqqq", "here are: name, seed,"),
         ("5: 1\n", 3, "5", "unknown key"),
         ("optim.lr: 1e-5\n", 3, "optim.lr", "unknown key"),

@@ -50,7 +50,7 @@ def on_real(plan: Plan) -> int:
     """The peak of the CPU allocator in a step on real tensors, as torch's profiler sees it; only the ranks are fake."""
     packed = plan.recipe.data.packing != "none"
     with simulate.mends(packed), pretend_world(plan, torch.device(HOST)) as world:
-        engine, _ = simulate.build(plan, config_of(plan), world)
+        engine, _ = simulate.make_engine(plan, config_of(plan), world)
         step(engine, plan, packed)  # the profiled step is not the first
         held = [*engine.model.parameters(), *engine.model.buffers()]
         held += [value for state in engine.optimizer.state.values() for value in state.values()]
@@ -80,6 +80,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2
 RECOMPUTATIONS = ["none", "full", "selective", {"every": 2}]
 ACCUMULATIONS = [(1, "reduce"), (4, "reduce"), (4, "hold")]
 DTYPES = ["float32", "bfloat16"]
+LOSSES = ["chunked", "plain"]
 MATRIX = [
     {
         "fsdp__strategy": strategy,
@@ -87,10 +88,11 @@ MATRIX = [
         "fsdp__accumulation": mode,
         "fsdp__mixed_precision": {"param_dtype": dtype},
         "train__global_batch_size": 8 * count,
+        "train__loss": loss,
     }
     | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
-    for strategy, recomputation, (count, mode), dtype in itertools.product(
-        STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES
+    for strategy, recomputation, (count, mode), dtype, loss in itertools.product(
+        STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES, LOSSES
     )
 ]
 
@@ -99,7 +101,7 @@ def named(changes: dict[str, Any]) -> str:
     return " ".join(str(value) for value in changes.values())
 
 
-@pytest.mark.parametrize("changes", MATRIX[5::17], ids=named)
+@pytest.mark.parametrize("changes", MATRIX[9::53], ids=named)
 def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **changes)
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
@@ -115,7 +117,7 @@ RANKED = {
 
 
 def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
-    """Collectives exactly, memory within 3% once gloo's own copies, made on its own threads, are left out."""
+    """Collectives exactly; memory within 3% of what the step itself allocates: gloo copies on threads of its own."""
     recipe = write_recipe(
         tmp_path, model__config=SMALL, data__seq_len=256, data__packing="none", train__micro_batch_size=2,
         train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
@@ -136,7 +138,9 @@ def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
             forecast[f"{collective.kind} bytes"] += collective.size if collective.kind != "all-reduce" else 0
         assert forecast == called, name
         for rank in found:
-            assert math.isclose(peak(trace, HOST).allocated, rank[name]["peak"]["own"], rel_tol=0.03), (name, rank)
+            least, most = rank[name]["peaks"]
+            assert 0.97 * least <= peak(trace, HOST).allocated <= 1.03 * most, (name, rank)
+            assert most <= 1.05 * least, (name, rank)  # what gloo holds on to for a while is little
 
 
 OFFLOADED = """

@@ -16,9 +16,9 @@ ABOVE = (
     "timing", "plot", "launch", "forecast", "outlook", "calibrate", "cli",
 )  # fmt: skip
 BELOW = (
-    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "weights", "shard", "optim", "engine", "checkpoint",
-    "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine", "histogram", "anatomy",
-    "validate", "worker",
+    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "engine",
+    "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine", "histogram",
+    "anatomy", "validate", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

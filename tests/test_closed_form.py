@@ -1,0 +1,152 @@
+"""Memory by arithmetic: it is the simulated ledger's peak, and it moves the right way with every setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_simulate import SMALL, config_of, named, on_fake, plan_of
+
+from fsdptrain import closed_form, ledger, loss
+from fsdptrain.closed_form import peak
+from fsdptrain.errors import FsdptrainError
+from fsdptrain.plan import Plan, Topology
+from fsdptrain.schema import Data, Fsdp, MixedPrecision, Model, Recipe, Train
+from fsdptrain.trace import HOST
+
+BF16, WIDE = {"param_dtype": "bfloat16"}, {**SMALL, "vocab_size": 16384}
+LITTLE = {**SMALL, "vocab_size": 256}  # the loss is not the peak
+CASES: list[dict[str, Any]] = [
+    {},
+    {"train__loss": "plain", "fsdp__mixed_precision": BF16, "data__packing": "none"},
+    {"fsdp__activation_checkpointing": "full", "model__config": LITTLE, "train__global_batch_size": 16},
+    {"fsdp__activation_checkpointing": "selective", "model__config": LITTLE, "fsdp__mixed_precision": BF16},
+    {"fsdp__activation_checkpointing": {"every": 3}, "fsdp__strategy": "SHARD_GRAD_OP", "model__config": LITTLE},
+    {
+        "fsdp__accumulation": "hold", "train__global_batch_size": 24, "fsdp__mixed_precision": BF16,
+        "model__config": {**SMALL, "vocab_size": 2**18},
+    },
+    {"fsdp__accumulation": "hold", "train__global_batch_size": 16, "data__seq_len": 16, "fsdp__strategy": "NO_SHARD"},
+    {"fsdp__strategy": "NO_SHARD", "model__dtype": "bfloat16", "fsdp__activation_checkpointing": "full"},
+    {
+        "fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "model__dtype": "bfloat16",
+        "train__global_batch_size": 16, "data__seq_len": 32,
+    },
+    {
+        "fsdp__strategy": "HYBRID_SHARD_ZERO2", "fsdp__shard_size": 2, "model__config": LITTLE,
+        "train__global_batch_size": 16, "fsdp__mixed_precision": BF16, "fsdp__accumulation": "hold",
+    },
+    {
+        "model__config": {**SMALL, "vocab_size": 2**19, "tie_word_embeddings": True},
+        "fsdp__activation_checkpointing": "full", "fsdp__mixed_precision": BF16,
+    },
+    {"model__config": WIDE | {"tie_word_embeddings": True}, "data__seq_len": 16},
+    {"model__config": WIDE, "data__seq_len": 16, "fsdp__mixed_precision": BF16, "fsdp__backward_prefetch": "NONE"},
+]  # fmt: skip
+
+
+def test_chunks_of_the_loss_are_as_long_as_the_losss_own() -> None:
+    for vocab, hidden in ((512, 64), (32000, 4096), (128256, 8192), (262144, 640)):
+        assert closed_form.chunk_tokens(vocab, hidden) == loss.chunk_tokens(vocab, hidden)
+
+
+@pytest.mark.parametrize("changes", CASES, ids=named)
+def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = plan_of(tmp_path, **{"train__global_batch_size": 8} | changes)
+    config = config_of(plan)
+    found, simulated = peak(plan, config), ledger.peak(on_fake(plan), HOST)
+    print(f"{found.allocated / simulated.allocated - 1:+.2%} {found.moment} / {simulated.moment}")
+    assert math.isclose(found.allocated, simulated.allocated, rel_tol=0.02)
+    assert sum(found.by_category.values()) == found.allocated
+
+
+CONFIG = SimpleNamespace(**SMALL)
+
+
+def made(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
+    """A plan without files."""
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": size, "HYBRID_SHARD_ZERO2": size}.get(strategy, world)
+    fsdp = dataclasses.replace(recipe.fsdp, strategy=strategy)
+    recipe = dataclasses.replace(recipe, fsdp=fsdp)
+    count = recipe.train.global_batch_size
+    topology = Topology("cuda", 1, world)
+    return Plan("", recipe, "", "", None, topology, world // shards, shards, count, 1)
+
+
+def bytes_of(strategy: str, world: int, size: int, recipe: Recipe) -> int:
+    return peak(made(strategy, world, size, recipe), CONFIG).allocated
+
+
+DTYPES = st.sampled_from(["float32", "bfloat16"])
+RECIPES = st.builds(
+    Recipe,
+    model=st.builds(Model, dtype=DTYPES),
+    data=st.builds(Data, seq_len=st.sampled_from([16, 128, 1024]), packing=st.sampled_from(["bfd", "none"])),
+    fsdp=st.builds(
+        Fsdp,
+        mixed_precision=st.builds(MixedPrecision, param_dtype=DTYPES, reduce_dtype=DTYPES),
+        accumulation=st.sampled_from(["reduce", "hold"]),
+        cpu_offload=st.booleans(),
+        activation_checkpointing=st.sampled_from(["none", "full", "selective", {"every": 2}]),
+    ),
+    train=st.builds(Train, global_batch_size=st.sampled_from([1, 2, 5]), micro_batch_size=st.sampled_from([1, 4])),
+)
+
+
+@given(RECIPES, st.sampled_from([2, 4, 8, 64]))
+def test_more_ranks_never_need_more_each(recipe: Recipe, world: int) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        assert bytes_of(strategy, 2 * world, 0, recipe) <= bytes_of(strategy, world, 0, recipe)
+
+
+@given(RECIPES, st.sampled_from([2, 4]), st.sampled_from([2, 4, 8]))
+def test_a_strategy_that_shards_more_never_needs_more(recipe: Recipe, size: int, copies: int) -> None:
+    """Two chains: by what is sharded, and by how widely. SHARD_GRAD_OP and HYBRID_SHARD come in either order."""
+    world = size * copies
+    need = {
+        strategy: bytes_of(strategy, world, size, recipe)
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
+    }
+    assert need["FULL_SHARD"] <= need["SHARD_GRAD_OP"] <= need["HYBRID_SHARD_ZERO2"]
+    assert need["HYBRID_SHARD_ZERO2"] <= need["NO_SHARD"] or recipe.fsdp.cpu_offload  # then buffers are all there is
+    assert need["FULL_SHARD"] <= need["HYBRID_SHARD"] <= need["HYBRID_SHARD_ZERO2"]
+
+
+@given(RECIPES)
+def test_recomputing_more_and_offloading_never_need_more(recipe: Recipe) -> None:
+    def need(**changes: Any) -> int:
+        fsdp = dataclasses.replace(recipe.fsdp, **changes)
+        return bytes_of("FULL_SHARD", 8, 0, dataclasses.replace(recipe, fsdp=fsdp))
+
+    kinds: list[Any] = ["full", {"every": 2}, "none"]
+    full, some, none = (need(activation_checkpointing=kind) for kind in kinds)
+    # What recomputation adds: the block's input, and the mask, which the other blocks have in their own dtype only.
+    added = recipe.train.micro_batch_size * recipe.data.seq_len * (4 * SMALL["hidden_size"] + recipe.data.seq_len)
+    assert full <= some + added and some <= none + added
+    assert need(cpu_offload=True) <= need(cpu_offload=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt_neox"}, "gpt_neox: its blocks are not Llama's"),
+        ({"hidden_act": "gelu"}, "not Llama's"),
+        ({"sliding_window": 128}, "not Llama's"),
+        ({"intermediate_size": None}, "has no intermediate_size"),
+    ],
+)
+def test_another_architecture_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(FsdptrainError, match=says):
+        peak(made("FULL_SHARD", 8, 0, Recipe()), SimpleNamespace(**SMALL | changes))
+
+
+def test_other_units_are_refused() -> None:
+    for recipe in (Recipe(fsdp=Fsdp(wrap=["LlamaMLP"])), Recipe(model=Model(attn_implementation="eager"))):
+        with pytest.raises(FsdptrainError, match="eager"):
+            peak(made("FULL_SHARD", 8, 0, recipe), CONFIG)

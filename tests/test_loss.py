@@ -1,0 +1,176 @@
+"""The chunked loss is the plain one: value, gradients, what an architecture does to its logits, and no large tensor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import TINY
+from test_architectures import ARCHITECTURES, COMMON
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain import loss
+from fsdptrain.errors import RecipeError
+
+LOGITS = {"gemma2": {"final_logit_softcapping": 0.05}, "granite": {"logits_scaling": 30.0}}
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    logits = functional.linear(hidden, weight, bias).float()
+    return functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+def gradients(function: Any, inputs: list[torch.Tensor | None], scale: float) -> tuple[torch.Tensor, list[Any]]:
+    """The value, and the gradients of `scale` times it."""
+    leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    value = function(*leaves)
+    (value * scale).backward()
+    return value.detach(), [x if x is None else x.grad for x in leaves]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(1, 20), vocab=st.integers(2, 9), hidden=st.integers(1, 5), chunk=st.integers(1, 25),
+    biased=st.booleans(), frozen=st.sampled_from(["nothing", "hidden", "weight"]),
+    masked=st.sampled_from(["none", "some", "all"]), divisor=st.integers(1, 50),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_any_split_into_chunks_gives_the_plain_loss_and_gradients(
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    chunk: int,
+    biased: bool,
+    frozen: str,
+    masked: str,
+    divisor: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(tokens * 100 + vocab)
+    states = torch.randn(tokens, hidden).to(dtype).requires_grad_(frozen != "hidden")
+    weight = torch.randn(vocab, hidden).to(dtype).requires_grad_(frozen != "weight")
+    bias = torch.randn(vocab).to(dtype).requires_grad_() if biased else None
+    labels = torch.randint(0, vocab, (tokens,))
+    labels[{"none": slice(0), "some": slice(None, None, 2), "all": slice(None)}[masked]] = -100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "chunk_tokens", lambda *_: chunk)
+
+        def chunked(*inputs: Any) -> torch.Tensor:
+            return loss.cross_entropy(*inputs, labels, divisor, lambda logits: logits * 1)
+
+        expected, wanted = gradients(lambda *inputs: plain(*inputs, labels) / divisor, [states, weight, bias], 1 / 3)
+        found, got = gradients(chunked, [states, weight, bias], 1 / 3)
+        with torch.no_grad():
+            torch.testing.assert_close(chunked(states, weight, bias), expected)
+    torch.testing.assert_close(found, expected)
+    # a gradient of bf16 is a sum of bf16 products: where they cancel, only their size says what is close
+    near: dict[str, float] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
+    assert [g is None for g in got] == [w is None for w in wanted]
+    for grad, other in zip(got, wanted, strict=True):
+        if grad is not None:
+            assert grad.dtype == dtype
+            torch.testing.assert_close(grad, other, **near)
+    assert masked != "all" or (found == 0 and all(g is None or not g.any() for g in got))
+
+
+def tiny(kind: str) -> Any:
+    own = dict(ARCHITECTURES[kind])
+    config = AutoConfig.for_model(own.pop("model_type", kind), **(TINY if kind == "gpt2" else COMMON), **own)
+    config.update({"vocab_size": 512, "pad_token_id": None, **LOGITS.get(kind, {})})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()  # gpt2 has dropout
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture_gives_its_plain_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "chunk_tokens", lambda *_: 13)
+    model = tiny(kind)
+    ids, labels = torch.randint(0, 512, (2, 2, 20))
+    labels[:, ::3] = -100
+    inputs = {"input_ids": ids, "position_ids": torch.arange(10).repeat(2, 2), "use_cache": False}
+    logits = model(**inputs).logits
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    wanted = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    loss.compute_in_chunks(model)
+    assert torch.equal(model(**inputs).logits, logits)
+    found = model(**inputs, labels=labels)
+    got = torch.autograd.grad(found, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, expected)
+    for grad, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+    if kind in LOGITS:
+        changed = functional.cross_entropy(
+            functional.linear(model.get_decoder()(**inputs)[0], model.lm_head.weight).flatten(0, 1), labels.flatten(),
+            reduction="sum",
+        )  # fmt: skip
+        assert abs(changed - expected) > 1e-4 * expected, "this test would not notice"
+
+
+class Sizes(TorchDispatchMode):
+    """Remembers the most elements that any new tensor had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, chunk = tiny("llama tied"), 12
+    monkeypatch.setattr(loss, "chunk_tokens", lambda *_: chunk)
+    ids = torch.zeros(3, 33, dtype=torch.long)
+    largest = []
+    for taught in (False, True):
+        if taught:
+            loss.compute_in_chunks(model)
+        with Sizes() as sizes:
+            found = model(input_ids=ids, use_cache=False, **({"labels": ids} if taught else {}))
+            (found if taught else found.logits.sum()).backward()
+        largest.append(sizes.largest)
+    assert largest == [512 * ids.numel(), 512 * max(64, chunk)]  # now it is the head's own gradient
+
+
+def test_a_chunk_is_long_enough_to_be_quick_and_short_enough_to_be_small() -> None:
+    sizes = [(512, 64), (8192, 512), (32000, 4096), (128256, 2048), (128256, 8192), (262144, 640)]
+    chunks = [loss.chunk_tokens(*size) for size in sizes]
+    assert chunks == [131072, 8192, 2097, 523, 2048, 256]
+
+
+class Turned(nn.Module):
+    """A causal LM that does more between decoder and head than calling the one on the other."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.decoder, self.lm_head, self.between = nn.Linear(4, 4), nn.Linear(4, 9), between
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, inputs_embeds: torch.Tensor) -> Any:
+        hidden = self.decoder(inputs_embeds=inputs_embeds)[0]
+        return SimpleNamespace(logits=self.lm_head(hidden.tanh() if self.between else hidden + self.nothing))
+
+
+def test_an_architecture_that_cannot_be_chunked_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RecipeError, match=r"Turned computes something between .* use plain"):
+        loss.compute_in_chunks(Turned(between=True))
+    with pytest.raises(RecipeError, match=r"Turned does not run around stand-ins \(AttributeError.* use plain"):
+        loss.compute_in_chunks(Turned(between=False))
+    model = tiny("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(RecipeError, match="is not a decoder and a linear head; use plain"):
+        loss.compute_in_chunks(model)
