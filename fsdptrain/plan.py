@@ -134,7 +134,6 @@ def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) ->
     recipe = written.recipe
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
-    shard_size = _shard_size(recipe, topology)
     held_out = recipe.data.eval or {}
     plan = Plan(
         version=__version__,
@@ -143,12 +142,20 @@ def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) ->
         data_path=find_data(recipe.data.path or "", written.folder, elsewhere),
         eval_path=find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None,
         topology=topology,
-        replicas=topology.world_size // shard_size,
-        shard_size=shard_size,
-        accumulation=recipe.train.global_batch_size // (recipe.train.micro_batch_size * topology.world_size),
+        **layout(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
     )
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
+
+
+def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """How a recipe lies on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+    shard_size, world = _shard_size(recipe, topology), topology.world_size
+    return {
+        "replicas": world // shard_size,
+        "shard_size": shard_size,
+        "accumulation": recipe.train.global_batch_size // (recipe.train.micro_batch_size * world),
+    }
 
 
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:

@@ -17,11 +17,15 @@ import torch
 import transformers
 from rich.console import Console
 
+from fsdptrain.advise import HEADER as ADVICE_HEADER
+from fsdptrain.advise import lines as advice_lines
+from fsdptrain.advise import rows as advice_rows
+from fsdptrain.advise import search
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
 from fsdptrain.errors import CheckpointError, NoData, RecipeError
 from fsdptrain.findings import Findings
-from fsdptrain.forecast import Forecaster
+from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card, parse
 from fsdptrain.histogram import bars, length_facts
 from fsdptrain.hub import checkpoint_files, hub_errors, spare_retries
@@ -252,6 +256,25 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         found.shown("verdict", verdict(forecast))
     else:
         found.fail(refusal(forecast))
+    if look.advise:
+        check_others(plan, hardware, forecast, vocab_size, found, look)
+
+
+def check_others(
+    plan: Plan, hardware: Hardware, own: Forecast, vocab_size: int | None, found: Findings, look: Look
+) -> None:
+    """Other plans for the same job on the same ranks, the fastest first."""
+    config, parameters = load_config(plan, vocab_size).to_dict(), found.levels["model"]["parameters"]
+
+    def progress(settled: int, there_are: int) -> None:
+        found.progress("advise", settled, there_are)
+
+    with Forecaster() as second:
+        asks = [look.forecaster.ask, second.ask]
+        advice = search(plan, hardware, own, asks, parameters, config, progress, vocab_size=vocab_size)
+    found.levels["advice"] = dataclasses.asdict(advice)
+    found.table(ADVICE_HEADER, advice_rows(advice.options))
+    found.shown("advice", *advice_lines(advice))
 
 
 def hardware_here(plan: Plan) -> Hardware | None:

@@ -13,7 +13,8 @@ from support import ROOT, environment
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
     "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "allocator",
-    "timing", "plot", "launch", "forecast", "outlook", "calibrate", "cli",
+    "timing", "plot", "launch", "forecast", "outlook", "calibrate", "advise",
+    "cli",
 )  # fmt: skip
 BELOW = (
     "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "engine",

@@ -1,0 +1,316 @@
+"""Advice: what is tried, what is ruled out, what is said; and that shallow copies tell what the whole model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import write_recipe
+
+from fsdptrain import advise
+from fsdptrain.advise import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search, varied
+from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.forecast import Forecast, Forecaster
+from fsdptrain.hardware import CPU, KNOWN
+from fsdptrain.plan import Plan, Topology, make_plan
+from fsdptrain.recipe import load
+
+H100 = KNOWN["h100-80gb"]
+MEMORY = 1000
+LLAMA = {"num_hidden_layers": 16, "layer_types": ["full_attention"] * 16}
+
+
+def plan_of(tmp_path: Path, *overrides: str, nodes: int = 1, ranks: int = 4) -> Plan:
+    words = ["train.global_batch_size=32", "model.config.num_hidden_layers=16", *overrides]
+    return make_plan(load(write_recipe(tmp_path), words), Topology("cuda", nodes, ranks), elsewhere=True)
+
+
+@dataclasses.dataclass
+class Pretended:
+    """Answers like a Forecaster, by rules a test can follow; remembers what it was asked."""
+
+    state: int = 400  # bytes of weights, gradients and moments in all
+    activations: int = 100  # bytes a sequence without recomputation
+    memory: int = MEMORY
+    comfort: float = 1.0  # a need beyond this share of the memory fits only just
+    fails: tuple[str, ...] = ()  # strategies that do
+    idle: float = 5.0  # seconds of a step that are not compute
+    crooked: bool = False  # blocks that are not alike
+    asked: list[Plan] = dataclasses.field(default_factory=list)
+
+    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+        self.asked.append(plan)
+        fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
+        if fsdp.strategy in self.fails:
+            raise FsdptrainError("the step could not be simulated: so it is")
+        rung = RECOMPUTATION.index(fsdp.activation_checkpointing)
+        layers = plan.recipe.model.config.get("num_hidden_layers", 16)
+        share = layers / 16 if not self.crooked else (layers / 16) ** 2
+        state = self.state * (0.5 if plan.recipe.model.dtype == "bfloat16" else 1) * (0.1 if fsdp.cpu_offload else 1)
+        need = int((state / plan.shard_size + self.activations * micro / 2**rung) * share)
+        step = (10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10) * share
+        peaks = {"forward of embedding": 1, **{f"forward of model.layers.{i}": need for i in range(layers)}}
+        return Forecast(
+            fits=need <= self.memory, tight=self.memory >= need > self.comfort * self.memory, peaks=peaks,
+            memory_bytes=self.memory, peak_bytes=need, reserved_bytes=need, overhead_bytes=0, host_bytes=0,
+            moment="loss", breakdown={}, textbook={}, collectives=[], flops=1, model_flops=1, step_s=step,
+            step_s_range=[step] * 2, compute_s=step - self.idle, communication_s=0, exposed_s=0,
+            tokens_per_s=1000 / step, mfu=0.4, hardware="h100-80gb", method="pretended",
+        )  # fmt: skip
+
+
+def advice(plan: Plan, ask: Pretended, parameters: int = 1, **more: Any) -> Advice:
+    own = ask(plan, H100)
+    ask.asked.clear()
+    return search(plan, H100, own, [ask, ask], parameters, **more)
+
+
+def tried(ask: Pretended) -> Counter[tuple[str, int, str, int]]:
+    return Counter(
+        (p.recipe.fsdp.strategy, p.shard_size, p.recipe.fsdp.activation_checkpointing, p.recipe.train.micro_batch_size)
+        for p in ask.asked
+    )
+
+
+def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
+    ask = Pretended(activations=300)
+    found = advice(plan_of(tmp_path), ask)
+    climbed = [("none", 2), ("none", 4), ("selective", 4), ("selective", 8), ("full", 8)]  # (none, 1) is the person's
+    assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed
+    assert found.options[0] is found.best and found.best.fits
+    assert found.tried == len(tried(ask)) and not found.failed
+    ask = Pretended(activations=300, idle=0.1)  # nothing to be gained any more by a larger micro-batch
+    advice(plan_of(tmp_path), ask)
+    assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed[:3]
+
+
+def test_where_one_only_just_fits_the_next_is_tried_too(tmp_path: Path) -> None:
+    ask = Pretended(activations=225, comfort=0.9)
+    found = advice(plan_of(tmp_path), ask)
+    assert {("none", 4), ("selective", 4)} < {key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"}
+    just = next(option for option in found.options if option.tight)
+    assert just.fits and "only just" in advise.rows([just])[0][-1]
+
+
+def test_a_micro_batch_that_does_not_fit_ends_the_ladder_but_for_the_largest(tmp_path: Path) -> None:
+    ask = Pretended(activations=10_000)
+    advice(plan_of(tmp_path), ask)
+    sizes = [key[2:] for key in tried(ask) if key[0] == "SHARD_GRAD_OP"]
+    assert sizes[:4] == [("none", 1), ("selective", 1), ("full", 1), ("full", 8)]
+    assert not any(key[3] in (2, 4) for key in tried(ask))
+
+
+def test_what_cannot_fit_by_arithmetic_is_not_asked_about(tmp_path: Path) -> None:
+    ask = Pretended(activations=1)
+    found = advice(plan_of(tmp_path), ask, parameters=100)  # 1200 bytes of state, of which a quarter fits
+    assert {key[0] for key in tried(ask)} == {"FULL_SHARD", "SHARD_GRAD_OP"}
+    assert {option.strategy for option in found.options} == {"FULL_SHARD", "SHARD_GRAD_OP"}
+    ask = Pretended(activations=1, memory=650)
+    advice(plan_of(tmp_path), ask, parameters=100)  # SHARD_GRAD_OP: 300 + 400 gathered in float32
+    assert {key[0] for key in tried(ask)} == {"FULL_SHARD"}
+
+
+def test_groups_of_nodes_grow_only_as_far_as_they_must(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.global_batch_size=64", nodes=8, ranks=2)
+    ask = Pretended(activations=1)
+    found = advice(plan, ask)
+    assert {key[1] for key in tried(ask) if key[0] == "HYBRID_SHARD"} == {2}
+    ask = Pretended(activations=1, state=3000)
+    found = advice(plan, ask)
+    assert {key[1] for key in tried(ask) if key[0] == "HYBRID_SHARD"} == {2, 4}
+    hybrid = next(option for option in found.options if option.strategy == "HYBRID_SHARD")
+    assert hybrid.overrides["fsdp.shard_size"] == 4 and hybrid.fits
+
+
+def test_one_rank_has_two_strategies(tmp_path: Path) -> None:
+    ask = Pretended(activations=1)
+    advice(plan_of(tmp_path, ranks=1), ask)
+    assert {key[0] for key in tried(ask)} == {"FULL_SHARD", "NO_SHARD"}
+
+
+def test_offload_is_for_when_nothing_fits_without(tmp_path: Path) -> None:
+    ask = Pretended(state=8000, activations=1)
+    found = advice(plan_of(tmp_path), ask)
+    assert found.options[0].cpu_offload and found.options[0].fits and not found.narrower
+    assert found.options[-1].own and not found.options[-1].fits
+    first = next(i for i, plan in enumerate(ask.asked) if plan.recipe.fsdp.cpu_offload)
+    assert not any(plan.recipe.fsdp.cpu_offload is False for plan in ask.asked[first:])
+    ask = Pretended(activations=1)
+    found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
+    assert [option.own for option in found.options if option.cpu_offload] == [True]
+    assert found.best and found.best.overrides["fsdp.cpu_offload"] is False
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    found = advice(plan_of(tmp_path), Pretended(activations=30_000))
+    assert found.best is None and not found.narrower
+    assert [(option.own, option.fits) for option in found.options] == [(True, False)]
+    assert "none fits" in advise.lines(found)
+
+
+def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tmp_path: Path) -> None:
+    class OnlyNarrow(Pretended):
+        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+            self.memory = 1000 if plan.recipe.model.dtype == "bfloat16" else 1
+            return super().__call__(plan, hardware, **job)
+
+    found = advice(plan_of(tmp_path), OnlyNarrow(), parameters=0)
+    assert found.best is None and len(found.narrower) == 1
+    assert found.narrower[0].overrides["model.dtype"] == "bfloat16"
+    said = next(line for line in advise.lines(found) if "model.dtype=bfloat16" in line)
+    assert "changes the numerics" in said and "fsdp.activation_checkpointing=full" in said
+
+
+def test_what_fails_is_counted_and_said(tmp_path: Path) -> None:
+    found = advice(plan_of(tmp_path), Pretended(fails=("NO_SHARD",)))
+    assert found.failed and all("fsdp.strategy=NO_SHARD" in word and "so it is" in word for word in found.failed)
+    assert any(line.startswith(f"{len(found.failed)} of them could not") for line in advise.lines(found))
+    assert "NO_SHARD" not in {option.strategy for option in found.options}
+
+
+def test_the_persons_own_plan_is_marked_and_asked_about_only_once(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.micro_batch_size=8")
+    ask = Pretended(activations=1)
+    found = advice(plan, ask)
+    assert [option.own for option in found.options].count(True) == 1
+    assert ("FULL_SHARD", 4, "none", 8) not in tried(ask)
+    assert sum("yours" in row[-1] for row in advise.rows(found.options)) == 1
+    best = found.best
+    assert best and not best.own
+    again = advice(varied(plan, best.overrides), ask)
+    assert again.best and again.best.own and "your own plan is the fastest that fits" in advise.lines(again)
+
+
+def test_ranking_prefers_time_and_among_about_equals_comfort(tmp_path: Path) -> None:
+    option = advice(plan_of(tmp_path), Pretended(activations=1)).options[0]
+    slow = dataclasses.replace(option, step_s=10.0)
+    tight = dataclasses.replace(option, step_s=9.8, tight=True)
+    fast = dataclasses.replace(option, step_s=9.0, tight=True)
+    refused = dataclasses.replace(option, step_s=1.0, fits=False)
+    assert ranked([slow, refused, tight, fast]) == [fast, slow, tight, refused]
+
+
+def test_what_is_shown_holds_every_strategy_and_nothing_that_only_loses(tmp_path: Path) -> None:
+    option = advice(plan_of(tmp_path), Pretended(activations=1)).options[0]
+
+    def made(strategy: str, step: float, need: int, own: bool = False) -> advise.Option:
+        return dataclasses.replace(option, strategy=strategy, step_s=step, needed_bytes=need, own=own)
+
+    full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
+    late, loser, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
+    kept = advise.shown(ranked([*full, late, loser, own]))
+    assert len(kept) == advise.SHOWN and late in kept and own in kept and loser not in kept
+    assert kept == ranked(kept)
+
+
+WRITTEN = (
+    ("fsdp.strategy=FULL_SHARD", "fsdp.backward_prefetch=BACKWARD_PRE", "fsdp.forward_prefetch=2"),
+    ("fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4", "fsdp.backward_prefetch=BACKWARD_POST"),
+    ("fsdp.strategy=HYBRID_SHARD",),
+    ("fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.shard_size=2", "fsdp.backward_prefetch=NONE"),
+    ("fsdp.strategy=SHARD_GRAD_OP", "fsdp.activation_checkpointing={every: 2}"),
+    ("fsdp.strategy=NO_SHARD", "fsdp.cpu_offload=true", "train.micro_batch_size=4"),
+)
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda words: words[0].partition("=")[2])
+def test_the_readers_of_recipes_take_every_option(tmp_path: Path, written: tuple[str, ...]) -> None:
+    words = ["train.global_batch_size=32", *written]
+    recipe, topology = write_recipe(tmp_path), Topology("cuda", 4, 2)
+    plan = make_plan(load(recipe, words), topology, elsewhere=True)
+    micros = micro_batches(plan.recipe, 8)
+    assert micros == [1, 2, 4]
+    for ladder in [*advise._ladders(plan, False), *advise._ladders(plan, True)]:
+        for ranks in ladder.sizes:
+            for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
+                overrides = advise._overrides(plan, ladder, ranks, recomputation, micro)
+                pasted = load(recipe, [*words, *paste(overrides).split()])
+                assert make_plan(pasted, topology, elsewhere=True) == varied(plan, overrides)
+
+
+def test_shallow_copies_are_of_blocks_that_are_alike(tmp_path: Path) -> None:
+    shallow = Shallow.of({"num_hidden_layers": 16, "layer_types": ["full"] * 16, "pad": [1, 2]})
+    assert shallow and shallow.lists.keys() == {"layer_types"}
+    plan = plan_of(tmp_path)
+    assert shallow.depths(plan) == (4, 8)
+    assert shallow.cut(plan, 4).recipe.model.config["layer_types"] == ["full"] * 4
+    assert plan.recipe.model.config["num_hidden_layers"] == 16  # the recipe is not touched
+    assert dataclasses.replace(shallow, layers=80).depths(plan) == (4, 16)
+    assert shallow.depths(plan_of(tmp_path, "fsdp.forward_prefetch=2")) == (8, 12)
+    assert shallow.depths(plan_of(tmp_path, "fsdp.forward_prefetch=4")) is None
+    for other in (
+        {"layer_types": ["full", "sliding"] * 8}, {"first_k_dense_replace": 1}, {"mlp_only_layers": [3]},
+        {"num_hidden_layers": 11}, {"num_hidden_layers": None},
+    ):  # fmt: skip
+        assert Shallow.of({"num_hidden_layers": 16, **other}) is None
+    assert Shallow.of({"n_layer": 12}) == Shallow("n_layer", 12, {})
+
+
+def test_a_search_over_shallow_copies_simulates_the_fastest_in_full(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    ask = Pretended(activations=300)
+    found = advice(plan, ask, config=LLAMA)
+    depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
+    assert depths[4] == depths[8] > depths[16] > 0
+    assert all(option.exact for option in found.options[:2]) and not all(option.exact for option in found.options)
+    rest = next(option for option in found.options if not option.exact)
+    assert "approximate" in advise.rows([rest])[0][-1]
+    whole = advice(plan, Pretended(activations=300))
+    assert [o.overrides for o in whole.options] == [o.overrides for o in found.options]
+    assert [o.step_s for o in whole.options] == pytest.approx([o.step_s for o in found.options])
+    ask = Pretended(activations=300, crooked=True)
+    found = advice(plan, ask, config=LLAMA)
+    depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
+    assert depths[4] == depths[8] == 1 and all(option.exact for option in found.options)
+    ask = Pretended()
+    advice(plan, ask, config=LLAMA, config_dir="somewhere")
+    assert {p.recipe.model.config["num_hidden_layers"] for p in ask.asked} == {16}
+
+
+def test_a_model_that_refuses_to_be_shallow_is_simulated_in_full(tmp_path: Path) -> None:
+    class Refuses(Pretended):
+        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+            if plan.recipe.model.config["num_hidden_layers"] != 16:
+                raise RecipeError("model.config: no")
+            return super().__call__(plan, hardware, **job)
+
+    found = advice(plan_of(tmp_path), Refuses(), config=LLAMA)
+    assert found.best and not found.failed and all(option.exact for option in found.options)
+
+
+def test_on_a_cpu_one_is_asked_at_a_time_and_progress_comes_to_its_end(tmp_path: Path) -> None:
+    ask, idle = Pretended(activations=1), Pretended()
+    plan = plan_of(tmp_path)
+    own = ask(plan, CPU)
+    told: list[tuple[int, int]] = []
+    search(plan, CPU, own, [ask, idle], 1, progress=lambda done, of: told.append((done, of)))
+    assert not idle.asked and told[-1][0] == told[-1][1] == 3 * 4 * 3
+
+
+LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are coarse beside small ones
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "num_hidden_layers": 12, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def test_shallow_copies_tell_what_the_model_needs(tmp_path: Path) -> None:
+    large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
+    base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")
+    shallow = Shallow("num_hidden_layers", 12, {})
+    with Forecaster() as forecaster:
+        for words in (
+            ("fsdp.activation_checkpointing=selective", "train.global_batch_size=4"),
+            ("fsdp.strategy=NO_SHARD", "fsdp.activation_checkpointing=full"),
+        ):
+            plan = plan_of(tmp_path, *base, *words)
+            few, more, whole = (forecaster.ask(shallow.cut(plan, n), H100, vocab_size=512) for n in (4, 8, 12))
+            read = extrapolate(few, more, 4, 8, 12)
+            assert read and not read.notes
+            assert (read.moment, read.fits, read.tight) == (whole.moment, whole.fits, whole.tight)
+            assert read.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+            assert read.reserved_bytes == pytest.approx(whole.reserved_bytes, rel=2e-2)
+            for name in ("step_s", "compute_s", "tokens_per_s", "mfu", "flops", "model_flops"):
+                assert getattr(read, name) == pytest.approx(getattr(whole, name), rel=1e-2), name
