@@ -17,13 +17,14 @@ import torch
 import transformers
 from rich.console import Console
 
+from fsdptrain import closed_form
 from fsdptrain.advise import HEADER as ADVICE_HEADER
 from fsdptrain.advise import lines as advice_lines
 from fsdptrain.advise import rows as advice_rows
 from fsdptrain.advise import search
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
-from fsdptrain.errors import CheckpointError, NoData, RecipeError
+from fsdptrain.errors import CheckpointError, DoesNotFit, FsdptrainError, NoData, RecipeError
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card, parse
@@ -238,7 +239,14 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         return
     drawing = str(look.plot.absolute()) if look.plot else None
     with found.screen.busy("simulate"):
-        forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
+        try:
+            forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
+        except RecipeError:
+            raise
+        except FsdptrainError as error:
+            found.note(f"{error}; what follows is arithmetic, without fragments, communication and time")
+            by_arithmetic(plan, vocab_size, hardware, found)
+            return
     found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
     if steps is not None:
         run_s = steps * forecast.step_s
@@ -258,6 +266,21 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         found.fail(refusal(forecast))
     if look.advise:
         check_others(plan, hardware, forecast, vocab_size, found, look)
+
+
+def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found: Findings) -> None:
+    """Memory by the closed form, for want of a simulation. Raises FsdptrainError where it does not hold either."""
+    top = closed_form.peak(plan, load_config(plan, vocab_size))
+    needed = top.allocated + hardware.context + hardware.communicator
+    capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
+    found.step = {
+        "fits": needed <= capacity, "peak_bytes": top.allocated, "needed_bytes": needed, "memory_bytes": capacity,
+        "moment": top.moment, "breakdown": top.by_category, "hardware": hardware.name, "method": "closed form",
+    }  # fmt: skip
+    found.shown("memory", f"the peak of the worst rank: {size(top.allocated)} allocated, in the {top.moment}")
+    found.draw(memory_bar(top.by_category, {"outside torch": needed - top.allocated}, capacity, BAR_WIDTH))
+    if needed > capacity:
+        found.fail(DoesNotFit(f"does not fit: {size(needed)} of {size(capacity)}"))
 
 
 def check_others(

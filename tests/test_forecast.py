@@ -230,8 +230,14 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
         found = process.ask(gpu_plan(tmp_path), H100)
     assert "the pretended accelerator failed (RuntimeError: no such stream)" in found.notes[0]
     script.write_text("raise SystemExit('ImportError: nothing here')")
-    with Forecaster() as process, pytest.raises(FsdptrainError, match="ImportError: nothing here"):
-        process.ask(gpu_plan(tmp_path), H100)
+    with Forecaster() as process:
+        with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
+            process.ask(gpu_plan(tmp_path), H100)
+        with Screen(Console(file=io.StringIO())) as screen:  # and in the end there is arithmetic
+            dry = Findings(screen, elsewhere=True)
+            dry_run(gpu_plan(tmp_path), dry, look_ahead=Look(process, H100))
+    assert dry.exit_code == 0 and dry.step["method"] == "closed form"
+    assert math.isclose(dry.step["peak_bytes"], answer["peak_bytes"], rel_tol=0.02)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

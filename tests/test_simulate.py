@@ -107,6 +107,35 @@ def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[st
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
 
 
+def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return SMALL | {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": hidden // heads,
+    }  # fmt: skip
+
+
+SIZES = {  # every combination at 25 million parameters, a few at more
+    "25M": (llama(16384, 384, 1024, 8, 6), MATRIX),
+    "60M": (llama(16384, 640, 1792, 8, 10), MATRIX[7::30]),
+    "150M": (llama(32000, 896, 2432, 10, 14), MATRIX[11::60]),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", SIZES)
+def test_the_peaks_of_the_whole_matrix(tmp_path: Path, size: str) -> None:
+    config, matrix = SIZES[size]
+    errors = {}
+    for changes in matrix:
+        plan = plan_of(tmp_path, model__config=config, **changes)
+        forecast, real = peak(on_fake(plan), HOST), on_real(plan)
+        errors[named(changes)] = forecast.allocated / real - 1
+        print(f"{size} {forecast.allocated / 2**20:9.2f} {real / 2**20:9.2f} MiB {errors[named(changes)]:+.3%}  "
+              f"{named(changes)}  ({forecast.moment})", flush=True)  # fmt: skip
+    print(f"{size}: {len(errors)} combinations, worst {max(errors.values(), key=abs):+.3%}")
+    assert all(abs(error) <= 5e-3 for error in errors.values())
+
+
 RANKED = {
     "full": ["fsdp.activation_checkpointing=full", "train.global_batch_size=8"],
     "grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.mixed_precision.param_dtype=bfloat16"],
