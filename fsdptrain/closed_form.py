@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.ledger import Level
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, loss_chunks
 from fsdptrain.trace import Category
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -83,11 +83,6 @@ def shape_of(config: Any) -> Shape:
         config.hidden_size, config.intermediate_size, config.vocab_size, heads * size, groups * size, heads, size,
         config.num_hidden_layers, tied,
     )  # fmt: skip
-
-
-def chunk_tokens(vocab: int, hidden: int) -> int:
-    """Tokens of a chunk of the loss: `loss.chunk_tokens`, which cannot be had without torch."""
-    return max(2**26 // vocab, hidden // 4, 1)
 
 
 class _Step:
@@ -247,7 +242,7 @@ class _Step:
         if self.plain:  # in float32: the log-softmax, the gradient that comes into it and the one that goes out
             yield "backward of the loss", ({"logits and loss": 12 * s.vocab * self.tokens},)
             return
-        count = -(-self.tokens // chunk_tokens(s.vocab, s.hidden))
+        count = loss_chunks(self.tokens, s.vocab, s.hidden)
         chunk, weight = s.vocab * -(-self.tokens // count), s.vocab * s.hidden
         arrived = (s.block if s.tied else s.head) * c if self.ranks > 1 else 0
         hidden = c * s.hidden * self.tokens if count > 1 else 0

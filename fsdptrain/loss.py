@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from fsdptrain.data import IGNORED
 from fsdptrain.errors import RecipeError
+from fsdptrain.plan import loss_chunks
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,15 +121,6 @@ def _refused(model: Any, reason: str) -> RecipeError:
     return RecipeError(f"train.loss: chunked cannot be computed: {type(model).__name__} {reason}; use plain")
 
 
-def chunk_tokens(vocab: int, hidden: int) -> int:
-    """Tokens of one chunk: as many as 256 MiB of float32 logits hold, and never fewer than a quarter of `hidden`.
-
-    A chunk reads the weight twice and adds to its gradient once, whatever its length: short chunks are slow. At
-    hidden / 4 tokens, its float32 logits are a quarter of the weight's float32 gradient, which is there anyway.
-    """
-    return max(2**26 // vocab, hidden // 4, 1)
-
-
 def cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -161,7 +153,7 @@ def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Views of hidden states and labels, a pair for each chunk; chunks differ by one token at most."""
-    count = max(1, -(-len(labels) // chunk_tokens(*weight.shape)))
+    count = loss_chunks(len(labels), *weight.shape)
     return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
 
 

@@ -158,6 +158,18 @@ def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
     }
 
 
+def loss_chunks(tokens: int, vocab: int, hidden: int) -> int:
+    """How many chunks of a micro-batch's tokens the chunked loss takes one after the other.
+
+    A chunk has as many tokens as 256 MiB of float32 logits hold, and never fewer than a quarter of `hidden`: it reads
+    the weight twice and adds to its gradient once, whatever its length, so short ones are slow. Where a whole
+    micro-batch's logits (8 bytes each, in all) take no more than a chunk's beside the float32 sum of the weight's
+    gradient that several chunks need (4 bytes more for each weight), it stays in one piece.
+    """
+    chunk = max(2**26 // vocab, hidden // 4, 1)
+    return 1 if tokens <= chunk + hidden // 2 else -(-tokens // chunk)
+
+
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:
     """The processes this recipe would run on here: those of a torchrun that already runs, or what `launch` asks for.
 

@@ -27,8 +27,8 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.worker import Run, assemble
 
 torch.set_num_threads(1)
-chunk_tokens = loss.chunk_tokens
-loss.chunk_tokens = lambda _vocab, _hidden: 24  # a micro-batch of a test is several chunks, of unequal lengths
+loss_chunks = loss.loss_chunks
+loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch of a test is several chunks, of unequal lengths
 
 
 def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
@@ -242,7 +242,7 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
         "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
     }  # fmt: skip
     found = {}
-    loss.chunk_tokens = chunk_tokens
+    loss.loss_chunks = loss_chunks
     for name, overrides in variants.items():
         run, _ = build(recipe, overrides)
         curve(run, 1)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulate import SMALL, config_of, named, on_fake, plan_of
 
-from fsdptrain import closed_form, ledger, loss
+from fsdptrain import ledger
 from fsdptrain.closed_form import peak
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan import Plan, Topology
@@ -49,11 +49,6 @@ CASES: list[dict[str, Any]] = [
     {"model__config": WIDE | {"tie_word_embeddings": True}, "data__seq_len": 16},
     {"model__config": WIDE, "data__seq_len": 16, "fsdp__mixed_precision": BF16, "fsdp__backward_prefetch": "NONE"},
 ]  # fmt: skip
-
-
-def test_chunks_of_the_loss_are_as_long_as_the_losss_own() -> None:
-    for vocab, hidden in ((512, 64), (32000, 4096), (128256, 8192), (262144, 640)):
-        assert closed_form.chunk_tokens(vocab, hidden) == loss.chunk_tokens(vocab, hidden)
 
 
 @pytest.mark.parametrize("changes", CASES, ids=named)

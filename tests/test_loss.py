@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import loss
 from fsdptrain.errors import RecipeError
+from fsdptrain.plan import loss_chunks
 
 LOGITS = {"gemma2": {"final_logit_softcapping": 0.05}, "granite": {"logits_scaling": 30.0}}
 
@@ -61,7 +62,7 @@ def test_any_split_into_chunks_gives_the_plain_loss_and_gradients(
     labels = torch.randint(0, vocab, (tokens,))
     labels[{"none": slice(0), "some": slice(None, None, 2), "all": slice(None)}[masked]] = -100
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "chunk_tokens", lambda *_: chunk)
+        patch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // chunk))
 
         def chunked(*inputs: Any) -> torch.Tensor:
             return loss.cross_entropy(*inputs, labels, divisor, lambda logits: logits * 1)
@@ -92,7 +93,7 @@ def tiny(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_architecture_gives_its_plain_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "chunk_tokens", lambda *_: 13)
+    monkeypatch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // 13))
     model = tiny(kind)
     ids, labels = torch.randint(0, 512, (2, 2, 20))
     labels[:, ::3] = -100
@@ -128,7 +129,7 @@ class Sizes(TorchDispatchMode):
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunk = tiny("llama tied"), 12
-    monkeypatch.setattr(loss, "chunk_tokens", lambda *_: chunk)
+    monkeypatch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // chunk))
     ids = torch.zeros(3, 33, dtype=torch.long)
     largest = []
     for taught in (False, True):
@@ -142,9 +143,8 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_chunk_is_long_enough_to_be_quick_and_short_enough_to_be_small() -> None:
-    sizes = [(512, 64), (8192, 512), (32000, 4096), (128256, 2048), (128256, 8192), (262144, 640)]
-    chunks = [loss.chunk_tokens(*size) for size in sizes]
-    assert chunks == [131072, 8192, 2097, 523, 2048, 256]
+    sizes = [(2048, 8192, 512), (4096, 128256, 4096), (4096, 128256, 8192), (16384, 128256, 8192), (8192, 262144, 640)]
+    assert [loss_chunks(*size) for size in sizes] == [1, 4, 1, 8, 32]
 
 
 class Turned(nn.Module):
