@@ -232,15 +232,11 @@ def read_slices(recipe: str) -> dict[str, int]:
 
 
 def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """What torch's profiler sees of a step of each variant: memory by thread, collectives with their bytes.
+    """What torch's profiler sees of a step of each variant: memory, and collectives with their bytes.
 
-    gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one.
+    gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one. Where gloo's
+    thread is the last to let go of a buffer, its release is not seen: so the peak is found between two bounds.
     """
-    width = {"float": 4, "c10::BFloat16": 2, "double": 8}
-    kinds = {
-        "c10d::_allgather_base_": ("all-gather", 0), "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
-        "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
-    }  # fmt: skip
     found = {}
     loss.loss_chunks = loss_chunks
     for name, overrides in variants.items():
@@ -250,26 +246,34 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
         held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
         with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
-            curve(run, 2, 1)
+            for step in range(1, 4):
+                with torch.profiler.record_function("one step"):
+                    curve(run, step + 1, step)
         results = profiler.profiler.kineto_results
-        seen = sorted(results.events(), key=lambda event: event.start_ns())
-        calls_end = [e.start_ns() + e.duration_ns() for e in seen if e.name().startswith("c10d::")]
-        changes = [*allocations(results.experimental_event_tree())]
+        spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in results.events() if e.name() == "one step"]
+        changes = sorted(allocations(results.experimental_event_tree()))
+        least, most = zip(*(bounds([c for c in changes if a <= c[0] <= b]) for a, b in spans), strict=True)
+        calls, gloo = collectives([e for e in results.events() if spans[-1][0] <= e.start_ns() <= spans[-1][1]])
         base = sum(storages.values())
-        peaks = [base + highest(changes, calls_end, late) for late in (False, True)]
-        calls = []
-        for event in seen:
-            if event.name() in kinds:
-                kind, place = kinds[event.name()]
-                size = None if place is None else event.shapes()[place][0] * width[event.dtypes()[place]]
-                calls.append([kind, size])
-        gloo = [
-            [event.name(), event.shapes()[0][0] * width[event.dtypes()[0]]]
-            for event in seen
-            if event.name().startswith("gloo:")
-        ]
-        found[name] = {"peaks": peaks, "calls": calls, "gloo": gloo}
+        found[name] = {"peak": [base + max(least), base + min(most)], "calls": calls, "gloo": gloo}
     return found
+
+
+def collectives(events: Any) -> tuple[list[Any], list[Any]]:
+    """[kind, bytes of the full buffer] of what torch called, and [name, bytes] of what gloo then did."""
+    width = {"float": 4, "c10::BFloat16": 2, "double": 8}
+    kinds = {
+        "c10d::_allgather_base_": ("all-gather", 0), "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+        "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
+    }  # fmt: skip
+    calls, gloo = [], []
+    for event in events:
+        if event.name() in kinds:
+            kind, place = kinds[event.name()]
+            calls.append([kind, None if place is None else event.shapes()[place][0] * width[event.dtypes()[place]]])
+        elif event.name().startswith("gloo:"):
+            gloo.append([event.name(), event.shapes()[0][0] * width[event.dtypes()[0]]])
+    return calls, gloo
 
 
 def allocations(events: Any) -> Any:
@@ -280,28 +284,24 @@ def allocations(events: Any) -> Any:
         yield from allocations(event.children)
 
 
-def highest(changes: list[Any], calls_end: list[int], late: bool) -> int:
-    """The highest sum of what this thread allocated; what gloo's threads did are gloo's own copies.
-
-    A buffer of ours that gloo's thread was the last to let go of counts to that moment, or (not `late`) to the end of
-    the collective before it: in between it is ours no more.
-    """
-    level, peak, mine = 0, 0, set()
-    moved = []
-    for time, thread, address, size in sorted(changes):
+def bounds(changes: Any) -> tuple[int, int]:
+    """Between what the peak of this thread's allocations lies: without, and with, what was never seen to be freed."""
+    freed, follows = [], {}  # whether each is a release, or an allocation that one follows at its address
+    for _, _, address, size in reversed(changes):
+        freed.append(size < 0 or follows.get(address, 1) < 0)
+        follows[address] = size
+    levels, peaks, mine = [0, 0], [0, 0], {}
+    for (_, thread, address, size), seen in zip(changes, reversed(freed), strict=True):
         if size > 0 and thread == 1:
-            mine.add(address)
+            mine[address] = seen
         elif address not in mine:
             continue
-        elif size < 0 and thread != 1 and not late:
-            time = max((end for end in calls_end if end <= time), default=time)
-        moved.append((time, size))
+        levels[0] += size if mine[address] else 0
+        levels[1] += size
+        peaks = [max(pair) for pair in zip(peaks, levels, strict=True)]
         if size < 0:
-            mine.remove(address)
-    for _, size in sorted(moved):
-        level += size
-        peak = max(peak, level)
-    return peak
+            del mine[address]
+    return peaks[0], peaks[1]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
