@@ -19,7 +19,7 @@ def memory_lines(forecast: Forecast) -> list[str]:
         f"beside it, unseen by torch: {size(forecast.overhead_bytes)} "
         + ("for the process and its libraries" if forecast.hardware == "cpu" else "for the CUDA context and NCCL")
     )
-    if forecast.host_bytes:
+    if forecast.host_bytes >= 2**20:
         lines.append(f"and in host memory: {size(forecast.host_bytes)} a rank")
     return lines
 
@@ -59,7 +59,7 @@ def time_lines(forecast: Forecast, plan: Plan, steps: int | None) -> list[str]:
     lines = [
         f"a step takes {forecast.step_s:.3g} s, give or take: {low:.3g} to {high:.3g}; "
         f"{forecast.tokens_per_s:,.0f} tokens/s{each}, MFU {forecast.mfu:.1%}",
-        f"of it compute {forecast.compute_s:.3g} s ({forecast.flops / 1e12:,.4g} TFLOP a rank, recomputation and "
+        f"of it compute {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
         f"attention included); collectives alone {forecast.communication_s:.3g} s; {forecast.exposed_s:.3g} s idle",
     ]
     if steps is None:
@@ -68,6 +68,10 @@ def time_lines(forecast: Forecast, plan: Plan, steps: int | None) -> list[str]:
     hours = [steps * seconds / 3600 for seconds in (forecast.step_s, low, high)]
     total = f"{hours[0] * world:,.1f} {what} ({hours[1] * world:,.1f} to {hours[2] * world:,.1f})"
     return [*lines, f"{steps:,} steps take {duration(hours[0] * 3600)}: {total}"]
+
+
+def _tera(count: float) -> str:
+    return f"{count / 1e12:,.0f}" if count >= 1e14 else f"{count / 1e12:.3g}"
 
 
 def verdict(forecast: Forecast) -> str:

@@ -296,6 +296,7 @@ LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are 
 }  # fmt: skip
 
 
+@pytest.mark.soak
 def test_shallow_copies_tell_what_the_model_needs(tmp_path: Path) -> None:
     large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
     base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")

@@ -51,7 +51,9 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", CASES, ids=named)
+@pytest.mark.parametrize(
+    "changes", [pytest.param(case, marks=pytest.mark.soak if i % 2 else ()) for i, case in enumerate(CASES)], ids=named
+)
 def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **{"train__global_batch_size": 8} | changes)
     config = config_of(plan)

@@ -755,7 +755,7 @@ _values = st.recursive(
 _paths = st.sampled_from([*all_paths(), "model", "fsdp", "fsdp.mixed_precision", "model.config.a", "data.columns.text"])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(_paths, _values, st.booleans()), min_size=1, max_size=4))
 def test_whatever_is_written_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, written: list[tuple[str, Any, bool]]
