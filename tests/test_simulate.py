@@ -101,7 +101,7 @@ def named(changes: dict[str, Any]) -> str:
     return " ".join(str(value) for value in changes.values())
 
 
-@pytest.mark.parametrize("changes", MATRIX[9::53], ids=named)
+@pytest.mark.parametrize("changes", MATRIX[9::61], ids=named)
 def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **changes)
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)

@@ -39,9 +39,9 @@ def test_random_weights_are_the_same_for_every_world_size(tmp_path: Path) -> Non
         on_ranks(world, "digests", tmp_path / str(world), recipe=str(recipe), variants=variants | {"seed": ["seed=1"]})[
             0
         ]
-        for world in (1, 2, 3)
+        for world in (1, 3)  # an uneven split, too
     ]
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert len({found[0][name] for name in variants}) == 1
     assert found[0]["seed"] != found[0]["full"]
 
