@@ -144,5 +144,8 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
     for unit in units:
         unit.modules[0].register_forward_pre_hook(forward(unit))
         unit.modules[-1].register_forward_hook(backward(unit.name))
+    head = engine.model.get_output_embeddings()
+    if all(head is not inner for unit in units for module in unit.modules for inner in module.modules()):
+        head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: it is the root's
     engine.model.register_forward_hook(lambda *_: recorder.begin("loss"))
     engine.optimizer.register_step_pre_hook(update)
