@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from fsdptrain import allocator, ledger, plot, timing
+from fsdptrain.advise import varied
 from fsdptrain.dist import matrix_rate
 from fsdptrain.engine import model_flops
 from fsdptrain.errors import FsdptrainError, to_record
@@ -36,11 +37,11 @@ def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing
     notes = []
     if plan.recipe.train.compile:
         notes.append("train.compile: what the compiler saves is unknown; these are the figures without it")
-        plan = _with(plan, "train", compile=False)
+        plan = varied(plan, {"train.compile": False})
     kernel = plan.recipe.model.attn_implementation
     if kernel in ("flash_attention_2", "flex_attention"):
         notes.append(f"{kernel}: counted as the flash kernel of torch, without a mask")
-        plan = _with(_with(plan, "model", attn_implementation="sdpa"), "data", packing="none")
+        plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
     trace = simulate(plan, config, pretend)
@@ -59,11 +60,6 @@ def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing
         method="pretended accelerator" if pretend else "fake CPU",
         notes=notes,
     )
-
-
-def _with(plan: Plan, section: str, **values: Any) -> Plan:
-    part = dataclasses.replace(getattr(plan.recipe, section), **values)
-    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, **{section: part}))
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
@@ -108,7 +104,7 @@ def communication(plan: Plan, trace: Trace, config: Any) -> dict[str, Any]:
     width = {name: getattr(torch, getattr(dtypes, name)).itemsize for name in ("param_dtype", "reduce_dtype")}
     parameters = sum(p.numel() for p in skeleton(config, plan.recipe.model).parameters())
     return {
-        "collectives": [dataclasses.asdict(t) | {"wire": t.wire, "nodes": t.nodes} for t in found],
+        "collectives": [dataclasses.asdict(t) | {"wire": t.wire} for t in found],
         "textbook": ledger.textbook(parameters, plan.topology.world_size, *width.values()),
     }
 

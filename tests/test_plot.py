@@ -141,6 +141,7 @@ def test_equal_traces_are_equal_files_and_nothing_is_left_set(tmp_path: Path) ->
 @pytest.mark.parametrize("trace", [Trace([Alloc(Storage(CARD, "gradients"), 5, 0)]), made_up(2, 2, device="cpu")])
 def test_little_or_nothing_on_the_device_can_be_drawn(tmp_path: Path, trace: Trace) -> None:
     draw_timeline(trace, CARD, 80 * GIB, tmp_path / "step.png", "nothing")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_thousands_of_events_make_a_small_picture(tmp_path: Path) -> None:
