@@ -1,7 +1,7 @@
 """Sharded checkpoints: save, verify, load, keep. One safetensors file a rank, one manifest, one rename.
 
-    every rank: copy shards to host memory → write its file → fsync → checksum ─┐ (in the background if asked for)
-    rank 0:     ───────────────────────────────────── manifest → rename → fsync ┴→ drop the oldest
+    every rank: copy shards to host memory → write its file → fsync → read it back ─┐ (in the background if asked for)
+    rank 0:     ──────────────────────────────────────── manifest → rename → fsync ─┴→ drop the oldest
 
 Shards are slices along dimension 0 (that is how FSDP2 shards), stored with their first row, so any world size can read
 them back: a rank copies the rows that overlap its own. Position in the data and dropout seeds are functions of the
@@ -11,48 +11,64 @@ step, so the step is all there is to remember besides tensors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
+import os
+import re
+import reprlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.dist import World
-from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
 from fsdptrain.manifest import (
     FORMAT,
     Manifest,
-    damaged,
+    complete_steps,
+    faults,
     file_entry,
     fsync,
     newest_manifest,
     read_manifest,
     resume_problems,
+    set_aside,
 )
 from fsdptrain.model import saved_state
 from fsdptrain.plan import Plan
+from fsdptrain.report import size
 from fsdptrain.rundir import RunDir
 
 Saved = Callable[[dict[str, Any]], None]
+FULL = re.compile(rf"(?:os error|Errno) (?:{errno.ENOSPC}|{errno.EDQUOT})\b")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows of one tensor: `local` holds rows first … first + len(local) of `shape`."""
+    """This rank's rows of one tensor: `local` holds rows first … first + len(local) of `shape`; a scalar is one row."""
 
     local: torch.Tensor
     first: int
     shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all the rows there are."""
+        return self.local.numel() == math.prod(self.shape)
 
 
 def shards_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
@@ -69,7 +85,7 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     """The local rows of a (possibly sharded) tensor; a plain tensor is all its own."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Shard(tensor, 0, tuple(tensor.shape))
+        return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Shard(tensor.to_local(), offsets[0] if offsets else 0, tuple(tensor.shape))
 
@@ -83,6 +99,7 @@ class Checkpointer:
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._staging: dict[str, torch.Tensor] = {}
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save what `step` steps have made; returns when the copy is staged, or (`wait`) when it is committed.
@@ -93,10 +110,10 @@ class Checkpointer:
         started = time.monotonic()
         mine = shards_of(model, optimizer) if self.world.writes else {}
         if self.world.rank != 0:  # plain tensors (buffers) are equal everywhere: rank 0's are written
-            mine = {name: shard for name, shard in mine.items() if shard.local.shape != shard.shape or shard.first}
-        # While we wait nothing changes the tensors, and those in host memory need no second copy of it.
-        staged = {name: Shard(s.local.to("cpu", copy=not wait), s.first, s.shape) for name, s in mine.items()}
-        self._thread = threading.Thread(target=self._commit, args=(step, staged, started), name="checkpoint")
+            mine = {name: shard for name, shard in mine.items() if not shard.is_whole}
+        staged = self._stage(mine, wait)
+        arguments = (step, staged, started, time.monotonic() - started)
+        self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
         if wait:
             self.wait()
@@ -110,47 +127,79 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _commit(self, step: int, staged: dict[str, Shard], started: float) -> None:
+    def _stage(self, shards: dict[str, Shard], wait: bool) -> dict[str, Shard]:
+        """The shards in host memory, where the steps that follow do not change them.
+
+        While we wait nothing changes them, and those in host memory already need no copy. The others go to the same
+        pages at every save: to get fresh ones from the system takes longer than to fill them.
+        """
+        staged = {}
+        for name, shard in shards.items():
+            local = shard.local
+            if not wait or local.device.type != "cpu":
+                if name not in self._staging:
+                    self._staging[name] = torch.empty_like(local, device="cpu")
+                local = self._staging[name].copy_(local)
+            staged[name] = Shard(local, shard.first, shard.shape)
+        return staged
+
+    def _commit(self, step: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
         """Runs in a thread on every rank, with collectives on the side group only."""
         target = self.rundir.checkpoint(step)
-        scratch = target.with_name(target.name + ".tmp")
         try:
-            needed = sum(self._exchange(sum(s.local.nbytes for s in staged.values())))
-            self._together(lambda: make_room(scratch, needed) if self.world.rank == 0 else None)
-            entry = self._together(lambda: write_shards(scratch / file_name(self.world.rank), staged))
+            size = self._write(step, staged, target)
+            keep = self.plan.recipe.checkpoint.keep
+            self._first("remove old checkpoints", partial(keep_newest, self.rundir, step, keep))
+            facts = {"step": step, "path": str(target), "bytes": size}
+            facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
+            self._first(f"report {target}", partial(self.saved, facts))
+        except BaseException as error:
+            self._error = error  # for the training thread, which raises it in its next wait()
+
+    def _write(self, step: int, staged: dict[str, Shard], target: Path) -> int:
+        """Write and commit a checkpoint; its size in bytes. When any rank fails, nothing is left of it."""
+        scratch = target.with_name(target.name + ".tmp")
+        saving = f"save {target}"
+        try:
+            needed = sum(self._exchange(sum(shard.local.nbytes for shard in staged.values())))
+            told = space_told(scratch, needed)  # around whatever writes
+            self._first(saving, told(partial(make_room, scratch, target, needed)))
+            entry = self._together(saving, told(partial(write_shards, scratch / file_name(self.world.rank), staged)))
             files = dict(filter(None, self._exchange(entry)))
-            self._together(lambda: self._publish(step, scratch, target, files) if self.world.rank == 0 else None)
-        except Exception as error:  # raised by the next wait(), on the training thread
+            self._first(saving, told(partial(self._publish, step, scratch, target, files)))
+        except BaseException:
             if self.world.rank == 0:
                 shutil.rmtree(scratch, ignore_errors=True)
-            self._error = error
-            return
-        size = sum(facts["bytes"] for facts in files.values())
-        self.saved({"step": step, "path": str(target), "bytes": size, "seconds": time.monotonic() - started})
+            raise
+        return sum(facts["bytes"] for facts in files.values())
 
     def _publish(self, step: int, scratch: Path, target: Path, files: dict[str, Any]) -> None:
-        size = self.world.size
-        Manifest(FORMAT, step, size, self.plan.digest(), self.identity, files).write(scratch)
+        Manifest(FORMAT, step, self.world.size, self.plan.digest(), self.identity, files).write(scratch)
         fsync(scratch)
+        refuse_taken(target)  # an empty folder would be replaced without a word
         scratch.rename(target)
         fsync(target.parent)
-        keep_newest(self.rundir, self.plan.recipe.checkpoint.keep)
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world.size
         dist.all_gather_object(values, value, group=self.world.side)
         return values
 
-    def _together(self, work: Callable[[], Any]) -> Any:
+    def _first(self, doing: str, work: Callable[[], Any]) -> None:
+        """Rank 0 does the work; if it fails, raise one CheckpointError on all."""
+        self._together(doing, lambda: work() if self.world.rank == 0 else None)
+
+    def _together(self, doing: str, work: Callable[[], Any]) -> Any:
         """Do the work on this rank; if it failed on any, raise one CheckpointError on all."""
         result, failure = None, None
         try:
             result = work()
         except (OSError, CheckpointError) as error:
-            failure = f"rank {self.world.rank}: {no_space(error)}"
-        except Exception as error:  # safetensors raises its own class for a full disk
-            failure = f"rank {self.world.rank}: {type(error).__name__}: {no_space(error)}"
-        self.all_or_none(failure and f"cannot save a checkpoint in {self.rundir.checkpoints}: {failure}")
+            failure = str(error)
+        except BaseException as error:  # of any class (a panic in Rust is no Exception): the others wait for us
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+        self.all_or_none(failure and f"cannot {doing}: rank {self.world.rank}: {failure}")
         return result
 
     def all_or_none(self, failure: object) -> None:
@@ -165,7 +214,7 @@ class Checkpointer:
         Raises CheckpointError where there are only damaged ones: starting over would not be going on.
         """
         newest = int(self._exchange(max(self.rundir.checkpoint_steps(), default=0))[0])
-        spoilt = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged"))
+        spoilt = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged*"))
         self.all_or_none(None if newest or not spoilt else f"only damaged checkpoints are left: {', '.join(spoilt)}")
         return newest
 
@@ -180,33 +229,31 @@ class Checkpointer:
         """Load the newest valid checkpoint into an allocated model and a started optimizer; its step, or 0.
 
         A damaged checkpoint is named and set aside, and the one before it is taken. Raises CheckpointError when there
-        are checkpoints and none is valid.
+        are checkpoints and none is valid, or when another version of fsdptrain wrote the newest.
         """
         steps = self._exchange(self.rundir.checkpoint_steps())[0]
         for step in reversed(steps):
-            problems = self._verify(step)
+            folder = self.rundir.checkpoint(step)
+            problems = self._verify(folder)
             if not problems:
-                with Stored(self.rundir.checkpoint(step)) as stored:
-                    for name, shard in shards_of(model, optimizer).items():
-                        stored.fill(name, shard)
+                self._together(f"load {folder}", partial(load, folder, shards_of(model, optimizer)))
                 return int(step)
-            if self.world.rank == 0:
-                folder = self.rundir.checkpoint(step)
-                folder.rename(folder.with_name(folder.name + ".damaged"))
-                print(f"checkpoint set aside as {folder.name}.damaged: {'; '.join(problems)}", flush=True)
-            self.world.barrier()
+            self._first(f"set {folder} aside", partial(told_aside, folder, problems))
         if steps:
             raise CheckpointError(f"no valid checkpoint is left in {self.rundir.checkpoints}: all were damaged")
         return 0
 
-    def _verify(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint: every rank reads its share of the files."""
-        folder = self.rundir.checkpoint(step)
+    def _verify(self, folder: Path) -> list[str]:
+        """What is wrong with a checkpoint: every rank reads its share of the files.
+
+        Raises CheckpointError on every rank when the checkpoint is of another version.
+        """
+        mine, refusal = [], None
         try:
-            manifest = read_manifest(folder)
-            mine = damaged(folder, manifest, sorted(manifest.files)[self.world.rank :: self.world.size])
-        except CheckpointError as error:
-            mine = [str(error)]
+            mine = faults(folder, slice(self.world.rank, None, self.world.size))
+        except OtherVersion as error:
+            refusal = error
+        self.all_or_none(refusal)
         return sorted({problem for found in self._exchange(mine) for problem in found})
 
 
@@ -216,37 +263,79 @@ def file_name(rank: int) -> str:
 
 
 def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]] | None:
-    """Write shards durably; (file name, size and checksum), or None where there is nothing to write."""
+    """Write shards durably; (file name, size and checksum), or None where there is nothing to write.
+
+    Raises CheckpointError when the disk gives back something else than it was given.
+    """
     shards = {name: shard for name, shard in shards.items() if shard.local.numel()}
     if not shards:
         return None
     places = {name: [shard.first, *shard.shape] for name, shard in shards.items()}
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_file(tensors, path, metadata={"places": json.dumps(places)})
+    entry = file_entry(path)  # as it stands in memory still
     fsync(path)
-    return path.name, file_entry(path)
+    if file_entry(path) != entry:
+        raise CheckpointError(f"{path} reads otherwise than it was written: this disk cannot be relied on")
+    return path.name, entry
 
 
-def make_room(scratch: Path, needed: int) -> None:
-    """Make an empty folder to write into; raises CheckpointError when the disk has less than `needed` bytes free."""
+def make_room(scratch: Path, target: Path, needed: int) -> None:
+    """Make an empty folder to write into.
+
+    Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
+    """
+    refuse_taken(target)
     shutil.rmtree(scratch, ignore_errors=True)
+    missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
     scratch.mkdir(parents=True)
-    free = shutil.disk_usage(scratch).free
-    if free < needed * 1.01:
-        raise CheckpointError(f"no space: needs {needed * 1.01 / 1e9:.2f} GB, has {free / 1e9:.2f} GB")
+    for folder in missing:
+        fsync(folder.parent)
+    needed += needed // 100  # headers, and what the file system takes for itself
+    if room(scratch) < needed:
+        raise CheckpointError(no_space(scratch, needed))
 
 
-def no_space(error: BaseException) -> str:
-    """The error's text, with a full disk named as such (safetensors says `os error 28`)."""
-    text = str(error)
-    return f"no space left on the disk ({text})" if "os error 28" in text or "Errno 28" in text else text
+def refuse_taken(target: Path) -> None:
+    """Raise CheckpointError when there is something of this name: a checkpoint never replaces anything."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: move it away, nothing is overwritten")
 
 
-def keep_newest(rundir: RunDir, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints: renamed away first, so that a half-removed one is never seen."""
-    for step in rundir.checkpoint_steps()[:-keep]:
+def room(scratch: Path) -> int:
+    """Bytes there are for what is written into `scratch`: those free, and those it has taken."""
+    return shutil.disk_usage(scratch.parent).free + sum(path.stat().st_size for path in scratch.glob("*"))
+
+
+def no_space(scratch: Path, needed: int) -> str:
+    """What is said of a full disk, whenever it is noticed."""
+    return f"no space: needs {size(needed)}, has {size(room(scratch))}"
+
+
+@contextlib.contextmanager
+def space_told(scratch: Path, needed: int) -> Iterator[None]:
+    """Inside, a disk that fills up is a CheckpointError with the numbers (safetensors says `os error 28`)."""
+    try:
+        yield
+    except Exception as error:
+        if FULL.search(str(error)):
+            raise CheckpointError(f"{no_space(scratch, needed)} ({error})") from error
+        raise
+
+
+def keep_newest(rundir: RunDir, newest: int, keep: int) -> None:
+    """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor go.
+
+    Raises CheckpointError, and removes nothing, when `newest`, just written, is not among them. They are renamed away
+    first, so that a half-removed one is never seen.
+    """
+    steps = complete_steps(rundir)
+    if newest not in steps:
+        raise CheckpointError(f"{rundir.checkpoint(newest)} is not complete after all: nothing is removed")
+    for step in steps[:-keep]:
         old = rundir.checkpoint(step)
         trash = old.with_name(old.name + ".old")
+        shutil.rmtree(trash, ignore_errors=True)
         old.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
 
@@ -258,19 +347,41 @@ def sweep(rundir: RunDir) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def told_aside(folder: Path, problems: list[str]) -> None:
+    """Set a damaged checkpoint aside, and say why in the log."""
+    print(f"checkpoint set aside as {set_aside(folder).name}: {'; '.join(problems)}", flush=True)
+
+
+def load(folder: Path, shards: dict[str, Shard]) -> None:
+    """Fill the shards of a run from a verified checkpoint; raises CheckpointError when it is of another model."""
+    with Stored(folder) as stored:
+        unknown = sorted(stored.shapes.keys() - shards.keys())
+        if unknown:
+            raise CheckpointError(f"{folder}: the model has no {unknown[0]!r}")
+        for name, shard in shards.items():
+            stored.fill(name, shard)
+
+
 class Stored:
-    """A checkpoint open for reading: whole tensors or single rows of them, whatever ranks wrote them."""
+    """A checkpoint open for reading: whole tensors or single rows of them, whatever ranks wrote them.
+
+    That its files have the right checksums says that they are as they were written, not who wrote them: what they say
+    of themselves is checked. Raises CheckpointError when it does not come out as whole tensors.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.manifest = folder, read_manifest(folder)
+        self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[tuple[int, Any]]] = {}  # name → [(first row, slice of an open file)]
-        self._stack = contextlib.ExitStack()
-        for name in sorted(self.manifest.files):
-            opened = self._stack.enter_context(safe_open(folder / name, framework="pt"))
-            for tensor, (first, *shape) in json.loads(opened.metadata()["places"]).items():
-                self.shapes[tensor] = tuple(shape)
-                self._pieces.setdefault(tensor, []).append((first, opened.get_slice(tensor)))
+        with contextlib.ExitStack() as stack:
+            for name in sorted(read_manifest(folder).files):
+                try:
+                    self._take(stack.enter_context(safe_open(folder / name, framework="pt")))
+                except (SafetensorError, OSError, ValueError, RecursionError) as error:
+                    raise CheckpointError(f"{folder / name} is not a file of a checkpoint: {error}") from None
+            for name in self.shapes:
+                self._refuse_gaps(name)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Stored:
         return self
@@ -278,29 +389,52 @@ class Stored:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in."""
-        return self._pieces[name][0][1][:0].dtype if self.shapes[name] else torch.float32
+    def _take(self, opened: Any) -> None:
+        """Note the pieces in a file; raises ValueError when they are not where the file says they are."""
+        places = json.loads((opened.metadata() or {}).get("places", "null"))
+        if not isinstance(places, dict) or places.keys() != set(opened.keys()):
+            raise ValueError("its `places` are not those of its tensors")
+        for name, place in places.items():
+            if not isinstance(place, list) or not place or any(type(n) is not int or n < 0 for n in place):
+                raise ValueError(f"{name!r} has no place: {reprlib.repr(place)}")
+            (first, *shape), rows = place, opened.get_slice(name)
+            if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
+                raise ValueError(f"{name!r} is {rows.get_shape()} of {reprlib.repr(shape)}")
+            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                raise ValueError(f"{name!r} is {self.shapes[name]} elsewhere, and {reprlib.repr(shape)} here")
+            self._pieces.setdefault(name, []).append((first, rows))
+
+    def _refuse_gaps(self, name: str) -> None:
+        """Raise CheckpointError unless a tensor's pieces are of one dtype and follow upon each other to its end."""
+        pieces = sorted(self._pieces[name], key=lambda piece: piece[0])
+        starts = [first for first, _ in pieces]
+        ends = [first + math.prod(rows.get_shape()[:1]) for first, rows in pieces]
+        rows_in_all = math.prod(self.shapes[name][:1])
+        if starts != [0, *ends[:-1]] or ends[-1] != rows_in_all:
+            spans = ", ".join(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
+            raise CheckpointError(f"{self.folder}: of the {rows_in_all} rows of {name!r} there are {spans}")
+        dtypes = {rows.get_dtype() for _, rows in pieces}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{self.folder}: {name!r} is of several dtypes: {', '.join(sorted(dtypes))}")
 
     def fill(self, name: str, shard: Shard) -> None:
         """Copy the stored rows that overlap a shard into it.
 
-        Raises CheckpointError when the tensor is missing, has another shape, or does not cover the shard.
+        Raises CheckpointError when the tensor is missing, or has another shape or dtype.
         """
         if self.shapes.get(name) != shard.shape:
             raise CheckpointError(f"{self.folder}: {name} is {self.shapes.get(name)}, the model wants {shard.shape}")
+        dtype = self._pieces[name][0][1][:0].dtype
+        if dtype != shard.local.dtype:
+            raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model wants {shard.local.dtype}")
         wanted = range(shard.first, shard.first + len(shard.local))
-        covered = 0
         for first, rows in self._pieces[name]:
             begin, end = max(first, wanted.start), min(first + rows.get_shape()[0], wanted.stop)
             if begin < end:
                 shard.local[begin - wanted.start : end - wanted.start].copy_(rows[begin - first : end - first])
-                covered += end - begin
-        if covered < len(wanted):
-            raise CheckpointError(f"{self.folder}: {name} has {covered} of the {len(wanted)} rows this rank needs")
 
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor, put together in host memory."""
-        local = torch.empty(self.shapes[name], dtype=self.dtype(name))
-        self.fill(name, Shard(local, 0, self.shapes[name]))
-        return local
+    def whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A whole tensor, put together in host memory; raises CheckpointError when it is not `like` the model's."""
+        made = torch.empty_like(like, device="cpu")
+        self.fill(name, shard_of(made))
+        return made

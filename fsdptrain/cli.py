@@ -156,6 +156,29 @@ def export(
 
 
 @app.command()
+def verify(
+    run_dir: Annotated[Path, typer.Argument(help="a run folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Read every checkpoint of a run and compare it with its checksums; look into the export; change nothing."""
+    from fsdptrain.report import Screen
+    from fsdptrain.rundir import RunDir
+    from fsdptrain.verify import show, survey
+
+    if not run_dir.is_dir():
+        raise RecipeError(f"{run_dir} is not a run folder")
+    with Screen() as screen:
+        with screen.busy("verify"):
+            found = survey(RunDir(run_dir.absolute()))
+        if not as_json:
+            show(found, screen)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    if not found["good"]:
+        raise CheckpointError(f"{run_dir}: " + ("something is damaged" if found["checkpoints"] else "no checkpoint"))
+
+
+@app.command()
 def schema() -> None:
     """Print the recipe's JSON Schema, for completion in editors."""
     from fsdptrain.schema import json_schema

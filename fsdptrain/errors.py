@@ -8,6 +8,7 @@
     │   └── NoData            4   there is no data here, nor can the Hub be reached
     ├── WorkerError           5   a worker failed or hung
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
+    │   └── OtherVersion      6   a checkpoint is not damaged, but written by another version of fsdptrain
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run again to go on
 
@@ -68,6 +69,10 @@ class CheckpointError(FsdptrainError):
     exit_code = 6
 
 
+class OtherVersion(CheckpointError):
+    """A checkpoint that another version of fsdptrain wrote: nothing is wrong with it, so it is not set aside."""
+
+
 class NonFiniteError(FsdptrainError):
     """The loss or the gradient norm is NaN or infinite; the weights were not touched."""
 
@@ -103,6 +108,7 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
         NoData,
         WorkerError,
         CheckpointError,
+        OtherVersion,
         NonFiniteError,
         Stopped,
     )

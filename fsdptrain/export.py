@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdptrain.checkpoint import Checkpointer, Stored, no_space
+from fsdptrain.checkpoint import Checkpointer, Stored, space_told
 from fsdptrain.data import Progress
-from fsdptrain.errors import CheckpointError
-from fsdptrain.manifest import damaged, fsync, read_manifest
+from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.manifest import faults, fsync, refuse_ways_out
 from fsdptrain.model import blocks_of, saved_state, skeleton
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
@@ -55,10 +55,11 @@ def gathered(model: Any, groups: list[list[str]], writes: bool) -> Iterator[Tens
         yield kept
 
 
-def stored(checkpoint: Stored, groups: list[list[str]]) -> Iterator[Tensors]:
-    """The state in a checkpoint, group after group."""
+def stored(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+    """The state in a checkpoint, group after group; raises CheckpointError when it is not that of `bare`."""
+    tensors = saved_state(bare)
     for group in groups:
-        yield {name: checkpoint.whole(f"model.{name}") for name in group}
+        yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
 
 
 class Writer:
@@ -123,22 +124,23 @@ def write_folder(
     """
     scratch = out.with_name(out.name + ".tmp")
     shutil.rmtree(scratch, ignore_errors=True)
+    stored_as = getattr(torch, dtype)
+    needed = sum(t.numel() * _stored_dtype(t, stored_as).itemsize for t in saved_state(bare).values())
     try:
-        shutil.copytree(assets, scratch)
-        config = AutoConfig.from_pretrained(scratch)
-        config.dtype = getattr(torch, dtype)
-        config.save_pretrained(scratch)
-        writer = Writer(scratch, getattr(torch, dtype))
-        for done, group in enumerate(tensors, 1):
-            writer.add(revert_weight_conversion(bare, group))
-            progress("export", done, len(groups))
-        writer.finish()
-        check_folder(scratch, bare, getattr(torch, dtype))
-    except CheckpointError:
-        raise
-    except Exception as error:  # safetensors and transformers raise their own classes for a full disk
+        with space_told(scratch, needed):
+            shutil.copytree(assets, scratch)
+            config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
+            config.dtype = stored_as
+            config.save_pretrained(scratch)
+            writer = Writer(scratch, stored_as)
+            for done, group in enumerate(tensors, 1):
+                writer.add(revert_weight_conversion(bare, group))
+                progress("export", done, len(groups))
+            writer.finish()
+            check_folder(scratch, bare, stored_as)
+    except Exception as error:  # safetensors and transformers raise their own classes
         shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(f"cannot write {out}: {no_space(error)}") from error
+        raise CheckpointError(f"cannot write {out}: {error}") from error
     replaced = out.with_name(out.name + ".old")
     shutil.rmtree(replaced, ignore_errors=True)
     if out.exists():
@@ -166,8 +168,8 @@ def check_folder(folder: Path, bare: Any, dtype: torch.dtype) -> None:
             f"{folder}: {len(wrong)} tensors are not as they should be; {name}: expected {expected.get(name)}, "
             f"found {found.get(name)}"
         )
-    AutoConfig.from_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder)
+    AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -196,9 +198,10 @@ def export_live(
 
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
     """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
-    plan = Plan.from_json(rundir.plan.read_text())
+    refuse_ways_out(rundir)
+    plan = _plan_of(rundir)
     folder = _choose(rundir, step, screen.say)
-    bare = skeleton(AutoConfig.from_pretrained(rundir.model), plan.recipe.model)
+    bare = _skeleton_of(rundir, plan)
     groups = names_by_block(bare)
     dtype = dtype or plan.recipe.export.dtype
 
@@ -206,23 +209,44 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
         screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
 
     with Stored(folder) as checkpoint:
-        size = write_folder(bare, groups, stored(checkpoint, groups), rundir.model, out, dtype, progress)
+        size = write_folder(bare, groups, stored(checkpoint, bare, groups), rundir.model, out, dtype, progress)
     screen.show({"event": "export", "path": str(out), "bytes": size, "dtype": dtype})
     screen.summary(0.0)
 
 
+def _plan_of(rundir: RunDir) -> Plan:
+    """The plan of a run folder that may be a stranger's; raises CheckpointError when it is not one of ours."""
+    try:
+        text = rundir.plan.read_text()
+        if "${" in text:  # OmegaConf would read the environment into it; the plans we write are resolved
+            raise ValueError("it has a reference in it")
+        return Plan.from_json(text)
+    except Exception as error:  # JSON, OmegaConf and dataclasses each have their own classes
+        raise CheckpointError(f"{rundir.plan} is not a plan of this version: {_first_line(error)}") from None
+
+
+def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
+    """The unsharded model that a run folder describes; raises CheckpointError where none can be built of it."""
+    try:
+        return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), plan.recipe.model)
+    except RecipeError:
+        raise
+    except Exception as error:  # whatever a model's constructor makes of the numbers in its config
+        raise CheckpointError(f"{rundir.model} is not the description of a model: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _choose(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
-    """The checkpoint to export, verified: that of `step`, or the newest valid one."""
+    """The checkpoint to export, verified: that of `step`, or the newest valid one. Raises CheckpointError."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; there are {steps}")
     for candidate in [step] if step is not None else reversed(steps):
         folder = rundir.checkpoint(candidate)
-        try:
-            manifest = read_manifest(folder)
-            problems = damaged(folder, manifest, sorted(manifest.files))
-        except CheckpointError as error:
-            problems = [str(error)]
+        problems = faults(folder)
         if not problems:
             return folder
         say(f"{folder.name} is not valid: {problems[0]}")

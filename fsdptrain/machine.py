@@ -126,7 +126,8 @@ def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]
         copies = min(copies, -(-steps // every) if every else 1)
     checkpoint = 3 * parameters * getattr(torch, recipe.model.dtype).itemsize
     export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
-    held = sum(path.stat().st_size for path in rundir.checkpoints.rglob("*") if path.is_file())
+    standing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
+    held = sum(path.stat().st_size for folder in standing for path in folder.glob("*") if path.is_file())
     return {
         "checkpoint_bytes": checkpoint,
         "checkpoints": copies,

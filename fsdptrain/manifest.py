@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: what makes it complete, and how to tell that it still is. JSON, no torch.
 
 A checkpoint folder is written aside under another name and renamed once, after its manifest; so a folder of the right
-name exists only when everything in it was written. The manifest's sizes and SHA-256 sums tell what the disk did since.
+name exists only when everything in it was written. The manifest's sizes and SHA-256 sums tell what the disk did since,
+and its last line holds the sum of all the lines before it. Whoever reads one believes nothing in it before that.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
+import reprlib
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, Problem
-from fsdptrain.rundir import RunDir
+from fsdptrain.errors import CheckpointError, OtherVersion, Problem
+from fsdptrain.rundir import RunDir, checkpoint_name
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+MAX_BYTES = 2**24  # a hundred thousand files take less
+SEAL = ',\n  "sha256": "'
+FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -35,27 +44,88 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`, durably."""
         path = folder / NAME
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True))
+        text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        path.write_bytes(sealed(text.removesuffix("\n}").encode()))
         fsync(path)
+
+
+def sealed(body: bytes) -> bytes:
+    """The JSON text of an object but for its closing brace, closed with the checksum of all that stands before it."""
+    return body + f'{SEAL}{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises CheckpointError when there is none, when it cannot be read, or when it names a file outside the folder.
+    Raises OtherVersion when it is of another format, and another CheckpointError when there is none or when it is not,
+    to the last byte, as it was written.
     """
+    path = folder / NAME
+    raw = _read(path)
     try:
-        manifest = Manifest(**json.loads((folder / NAME).read_text()))
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} is damaged: it is not an object")
+    version = fields.get("format")
+    if type(version) is int and version != FORMAT:  # asked first: another version may seal otherwise
+        raise OtherVersion(
+            f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this one "
+            f"reads {FORMAT}): go on with that version, or choose another output_dir"
+        )
+    if sealed(raw.rpartition(SEAL.encode())[0]) != raw:
+        raise CheckpointError(f"{path} is damaged: its own checksum differs")
+    del fields["sha256"]
+    fault = _fault_of_fields(fields, folder)
+    if fault:
+        raise CheckpointError(f"{path} is not as fsdptrain writes it: {fault}")
+    return Manifest(**fields)
+
+
+def _read(path: Path) -> bytes:
+    """A manifest's bytes. A link would lead to where the checkpoint is not, and a pipe would never end."""
+    try:
+        if path.parent.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path} is not a plain file in a plain folder")
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: there is no manifest: the checkpoint is not complete") from None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / NAME} is damaged: {error}") from None
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{folder}: checkpoint format {manifest.format}; this version reads {FORMAT}")
-    for name in manifest.files:
-        if name != Path(name).name or name in ("", ".", "..") or (folder / name).is_symlink():
-            raise CheckpointError(f"{folder / NAME} names {name!r}, which is not a plain file of the folder")
-    return manifest
+        raise CheckpointError(f"{path.parent}: there is no {NAME}: the checkpoint is not complete") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise CheckpointError(f"{path} is damaged: it is larger than a manifest ever is")
+    return raw
+
+
+def _fault_of_fields(fields: dict[str, Any], folder: Path) -> str | None:
+    """What stands in a manifest that fsdptrain would not write, if anything does."""
+    if fields.keys() != {field.name for field in dataclasses.fields(Manifest)}:
+        return f"its fields are {reprlib.repr(sorted(fields))}"
+    files = fields["files"]
+    sound = {
+        "format": type(fields["format"]) is int,
+        "step": _is_count(fields["step"]) and checkpoint_name(fields["step"]) == folder.name,
+        "world_size": _is_count(fields["world_size"]),
+        "plan_digest": isinstance(fields["plan_digest"], str),
+        "identity": isinstance(fields["identity"], dict),
+        "files": isinstance(files, dict) and len(files) > 0,
+    }
+    faulty = {name: fields[name] for name, well in sound.items() if not well}
+    if sound["files"]:
+        faulty |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_entry(name, facts)}
+    return next((f"{name}: {reprlib.repr(value)}" for name, value in faulty.items()), None)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_entry(name: str, facts: Any) -> bool:
+    if not FILE_NAME.fullmatch(name) or not isinstance(facts, dict) or facts.keys() != {"bytes", "sha256"}:
+        return False
+    return _is_count(facts["bytes"]) and isinstance(facts["sha256"], str) and bool(SHA256.fullmatch(facts["sha256"]))
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -64,28 +134,87 @@ def file_entry(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def damaged(folder: Path, manifest: Manifest, names: list[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, a line each; an empty list when they are as they were written."""
-    problems = []
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != manifest.files[name]["bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes, not {manifest.files[name]['bytes']}")
-        elif file_entry(path) != manifest.files[name]:
-            problems.append(f"{path} is damaged: its checksum differs from the manifest's")
-    return problems
+def damaged(folder: Path, manifest: Manifest, names: list[str], checksums: bool = True) -> list[str]:
+    """What is wrong with these files of a checkpoint, a line each; an empty list when they are as they were written.
+
+    Without `checksums` only that they are there and have their sizes. Files are read side by side: SHA-256 keeps one
+    core busy with what a disk delivers, and Python lets others work meanwhile.
+    """
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda name: _fault_of_file(folder / name, manifest.files[name], checksums), names)
+        return [fault for fault in found if fault]
+
+
+def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} is not a plain file"
+        if found.st_size != facts["bytes"]:
+            return f"{path} has {found.st_size} bytes, not {facts['bytes']}"
+        if checksums and file_entry(path) != facts:
+            return f"{path} is damaged: its checksum differs from the manifest's"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None
+
+
+def faults(folder: Path, share: slice = slice(None)) -> list[str]:
+    """What is wrong with a checkpoint, a line each; of its files only a `share` is read, that of one rank.
+
+    Raises OtherVersion for what is not damaged, but not for us to read.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except OtherVersion:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    return damaged(folder, manifest, sorted(manifest.files)[share])
+
+
+def complete_steps(rundir: RunDir) -> list[int]:
+    """Steps of the checkpoints that can be relied on, as far as one sees without reading them whole, ascending."""
+    complete = []
+    for step in rundir.checkpoint_steps():
+        folder = rundir.checkpoint(step)
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            continue
+        if not damaged(folder, manifest, list(manifest.files), checksums=False):
+            complete.append(step)
+    return complete
 
 
 def newest_manifest(rundir: RunDir) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest can be read."""
+    """The manifest of the newest checkpoint whose manifest can be read.
+
+    Raises OtherVersion for a newer one of another version, and CheckpointError for a run folder that leads elsewhere.
+    """
+    refuse_ways_out(rundir)
     for step in reversed(rundir.checkpoint_steps()):
         try:
             return read_manifest(rundir.checkpoint(step))
+        except OtherVersion:
+            raise
         except CheckpointError:
             continue
     return None
+
+
+def refuse_ways_out(rundir: RunDir) -> None:
+    """Raise CheckpointError when a link in a run folder leads out of it: a stranger may have made the folder."""
+    root = os.path.realpath(rundir.root)
+    for path in (rundir.plan, *_with_content(rundir.model, "**/*"), *_with_content(rundir.checkpoints, "*")):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
+
+
+def _with_content(folder: Path, pattern: str) -> list[Path]:
+    return [folder, *(() if folder.is_symlink() else folder.glob(pattern))]
 
 
 def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
@@ -98,9 +227,23 @@ def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem
 
 
 def fsync(path: Path) -> None:
-    """Make a file or a folder durable."""
+    """Make a file or a folder durable; what is read of it next comes from the disk, where the system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint so that it is neither taken nor lost: `.damaged`, `.damaged-2`, …; its new path."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder.with_name(f"{folder.name}.damaged-{number}")
+    folder.rename(aside)
+    fsync(folder.parent)
+    return aside

@@ -74,13 +74,13 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint taken after `step` optimizer steps. It exists only when it is complete."""
-        return self.checkpoints / f"step-{step:08d}"
+        return self.checkpoints / checkpoint_name(step)
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a committed checkpoint, ascending."""
         if not self.checkpoints.is_dir():
             return []
-        names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.checkpoints.iterdir())
+        names = (re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", path.name) for path in self.checkpoints.iterdir())
         return sorted(int(name.group(1)) for name in names if name)
 
     @property
@@ -91,3 +91,8 @@ class RunDir:
     def in_use(self) -> bool:
         """Whether a run has already written here."""
         return self.root.is_dir() and any(self.root.iterdir())
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of a checkpoint."""
+    return f"step-{step:08d}"

@@ -30,6 +30,7 @@ from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError, Stoppe
 from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
+from fsdptrain.machine import disk_facts, disk_problems
 from fsdptrain.model import load_config, save_assets, skeleton
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.plan import Plan
@@ -121,10 +122,13 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     model, units = build(plan, config, world)
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
 
-    optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
-    world.barrier()  # on the patient group: one rank's disk may be much slower than another's
     total_steps = plan.total_steps(len(stream))
     params = sum(param.numel() for param in bare.parameters())
+    if checkpointer.newest_step() < total_steps:  # asked now, not after hours of training
+        short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
+        checkpointer.all_or_none(next(short, None))
+    optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
+    world.barrier()  # on the patient group: one rank's disk may be much slower than another's
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
     if resumed:

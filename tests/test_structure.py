@@ -13,7 +13,7 @@ from support import ROOT, environment
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
     "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "closed_form",
-    "allocator", "timing", "plot", "launch", "forecast", "outlook", "calibrate", "advise", "cli",
+    "allocator", "timing", "plot", "verify", "launch", "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
     "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "engine",
