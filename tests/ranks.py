@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import loss, weights
-from fsdptrain.errors import FsdptrainError, NonFiniteError
+from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
 from fsdptrain.optim import learning_rate
@@ -72,6 +73,43 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
     return {"first": first, "curve": curve(run, steps, first), "samples": samples}
+
+
+def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
+    """Save again and again, at steps 1, 2, …, one of tests/faults.py's faults active each time.
+
+    Returns of each what it raised, what was then in the folder, and whether it was reported; what a full disk did
+    before the first step; and where, after all this, a resume took up the run.
+    """
+    import faults as injected
+
+    from fsdptrain import worker
+
+    found: dict[str, Any] = {}
+    with injected.disk_is_full_already(), patch.object(worker, "fill", None):  # to be refused before it is called
+        try:
+            build(recipe, [])
+        except CheckpointError as refused:
+            found["at the start"] = str(refused)
+    run, _ = build(recipe, [])
+    curve(run, 1)
+    reports: list[int] = []
+    run.checkpointer.saved = lambda facts: reports.append(facts["step"])
+    folder = run.checkpointer.rundir.checkpoints
+    for step, name in enumerate(faults, 1):
+        error = None
+        with getattr(injected, name)(run.checkpointer, step):
+            try:
+                run.checkpointer.save(step, run.engine.model, run.engine.optimizer, wait=step % 2 == 0)
+                run.checkpointer.wait()
+            except BaseException as raised:
+                error = [type(raised).__name__, str(raised)]
+        run.world.barrier()
+        found[name] = {"error": error, "there": sorted(p.name for p in folder.iterdir()), "reported": step in reports}
+        run.world.barrier()
+    with injected.newest_is_damaged(run.checkpointer), injected.disk_is_full_already():
+        found["resumed"] = build(recipe, [])[0].engine.steps_made  # past its last step: no more room is needed
+    return found
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""What can go wrong while a checkpoint is written: each a context in which it does (see `ranks.saves`)."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from safetensors import SafetensorError
+
+from fsdptrain import checkpoint
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+class Panic(BaseException):
+    """What a panic in a Rust library is to Python."""
+
+
+@contextmanager
+def nothing(checkpointer: Any, step: int) -> Iterator[None]:
+    yield
+
+
+again = once_more = nothing
+
+
+@contextmanager
+def taken_name(checkpointer: Any, step: int) -> Iterator[None]:
+    """An empty folder stands where the checkpoint is to go: a rename would replace it without a word."""
+    if checkpointer.world.rank == 0:
+        checkpointer.rundir.checkpoint(step).mkdir()
+    yield
+
+
+def taken_meanwhile(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+    """The name is taken while the files are written."""
+    write = checkpoint.write_shards
+
+    def taking(path: Path, shards: Any) -> Any:
+        checkpointer.rundir.checkpoint(step).mkdir(exist_ok=True)
+        return write(path, shards)
+
+    return patch.object(checkpoint, "write_shards", taking)
+
+
+def cut_short(error: BaseException) -> Callable[[Any, int], AbstractContextManager[Any]]:
+    """Rank 1 writes half of its file and cannot go on."""
+
+    def writing(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+        def write(tensors: Any, path: Path, metadata: Any) -> None:
+            path.write_bytes(b"half a file")
+            raise error
+
+        return patch.object(checkpoint, "save_file", write if checkpointer.world.rank == 1 else checkpoint.save_file)
+
+    return writing
+
+
+disk_fills_up = cut_short(SafetensorError(FULL))
+quota_is_used_up = cut_short(OSError(errno.EDQUOT, "Disk quota exceeded"))
+library_panics = cut_short(Panic("index out of bounds"))
+
+
+def disk_is_full_already(*_: Any) -> AbstractContextManager[Any]:
+    return patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+
+
+def disk_lies(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+    """What rank 1 wrote is not what the disk then holds."""
+    fsync = checkpoint.fsync
+
+    def lying(path: Path) -> None:
+        fsync(path)
+        if path.name == "rank-00001.safetensors":
+            flip(path)
+
+    return patch.object(checkpoint, "fsync", lying)
+
+
+def commit_fails(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+    """The disk fails between the manifest and the rename."""
+    fsync = checkpoint.fsync
+
+    def failing(path: Path) -> None:
+        if path.name.endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(path)
+
+    return patch.object(checkpoint, "fsync", failing)
+
+
+def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+    def failing(facts: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return patch.object(checkpointer, "saved", failing)
+
+
+@contextmanager
+def newest_is_short(checkpointer: Any, step: int) -> Iterator[None]:
+    """The checkpoint before this one has lost its end: it may not count as one that is kept."""
+    if checkpointer.world.rank == 0:
+        newest = checkpointer.rundir.checkpoint(checkpointer.rundir.checkpoint_steps()[-1])
+        file = newest / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    yield
+
+
+@contextmanager
+def newest_is_damaged(checkpointer: Any) -> Iterator[None]:
+    """A bit of the newest checkpoint flips, and the name under which it would be set aside is taken."""
+    if checkpointer.world.rank == 0:
+        newest = checkpointer.rundir.checkpoint(checkpointer.rundir.checkpoint_steps()[-1])
+        flip(newest / "rank-00001.safetensors")
+        newest.with_name(newest.name + ".damaged").mkdir()
+    checkpointer.world.barrier()
+    yield
+
+
+def flip(path: Path, place: int = -1, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)

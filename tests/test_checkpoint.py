@@ -1,0 +1,462 @@
+"""A checkpoint exists or it does not, and nothing is believed of one before it is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import flip
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import environment, fsdptrain, on_ranks, write_recipe
+
+from fsdptrain.checkpoint import Shard, Stored, load, shard_of, write_shards
+from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
+from fsdptrain.export import export_checkpoint
+from fsdptrain.manifest import (
+    FORMAT,
+    MAX_BYTES,
+    NAME,
+    Manifest,
+    faults,
+    file_entry,
+    newest_manifest,
+    read_manifest,
+    sealed,
+    set_aside,
+)
+from fsdptrain.plan import Topology, make_plan
+from fsdptrain.recipe import load as read_recipe
+from fsdptrain.report import Screen
+from fsdptrain.rundir import RunDir
+from fsdptrain.verify import survey
+
+FAULTS = (
+    "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
+    "disk_is_full_already", "disk_lies", "commit_fails", "again", "metrics_cannot_be_written", "newest_is_short",
+    "once_more",
+)  # fmt: skip
+STEP = {name: f"step-{number:08}" for number, name in enumerate(FAULTS, 1)}
+GIVEN_BACK = (STEP["taken_name"], STEP["taken_meanwhile"])  # empty folders of somebody's
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with recipe and run, and what each rank saw of a series of saves with a fault in most of them."""
+    tmp = tmp_path_factory.mktemp("saves")
+    recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2)
+    (tmp / "run").mkdir()
+    RunDir(tmp / "run").plan.write_text(make_plan(read_recipe(recipe), Topology("cpu", 1, 2)).to_json())
+    return tmp, on_ranks(2, "saves", tmp / "ranks", recipe=str(recipe), faults=list(FAULTS))
+
+
+@pytest.fixture
+def run(saves: Any, tmp_path: Path) -> RunDir:
+    """A run folder with two good checkpoints, the second with its bit flipped back, and nothing else in the way."""
+    made, rundir = saves[0] / "run", RunDir(tmp_path / "run")
+    shutil.copytree(made, rundir.root, ignore=shutil.ignore_patterns("checkpoints"))
+    for name, source in ((STEP["newest_is_short"],) * 2, (STEP["once_more"], f"{STEP['once_more']}.damaged-2")):
+        shutil.copytree(made / "checkpoints" / source, rundir.checkpoints / name)
+    flip(rundir.checkpoint(rundir.checkpoint_steps()[1]) / "rank-00001.safetensors")
+    return rundir
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("taken_name", f"rank 0: .*{STEP['taken_name']} exists already"),
+        ("taken_meanwhile", f"rank 0: .*{STEP['taken_meanwhile']} exists already"),
+        ("disk_fills_up", r"rank 1: no space: needs \d\S* .iB, has \d\S* .iB \(.*os error 28"),
+        ("quota_is_used_up", r"rank 1: no space: needs \d\S* .iB, has \d\S* .iB \(.*quota"),
+        ("library_panics", "rank 1: Panic: index out of bounds"),
+        ("disk_is_full_already", r"rank 0: no space: needs \d\S* .iB, has 4\.9 KiB$"),
+        ("disk_lies", "rank 1: .*rank-00001.safetensors reads otherwise than it was written"),
+        ("commit_fails", "rank 0: .*Input/output error"),
+    ],
+)
+def test_a_save_that_fails_says_so_on_every_rank_and_leaves_nothing(fault: str, words: str, saves: Any) -> None:
+    before = saves[1][0][FAULTS[FAULTS.index(fault) - 1]]["there"]
+    for seen in (rank[fault] for rank in saves[1]):
+        assert seen["error"][0] == "CheckpointError"
+        assert re.search(words, seen["error"][1]), seen["error"][1]
+        assert set(seen["there"]) - set(before) <= set(GIVEN_BACK) and STEP["nothing"] in seen["there"]
+        assert not seen["reported"]
+
+
+def test_a_taken_name_is_left_as_it_was(saves: Any) -> None:
+    assert [list((saves[0] / "run" / "checkpoints" / name).iterdir()) for name in GIVEN_BACK] == [[], []]
+
+
+def test_the_save_after_a_failed_one_succeeds(saves: Any) -> None:
+    for rank, seen in enumerate(saves[1]):
+        assert seen["again"]["error"] is None and STEP["again"] in seen["again"]["there"]
+        assert seen["again"]["reported"] == (rank == 0)
+
+
+def test_a_checkpoint_that_cannot_be_reported_is_there_and_every_rank_says_so(saves: Any) -> None:
+    for seen in (rank["metrics_cannot_be_written"] for rank in saves[1]):
+        assert seen["error"][0] == "CheckpointError" and "cannot report" in seen["error"][1]
+        assert STEP["metrics_cannot_be_written"] in seen["there"]
+
+
+def test_only_complete_checkpoints_count_as_kept(saves: Any) -> None:
+    def there(name: str) -> list[str]:
+        return [name for name in saves[1][0][name]["there"] if name not in GIVEN_BACK]
+
+    short, newest = STEP["metrics_cannot_be_written"], STEP["newest_is_short"]
+    assert there("again") == [STEP["nothing"], STEP["again"]]  # two are kept; the empty folders do not count
+    assert there("metrics_cannot_be_written") == [STEP["again"], short]
+    assert there("newest_is_short") == [STEP["again"], short, newest]
+    assert there("once_more") == [short, newest, STEP["once_more"]]
+
+
+def test_a_run_without_room_for_its_checkpoints_is_refused_before_anything_is_loaded(saves: Any) -> None:
+    for seen in saves[1]:
+        assert re.search(r"output_dir: .* needed .*, 4\.9 KiB free", seen["at the start"])
+
+
+def test_a_resume_passes_over_a_damaged_checkpoint_whatever_is_in_the_way(saves: Any) -> None:
+    steps = [int(STEP[name][-8:]) for name in ("newest_is_short", "once_more")]
+    names = {path.name for path in (saves[0] / "run" / "checkpoints").iterdir()}
+    assert [seen["resumed"] for seen in saves[1]] == [steps[0]] * 2
+    assert {f"{STEP['once_more']}.damaged", f"{STEP['once_more']}.damaged-2"} <= names
+
+
+def test_a_manifest_names_what_is_there(run: RunDir) -> None:
+    for step in run.checkpoint_steps():
+        manifest = read_manifest(run.checkpoint(step))
+        assert (manifest.step, manifest.world_size, len(manifest.plan_digest)) == (step, 2, 64)
+        assert manifest.files == {path.name: file_entry(path) for path in run.checkpoint(step).glob("rank-*")}
+        assert len(manifest.files) == 2 and faults(run.checkpoint(step)) == []
+
+
+@pytest.mark.parametrize("flips", [10, pytest.param(100, marks=pytest.mark.soak)])
+def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir) -> None:
+    draw = random.Random(flips)
+    files = [path for step in run.checkpoint_steps() for path in sorted(run.checkpoint(step).iterdir())]
+    for number in range(flips):
+        path = files[number % len(files)]
+        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        flip(path, place, bit)
+        problems = {Path(each["path"]): each["problems"] for each in survey(run)["checkpoints"]}
+        assert any(path.name in problem for problem in problems.pop(path.parent)), (path, place, bit)
+        assert list(problems.values()) == [[]]
+        assert refused(path.parent), (path, place, bit)
+        flip(path, place, bit)
+    assert survey(run)["good"]
+
+
+def refused(folder: Path) -> list[str]:
+    """What the loader has against a checkpoint before it opens it."""
+    try:
+        return faults(folder)
+    except OtherVersion as error:
+        return [str(error)]
+
+
+@pytest.mark.soak
+def test_no_byte_of_a_manifest_may_change(run: RunDir) -> None:
+    path = newest(run) / NAME
+    for place in range(path.stat().st_size):
+        flip(path, place, place % 8)
+        assert refused(path.parent), place
+        flip(path, place, place % 8)
+    assert faults(path.parent) == []
+
+
+def newest(run: RunDir) -> Path:
+    return run.checkpoint(run.checkpoint_steps()[-1])
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and seal it again, as a stranger may."""
+    fields = json.loads((folder / NAME).read_text())
+    del fields["sha256"]
+    change(fields)
+    (folder / NAME).write_bytes(sealed(json.dumps(fields, indent=2).removesuffix("\n}").encode()))
+
+
+def rename_file(fields: dict[str, Any], name: str) -> None:
+    fields["files"][name] = fields["files"].pop("rank-00001.safetensors")
+
+
+LEADS_OUT = (
+    "../rank-00001.safetensors",
+    "/etc/passwd",
+    "..",
+    "",
+    "a\0b",
+    "model.safetensors",
+    "rank-00001.safetensors/",
+)
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in LEADS_OUT},
+    "files a list": lambda fields: fields.update(files=["rank-00000.safetensors"]),
+    "no files": lambda fields: fields.update(files={}),
+    "facts a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
+    "negative bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=-1),
+    "endless bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=10**400),
+    "bytes a truth": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=True),
+    "sum a number": lambda fields: fields["files"]["rank-00001.safetensors"].update(sha256=7),
+    "another step": lambda fields: fields.update(step=fields["step"] + 1),
+    "step a text": lambda fields: fields.update(step="12"),
+    "world a list": lambda fields: fields.update(world_size=[2]),
+    "identity a list": lambda fields: fields.update(identity=["seed"]),
+    "format a text": lambda fields: fields.update(format="2"),
+    "no step": lambda fields: fields.pop("step"),
+    "one more": lambda fields: fields.update(more=1),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_a_sealed_manifest_is_not_believed_either(change: Callable[[dict[str, Any]], object], run: RunDir) -> None:
+    reseal(newest(run), change)
+    with pytest.raises(CheckpointError, match="not as fsdptrain writes it"):
+        read_manifest(newest(run))
+    found = survey(run)
+    assert not found["good"] and found["resume"] == run.checkpoint_steps()[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"null", b"\xff\xfe", b"[" * 10**6, b'{"step": ' + b"9" * 10**4 + b"}", b"{}" + b" " * MAX_BYTES],
+    ids=["empty", "list", "null", "not UTF-8", "deep", "long number", "huge"],
+)
+def test_a_manifest_of_garbage_ends_in_a_message(text: bytes, run: RunDir) -> None:
+    (newest(run) / NAME).write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_manifest(newest(run))
+
+
+def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) -> None:
+    folder = newest(run)
+    for name in (NAME, "rank-00000.safetensors"):
+        path, elsewhere = folder / name, tmp_path / name
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        assert any(name in fault and "not a plain file" in fault for fault in faults(folder))
+        path.unlink()
+        os.mkfifo(path)  # whoever opened it would wait for ever
+        assert any(name in fault and "not a plain file" in fault for fault in faults(folder))
+        path.unlink()
+        elsewhere.rename(path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert "not a plain file in a plain folder" in faults(folder)[0]
+
+
+@pytest.mark.parametrize(
+    "what", ["plan.json", "model", "model/config.json", "checkpoints", f"checkpoints/{STEP['again']}"]
+)
+def test_a_run_folder_whose_parts_lead_out_of_it_is_refused(what: str, run: RunDir, tmp_path: Path) -> None:
+    path = run.root / what
+    path.rename(tmp_path / "elsewhere") if path.exists() else (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    for reading in (survey, newest_manifest, lambda run: export_checkpoint(run, None, run.export, None, Screen())):
+        with pytest.raises(CheckpointError, match="leads out of the run folder"):
+            reading(run)
+
+
+def shards(run: RunDir) -> dict[str, Shard]:
+    """Empty shards for all that a good checkpoint of the run holds."""
+    with Stored(run.checkpoint(run.checkpoint_steps()[0])) as stored:
+        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in stored.shapes.items()}
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Change the tensors and the places in the first file of a checkpoint, and its checksums with it."""
+    path = folder / "rank-00000.safetensors"
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as opened:
+        places = json.loads(opened.metadata()["places"])
+    change(tensors, places)
+    save_file(tensors, path, metadata={"places": json.dumps(places)} if places else None)
+    reseal(folder, lambda fields: fields["files"].update({path.name: file_entry(path)}))
+    assert faults(folder) == []
+
+
+NORM, HEAD = "model.model.norm.weight", "model.lm_head.weight"
+FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "no places": lambda tensors, places: places.clear(),
+    "places of others": lambda tensors, places: places.pop(NORM),
+    "a place too many": lambda tensors, places: places.update(more=[0, 1]),
+    "a place of nothing": lambda tensors, places: places.update({NORM: []}),
+    "a place of words": lambda tensors, places: places.update({NORM: ["0", 64]}),
+    "a negative place": lambda tensors, places: places.update({NORM: [-1, 64]}),
+    "beyond the end": lambda tensors, places: places.update({HEAD: [300, *places[HEAD][1:]]}),
+    "over another": lambda tensors, places: places.update({HEAD: [1, *places[HEAD][1:]]}),
+    "endless rows": lambda tensors, places: places.update({HEAD: [0, 2**62, 64]}),
+    "other columns": lambda tensors, places: places.update({HEAD: [0, 512, 65]}),
+    "more dimensions": lambda tensors, places: places.update({NORM: [0, 64, 1]}),
+    "rows missing": lambda tensors, places: tensors.update({HEAD: tensors[HEAD][:-1].clone()}),
+    "half in another dtype": lambda tensors, places: tensors.update({HEAD: tensors[HEAD].to(torch.bfloat16)}),
+    "a scalar": lambda tensors, places: (tensors.update({NORM: torch.tensor(1.0)}), places.update({NORM: [0]})),
+    "a tensor of its own": lambda tensors, places: (tensors.update(x=torch.ones(2)), places.update(x=[0, 2])),
+    "a tensor less": lambda tensors, places: (tensors.pop(NORM), places.pop(NORM)),
+}
+
+
+@pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_file_with_the_right_checksum_is_not_believed_either(change: Any, run: RunDir) -> None:
+    wanted = shards(run)
+    forge(newest(run), change)
+    with pytest.raises(CheckpointError):
+        load(newest(run), wanted)
+
+
+def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
+    wanted = shards(run)
+    wanted[NORM] = Shard(wanted[NORM].local.to(torch.bfloat16), 0, wanted[NORM].shape)
+    with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model wants torch\.bfloat16"):
+        load(newest(run), wanted)
+
+
+def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
+    tensors = {"scalar": torch.tensor(3.5), "rows": torch.arange(6.0).reshape(3, 2)}
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    written = write_shards(folder / "rank-00000.safetensors", {name: shard_of(t) for name, t in tensors.items()})
+    assert written
+    Manifest(FORMAT, 1, 1, "", {}, dict([written])).write(folder)
+    made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    load(folder, {name: shard_of(tensor) for name, tensor in made.items()})
+    assert all(torch.equal(made[name], tensors[name]) for name in tensors)
+
+
+def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any) -> None:
+    (newest(run) / NAME).write_text(json.dumps({"format": FORMAT + 1, "whatever": "it has"}))
+    done = fsdptrain("run", saves[0] / "recipe.yaml", f"output_dir={run.root}")
+    assert done.returncode == 6 and "written by another version of fsdptrain" in done.stderr
+    assert "Traceback" not in done.stderr and newest(run).exists()
+    with pytest.raises(OtherVersion) as refusal:
+        export_checkpoint(run, None, run.export, None, Screen())
+    assert type(from_record(to_record(refusal.value))) is OtherVersion
+    found = survey(run)
+    assert found["resume"] is None and not found["good"]
+
+
+def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
+    for name in ("step-12", "step-000000012", "step-00000099.damaged", "step-0000009９"):
+        (run.checkpoints / name).mkdir()
+    (run.checkpoints / "step-00000098").write_text("a file")
+    assert [run.checkpoint(step).name for step in run.checkpoint_steps()][2:] == ["step-00000098"]
+    assert "not a plain file" in faults(run.checkpoint(98))[0] or "cannot be read" in faults(run.checkpoint(98))[0]
+
+
+def test_a_name_for_what_is_set_aside_is_always_found(tmp_path: Path) -> None:
+    made = []
+    for _ in range(3):
+        (tmp_path / "step-00000004").mkdir()
+        made.append(set_aside(tmp_path / "step-00000004").name)
+    assert made == [f"step-00000004.damaged{suffix}" for suffix in ("", "-2", "-3")]
+
+
+PLANS = {
+    "empty": "", "a list": "[]", "deep": "[" * 10**5, "not a plan": '{"recipe": 3}',
+    "the environment": '{"name": "${oc.env:HOME}"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PLANS.values(), ids=PLANS.keys())
+def test_an_export_of_a_strangers_plan_ends_in_a_message(text: str, run: RunDir) -> None:
+    run.plan.write_text(text)
+    with pytest.raises(CheckpointError, match=r"plan\.json is not a plan of this version"):
+        export_checkpoint(run, None, run.export, None, Screen())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        "[]",
+        '{"model_type": "llama", "hidden_size": "many"}',
+        '{"model_type": "no such"}',
+        '{"auto_map": {"AutoConfig": "evil.Config"}}',
+    ],
+)
+def test_an_export_of_a_strangers_model_ends_in_a_message(config: str, run: RunDir) -> None:
+    (run.model / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match="model is not the description of a model"):
+        export_checkpoint(run, None, run.export, None, Screen())
+    assert not run.export.exists() and not run.export.with_name("export.tmp").exists()
+
+
+def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
+    config = json.loads((run.model / "config.json").read_text())
+    (run.model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(CheckpointError, match="is None, the model wants"):
+        export_checkpoint(run, None, run.export, None, Screen())
+    assert not run.export.with_name("export.tmp").exists()
+
+
+def test_verify_looks_at_everything_and_changes_nothing(run: RunDir) -> None:
+    export_checkpoint(run, None, run.export, None, Screen())
+    (run.checkpoints / "step-00000002.damaged").mkdir()
+    (run.checkpoints / "step-00000099.tmp").mkdir()
+    before = snapshot(run.root)
+    done = fsdptrain("verify", run.root)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:4]] == ["good"] * 3 and lines[3].startswith("export")
+    assert "step-00000002.damaged: found damaged" in done.stdout and "step-00000099.tmp: of a save" in done.stdout
+    assert f"a resume goes on from step {run.checkpoint_steps()[-1]}" in done.stdout
+    flip(newest(run) / "rank-00000.safetensors", 5000)
+    (run.export / "model.safetensors").write_bytes((run.export / "model.safetensors").read_bytes()[:-1])
+    done = fsdptrain("verify", run.root, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 6 and not found["good"] and found["resume"] == run.checkpoint_steps()[0]
+    assert "rank-00000.safetensors is damaged" in found["checkpoints"][1]["problems"][0]
+    assert "model.safetensors is damaged" in found["export"]["problems"][0]
+    assert snapshot(run.root).keys() == before.keys()
+
+
+def snapshot(root: Path) -> dict[str, int]:
+    return {str(path.relative_to(root)): path.lstat().st_mtime_ns for path in root.rglob("*")}
+
+
+def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
+    shutil.rmtree(run.checkpoints)
+    done = fsdptrain("verify", run.root)
+    assert done.returncode == 6 and "no checkpoint to go on from" in done.stdout
+    assert fsdptrain("verify", tmp_path / "nowhere").returncode == 2
+
+
+def test_verify_needs_no_torch(run: RunDir) -> None:
+    export_checkpoint(run, None, run.export, None, Screen())
+    code = (
+        "import sys, pathlib; from fsdptrain.rundir import RunDir; from fsdptrain.verify import survey; "
+        f"assert survey(RunDir(pathlib.Path({str(run.root)!r})))['good']; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda export: (export / "config.json").unlink(),
+        lambda export: (export / "model.safetensors").unlink(),
+        lambda export: (export / "config.json").write_text("{"),
+        lambda export: (export / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../plan.json"}}'),
+        lambda export: (export / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors"}}'
+        ),
+        lambda export: (export / "model.safetensors.index.json").write_text('{"weight_map": [3]}'),
+    ],
+)
+def test_verify_says_what_is_wrong_with_an_export(change: Callable[[Path], object], run: RunDir) -> None:
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, run.export / "model.safetensors")
+    assert survey(run)["good"]
+    change(run.export)
+    assert survey(run)["export"]["problems"] and not survey(run)["good"]
