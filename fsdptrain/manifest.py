@@ -7,6 +7,7 @@ and its last line holds the sum of all the lines before it. Whoever reads one be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -77,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     if sealed(raw.rpartition(SEAL.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its own checksum differs")
     del fields["sha256"]
-    fault = _fault_of_fields(fields, folder)
+    fault = _fault_of_fields(fields)
     if fault:
         raise CheckpointError(f"{path} is not as fsdptrain writes it: {fault}")
     return Manifest(**fields)
@@ -99,14 +100,14 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _fault_of_fields(fields: dict[str, Any], folder: Path) -> str | None:
+def _fault_of_fields(fields: dict[str, Any]) -> str | None:
     """What stands in a manifest that fsdptrain would not write, if anything does."""
     if fields.keys() != {field.name for field in dataclasses.fields(Manifest)}:
         return f"its fields are {reprlib.repr(sorted(fields))}"
     files = fields["files"]
     sound = {
         "format": type(fields["format"]) is int,
-        "step": _is_count(fields["step"]) and checkpoint_name(fields["step"]) == folder.name,
+        "step": _is_count(fields["step"]),
         "world_size": _is_count(fields["world_size"]),
         "plan_digest": isinstance(fields["plan_digest"], str),
         "identity": isinstance(fields["identity"], dict),
@@ -134,17 +135,6 @@ def file_entry(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def damaged(folder: Path, manifest: Manifest, names: list[str], checksums: bool = True) -> list[str]:
-    """What is wrong with these files of a checkpoint, a line each; an empty list when they are as they were written.
-
-    Without `checksums` only that they are there and have their sizes. Files are read side by side: SHA-256 keeps one
-    core busy with what a disk delivers, and Python lets others work meanwhile.
-    """
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda name: _fault_of_file(folder / name, manifest.files[name], checksums), names)
-        return [fault for fault in found if fault]
-
-
 def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
     try:
         found = path.lstat()
@@ -161,10 +151,12 @@ def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | 
     return None
 
 
-def faults(folder: Path, share: slice = slice(None)) -> list[str]:
-    """What is wrong with a checkpoint, a line each; of its files only a `share` is read, that of one rank.
+def faults(folder: Path, share: slice = slice(None), checksums: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, a line each; of its files only a `share` is looked at, that of one rank.
 
-    Raises OtherVersion for what is not damaged, but not for us to read.
+    Without `checksums` only that the files are there and have their sizes. Files are read side by side: SHA-256 keeps
+    a core busy with less than a disk delivers, and Python lets others work meanwhile. Raises OtherVersion for what is
+    not damaged, but not for us to read.
     """
     try:
         manifest = read_manifest(folder)
@@ -172,20 +164,20 @@ def faults(folder: Path, share: slice = slice(None)) -> list[str]:
         raise
     except CheckpointError as error:
         return [str(error)]
-    return damaged(folder, manifest, sorted(manifest.files)[share])
+    found = [None if checkpoint_name(manifest.step) == folder.name else f"{folder} holds step {manifest.step}"]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        names = sorted(manifest.files)[share]
+        found += pool.map(lambda name: _fault_of_file(folder / name, manifest.files[name], checksums), names)
+    return [fault for fault in found if fault]
 
 
 def complete_steps(rundir: RunDir) -> list[int]:
     """Steps of the checkpoints that can be relied on, as far as one sees without reading them whole, ascending."""
     complete = []
     for step in rundir.checkpoint_steps():
-        folder = rundir.checkpoint(step)
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointError:
-            continue
-        if not damaged(folder, manifest, list(manifest.files), checksums=False):
-            complete.append(step)
+        with contextlib.suppress(OtherVersion):
+            if not faults(rundir.checkpoint(step), checksums=False):
+                complete.append(step)
     return complete
 
 

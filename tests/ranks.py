@@ -76,12 +76,12 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
 
 
 def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
-    """Save again and again, at steps 1, 2, …, one of tests/faults.py's faults active each time.
+    """Save again and again, at steps 1, 2, …, one of tests/broken_saves.py's active each time.
 
     Returns of each what it raised, what was then in the folder, and whether it was reported; what a full disk did
     before the first step; and where, after all this, a resume took up the run.
     """
-    import faults as injected
+    import broken_saves as injected
 
     from fsdptrain import worker
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import flip
+from broken_saves import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
@@ -208,7 +208,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "endless bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=10**400),
     "bytes a truth": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=True),
     "sum a number": lambda fields: fields["files"]["rank-00001.safetensors"].update(sha256=7),
-    "another step": lambda fields: fields.update(step=fields["step"] + 1),
+    "a negative step": lambda fields: fields.update(step=-1),
     "step a text": lambda fields: fields.update(step="12"),
     "world a list": lambda fields: fields.update(world_size=[2]),
     "identity a list": lambda fields: fields.update(identity=["seed"]),
@@ -343,6 +343,12 @@ def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any
     assert type(from_record(to_record(refusal.value))) is OtherVersion
     found = survey(run)
     assert found["resume"] is None and not found["good"]
+
+
+def test_a_checkpoint_under_another_name_is_not_that_of_its_name(run: RunDir) -> None:
+    step = run.checkpoint_steps()[-1]
+    newest(run).rename(run.checkpoint(step + 1))
+    assert faults(newest(run)) == [f"{newest(run)} holds step {step}"]
 
 
 def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
