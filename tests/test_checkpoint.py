@@ -466,3 +466,31 @@ def test_verify_says_what_is_wrong_with_an_export(change: Callable[[Path], objec
     assert survey(run)["good"]
     change(run.export)
     assert survey(run)["export"]["problems"] and not survey(run)["good"]
+
+
+SMALL_DISK = """
+mount -t tmpfs -o size=8m none "$0/disk" || exit 77
+"$2" -m fsdptrain run "$1" checkpoint.keep=9 train.steps=20; echo "refused: $?"
+"$2" -m fsdptrain run "$1" checkpoint.keep=1 train.steps=2000 & run=$!
+while [ ! -d "$0/disk/run/checkpoints/step-00000004" ]; do kill -0 $run || exit 1; sleep 0.05; done
+free=$(df --output=avail -k "$0/disk" | tail -1)
+head -c $(( (free - 300) * 1024 )) /dev/zero > "$0/disk/filler"
+wait $run; echo "filled: $?"
+ls "$0/disk/run/checkpoints" "$0/disk/run"
+rm "$0/disk/filler"
+"$2" -m fsdptrain verify "$0/disk/run"; echo "verified: $?"
+"""
+
+
+@pytest.mark.soak
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "disk" / "run"))
+    (tmp_path / "disk").mkdir()
+    words = ["unshare", "-rm", "sh", "-c", SMALL_DISK, tmp_path, recipe, sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    if done.returncode in (1, 77) and "refused" not in done.stdout:
+        pytest.skip(f"no mount namespace here: {done.stderr}")
+    assert "refused: 6" in done.stdout and "filled: 6" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"output_dir: .* needed .* free", done.stderr)
+    assert re.search(r"no space: needs \S+ .iB, has \S+ .iB", done.stderr)
+    assert ".tmp" not in done.stdout.partition("filled")[2] and "verified: 0" in done.stdout
