@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.checkpoint import Checkpointer, Stored, no_space
 from fsdptrain.data import Progress
-from fsdptrain.errors import CheckpointError
+from fsdptrain.errors import CheckpointError, FsdptrainError
 from fsdptrain.manifest import damaged, fsync, read_manifest
 from fsdptrain.model import blocks_of, saved_state, skeleton
 from fsdptrain.plan import Plan
@@ -42,10 +42,11 @@ def names_by_block(model: Any) -> list[list[str]]:
     return list(groups.values())
 
 
-def gathered(model: Any, groups: list[list[str]], writes: bool) -> Iterator[Tensors]:
+def gathered(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
     """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
     tensors = saved_state(model)
     for group in groups:
+        alive()
         kept = {}
         for name in group:
             tensor = tensors[name].detach()
@@ -134,7 +135,8 @@ def write_folder(
             progress("export", done, len(groups))
         writer.finish()
         check_folder(scratch, bare, getattr(torch, dtype))
-    except CheckpointError:
+    except FsdptrainError:
+        shutil.rmtree(scratch, ignore_errors=True)
         raise
     except Exception as error:  # safetensors and transformers raise their own classes for a full disk
         shutil.rmtree(scratch, ignore_errors=True)
@@ -175,12 +177,21 @@ def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def export_live(
-    model: Any, bare: Any, rundir: RunDir, plan: Plan, checkpointer: Checkpointer, reporter: Reporter
+    model: Any,
+    bare: Any,
+    rundir: RunDir,
+    plan: Plan,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write."""
+    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write.
+
+    `alive` is called between groups of tensors, on every rank, and may end it all by raising, if it does so on all.
+    """
     groups = names_by_block(bare)
     writes = checkpointer.world.rank == 0
-    tensors = gathered(model, groups, writes)
+    tensors = gathered(model, groups, writes, alive)
     dtype = plan.recipe.export.dtype
     failure: Exception | None = None
     if writes:

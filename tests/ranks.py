@@ -24,6 +24,7 @@ from fsdptrain.plan import find_topology, make_plan
 from fsdptrain.recipe import load
 from fsdptrain.report import Reporter
 from fsdptrain.rundir import RunDir
+from fsdptrain.watchdog import Watchdog
 from fsdptrain.worker import Run, assemble
 
 torch.set_num_threads(1)
@@ -35,7 +36,8 @@ def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
     """The assembled run of a recipe on this process group, and the bare skeleton of its model."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
+    watchdog = Watchdog(plan, int(os.environ["RANK"]))
+    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), watchdog)
 
 
 def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
