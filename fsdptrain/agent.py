@@ -1,8 +1,9 @@
 """The torchrun agent, in its own process: starts the workers, passes a stop on, writes down how the first one failed.
 
-`python -m fsdptrain.agent PLAN` is `torch.distributed.run` with three differences. Its rendezvous on one node is a
+`python -m fsdptrain.agent PLAN PIPE` is `torch.distributed.run` with three differences. Its rendezvous on one node is a
 file, and the workers meet on loopback, so that no port is open to the network. SIGTERM becomes a wish to the workers,
-who save and leave by themselves, however long that takes. And the first failure is written to `failure.json`.
+who save and leave by themselves, however long that takes. And how the first worker failed goes into a pipe to the
+launcher, which needs no disk.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
 
+from fsdptrain.errors import WorkerLost
 from fsdptrain.launch import STOP_WORKER, die_with_parent
 from fsdptrain.plan import Plan
-from fsdptrain.rundir import RunDir
 
 
 def main() -> None:
     """Run the workers of the plan named on the command line; exit 1 when one failed."""
     die_with_parent()
-    plan_path = Path(sys.argv[1])
+    plan_path, pipe = Path(sys.argv[1]), int(sys.argv[2])
     plan = Plan.from_json(plan_path.read_text())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_passing_on)
@@ -37,13 +38,13 @@ def main() -> None:
     if plan.topology.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # it would listen on every interface
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: what a hang is explained with
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         try:
             words = [*torchrun_words(plan, Path(scratch)), "fsdptrain.worker", str(plan_path)]
             torchrun(get_args_parser().parse_args(words))
         except ChildFailedError as error:
-            rundir = RunDir(Path(plan.run_dir))
-            rundir.failure.write_text(json.dumps(first_failure(error), indent=2))
+            os.write(pipe, json.dumps(first_failure(error)).encode())
             sys.exit(1)
 
 
@@ -69,8 +70,9 @@ def torchrun_words(plan: Plan, scratch: Path) -> list[str]:
 def first_failure(error: ChildFailedError) -> dict[str, object]:
     """Who failed first, and how: `{rank, exitcode, signal, record}`; `record` is what the worker itself wrote.
 
-    A worker that was killed comes first, for the others fail of its silence; then the earliest record. (torchelastic's
-    own times are whole seconds, in which a peer's "connection closed" easily ties with its cause.)
+    A worker that was killed comes first, for the others fail of its silence; then one that did not lose its peers, and
+    the earliest record. (torchelastic's own times are whole seconds, in which a peer's "connection closed" easily ties
+    with its cause.)
     """
     failures = []
     for rank, failure in error.failures.items():
@@ -79,7 +81,8 @@ def first_failure(error: ChildFailedError) -> dict[str, object]:
         name = failure.signal_name() if failure.exitcode < 0 else None
         killed = name not in (None, "SIGTERM")
         facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
-        failures.append(((not killed, not record, record.get("at", 0.0), rank), facts))
+        lost = record.get("type") == WorkerLost.__name__
+        failures.append(((not killed, not record, lost, record.get("at", 0.0), rank), facts))
     return min(failures, key=lambda found: found[0])[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -38,6 +39,11 @@ def main() -> None:
     except FsdptrainError as error:
         print(f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error), file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"fsdptrain: no space: {error}", file=sys.stderr)
+        sys.exit(CheckpointError.exit_code)
 
 
 def _listed(error: RecipeError) -> str:
@@ -283,4 +289,6 @@ def _write_folder(plan: Any, rundir: Any, recipe_text: str) -> None:
         aside.write_text(plan.to_json())
         aside.replace(rundir.plan)
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
         raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdptrain.errors import Stopped
 from fsdptrain.hardware import PEAK_FLOPS
+from fsdptrain.launch import StopRequest
 from fsdptrain.plan import Plan
 
+HEARD_S = 2.0  # the agent passes a stop on every second
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -35,8 +39,11 @@ class World:
     side: dist.ProcessGroup
 
     @classmethod
-    def start(cls, plan: Plan) -> World:
-        """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU."""
+    def start(cls, plan: Plan, stop: StopRequest) -> World:
+        """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU.
+
+        Raises Stopped when a stop signal came before all ranks had met.
+        """
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         topology = plan.topology
         if topology.device == "cuda":
@@ -47,15 +54,13 @@ class World:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
         if not dist.is_initialized():
-            timeout = timedelta(seconds=plan.recipe.launch.timeout_s)
+            # The watchdogs speak first: they know where everyone stands. This is for when none of them can.
+            timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
+            store = meet(plan, rank, timeout, stop)
             dist.init_process_group(
-                backend,
-                rank=rank,
-                world_size=topology.world_size,
-                timeout=timeout,
+                backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
-                **_meeting_place(plan, rank, timeout),
-            )
+            )  # fmt: skip
         mesh = make_mesh(plan, device.type)
         side = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # a slow disk is not a hang
         return cls(rank, local_rank, topology.world_size, device, mesh, side)
@@ -76,6 +81,10 @@ class World:
         ranks = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(ranks, local)
         return torch.stack(ranks).cpu().numpy()
+
+    def any(self, flag: object) -> bool:
+        """Whether `flag` is true on any rank; collective."""
+        return bool(self.gather(torch.tensor([bool(flag)])).any())
 
     def agree(self, value: Any, what: str) -> None:
         """Raise RuntimeError unless every rank holds an equal `value`; collective."""
@@ -121,7 +130,6 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
     """FLOP/s of a `size`³ matrix product on random data: the best of `rounds`."""
-    import time
 
     def clock() -> float:
         if device.type == "cuda":
@@ -139,18 +147,54 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, roun
     return float(2 * size**3 / best)
 
 
-def _meeting_place(plan: Plan, rank: int, timeout: timedelta) -> dict[str, Any]:
+def meet(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
+    """The store of the run, once every rank has come to it, however late: some prepare data, others find it cached.
+
+    Raises Stopped when a stop signal comes first. A rank withdraws only where the last one has not come yet: after
+    that, some may already have gone on.
+    """
+    store = _open_store(plan, rank, timeout, stop)
+    size, key = plan.topology.world_size, "fsdptrain/here"
+    here = store.add(key, 1)
+    while here < size:
+        if stop.count:
+            if store.add(key, -1) < size - 1:
+                time.sleep(HEARD_S if rank == 0 else 0)  # the store goes with the first rank: all hear the signal first
+                raise _stopped(stop)
+            here = store.add(key, 1)
+        else:
+            time.sleep(0.05)
+            here = store.add(key, 0)
+    return store
+
+
+def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
     """Where ranks find each other: on one node of our own a store that listens on loopback, else torchrun's."""
     if plan.topology.nnodes > 1 or plan.topology.joined:
-        return {"init_method": "env://"}
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     port = int(os.environ["MASTER_PORT"])
-    listener = None
     if rank == 0:  # TCPStore by itself would listen on every interface
         server = socket.create_server(("127.0.0.1", port))
-        listener = server.detach()
-    store = dist.TCPStore(
-        "127.0.0.1", port, plan.topology.world_size, rank == 0, timeout=timeout, master_listen_fd=listener
-    )
-    return {"store": store}
+        return dist.TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+    while not _listens(port):  # the first rank is not there yet
+        if stop.count:
+            raise _stopped(stop)
+        time.sleep(0.05)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _stopped(stop: StopRequest) -> Stopped:
+    return Stopped(f"stopped by {stop.name} before the first step; nothing was lost")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fsdptrain.data import IGNORED, Batch, Corpus
-from fsdptrain.dist import Floats, World
+from fsdptrain.dist import World
 from fsdptrain.errors import NonFiniteError
 from fsdptrain.model import tied
-from fsdptrain.optim import assert_dtypes
+from fsdptrain.optim import assert_dtypes, set_step
+from fsdptrain.pace import BlockClock
 from fsdptrain.plan import Plan, seed_of
 
 
@@ -26,7 +27,8 @@ from fsdptrain.plan import Plan, seed_of
 class StepStats:
     """What one optimizer step was like: equal on every rank but for `step_s`, this rank's own seconds with its data.
 
-    `peak_memory` is in bytes and `data_s` in seconds, each of the rank that needed most.
+    `peak_memory` is in bytes, of the rank that needed most; `data_s` and `compute_s` are seconds, one for each rank:
+    the wait for data, and the forward passes of the blocks alone.
     """
 
     loss: float
@@ -34,17 +36,26 @@ class StepStats:
     stop: bool
     peak_memory: int
     step_s: float
-    data_s: float
+    data_s: list[float]
+    compute_s: list[float]
 
 
 class Engine:
     """Steps and evaluates a sharded model."""
 
     def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, world: World, plan: Plan, steps_made: int = 0
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        plan: Plan,
+        steps_made: int = 0,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
+        """`beat` is called whenever a micro-batch is done."""
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
-        self.steps_made = steps_made  # before this process started
+        self.steps_made, self.beat = steps_made, beat  # steps made before this process started
+        self._clock = BlockClock(model, world.device)
         self._checked_dtypes = False
 
     def step(
@@ -61,30 +72,44 @@ class Engine:
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = torch.stack(norms).to(self.world.device, torch.float64).square().sum()
-        told = torch.tensor([stop, self.world.peak_memory(), data_s], dtype=torch.float64).to(self.world.device)
-        mine = torch.cat([torch.stack([loss.double(), square]), told])
-        ranks = self.world.gather(mine)
+        told = [stop, self.world.peak_memory(), data_s, self._clock.seconds()]
+        numbers = torch.tensor(told, dtype=torch.float64).to(self.world.device)
+        ranks = self.world.gather(torch.cat([torch.stack([loss.double(), square]), numbers]))
         mean, norm = float(ranks[:, 0].sum()), math.sqrt(ranks[:, 1].sum() / self.world.replicas)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             self.optimizer.zero_grad()
-            raise NonFiniteError(self._what_is_not_finite(step, ranks))
+            set_step(self.optimizer, step + 1)  # should the run go on: as a resumed one, which knows the step alone
+            raise NonFiniteError(f"step {step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         self.update(grads, norm, lr)
-        worst = ranks.max(axis=0).tolist()
-        return StepStats(mean, norm, worst[2] > 0, int(worst[3]), time.perf_counter() - started + data_s, worst[4])
+        seconds = time.perf_counter() - started + data_s
+        return StepStats(
+            mean,
+            norm,
+            bool(ranks[:, 2].any()),
+            int(ranks[:, 3].max()),
+            seconds,
+            ranks[:, 4].tolist(),
+            ranks[:, 5].tolist(),
+        )
 
     def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
         """Forward and backward over the micro-batches; this rank's part of the mean loss, a float32 scalar."""
-        torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))  # dropout: no state to save
+        self.seed(step)
         hold = self.plan.recipe.fsdp.accumulation == "hold"
         total = torch.zeros((), device=self.world.device)
         self.model.train()
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             self.model.set_requires_gradient_sync(last or not hold)
-            loss = self.loss(batch, label_tokens)
+            loss = self.loss(batch, label_tokens or 1)  # a window without labels has loss 0, not 0/0
             loss.backward()
             total += loss.detach()
+            self.beat()
         return total
+
+    def seed(self, step: int) -> None:
+        """Dropout is a function of (seed, step, rank), so that there is no state of it to save."""
+        torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: int) -> torch.Tensor:
         """The cross-entropy summed over a micro-batch's label tokens, over `divisor`: float32, 0 if all are masked."""
@@ -117,8 +142,13 @@ class Engine:
             assert_dtypes(self.model, self.optimizer, self.plan.recipe.model.dtype)
             self._checked_dtypes = True
 
-    def evaluate(self, corpus: Corpus, numbers: Sequence[int]) -> tuple[float, int]:
-        """(mean loss, label tokens) over all of these blocks: every rank takes its share, padded to equal counts."""
+    def evaluate(
+        self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
+    ) -> tuple[float, int] | None:
+        """(mean loss, label tokens) over all of these blocks: every rank takes its share, padded to equal counts.
+
+        `stops` is asked before every round, and must answer the same on every rank; None when it says so.
+        """
         world, size = self.world, self.plan.recipe.train.micro_batch_size
         rounds = -(-len(numbers) // (world.size * size))
         mine = [*numbers[world.rank :: world.size]]
@@ -126,7 +156,10 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         with self.forward_only():
             for i in range(0, len(mine), size):
+                if stops():
+                    return None
                 total += self.loss(corpus.batch(mine[i : i + size]), divisor=1).double()
+                self.beat()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
 
@@ -138,7 +171,7 @@ class Engine:
         parameters (a checkpoint) would see plain tensors in the compute dtype, unknown to the optimizer.
         """
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._clock.stopped():
             yield
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -161,15 +194,6 @@ class Engine:
                 for first in ((1, 2, 3), (4, 5, 6))
             )  # fmt: skip
             return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
-
-    def _what_is_not_finite(self, step: int, ranks: Floats) -> str:
-        bad = [
-            f"{what} {ranks[rank, column]:g} on rank {rank}"
-            for column, what in enumerate(("loss", "gradient norm²"))
-            for rank in range(self.world.size)
-            if not math.isfinite(ranks[rank, column])
-        ]
-        return f"step {step + 1}: {', '.join(bad[:4])}; the weights were not touched and nothing was saved after them"
 
 
 def model_flops(bare: Any, tokens: int, seq_len: int) -> float:

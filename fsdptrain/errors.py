@@ -6,7 +6,8 @@
     ├── DoesNotFit            3   a dry run says that the memory will not do
     ├── DataError             4   the data is wrong: file, line, what was expected
     │   └── NoData            4   there is no data here, nor can the Hub be reached
-    ├── WorkerError           5   a worker failed or hung
+    ├── WorkerError           5   a worker raised something that is not one of ours: again it would raise the same
+    │   └── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may mend it
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   └── OtherVersion      6   a checkpoint is not damaged, but written by another version of fsdptrain
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
@@ -58,9 +59,13 @@ class NoData(DataError):
 
 
 class WorkerError(FsdptrainError):
-    """A worker process died, hung or raised something that is not one of ours."""
+    """A worker raised something that is not one of ours."""
 
     exit_code = 5
+
+
+class WorkerLost(WorkerError):
+    """A worker was killed, hung, or lost its peers: not its code's doing, so the launcher may start it again."""
 
 
 class CheckpointError(FsdptrainError):
@@ -107,6 +112,7 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
         DataError,
         NoData,
         WorkerError,
+        WorkerLost,
         CheckpointError,
         OtherVersion,
         NonFiniteError,

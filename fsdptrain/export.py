@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.checkpoint import Checkpointer, Stored, space_told
 from fsdptrain.data import Progress
-from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
 from fsdptrain.manifest import faults, fsync, refuse_ways_out
 from fsdptrain.model import blocks_of, saved_state, skeleton
 from fsdptrain.plan import Plan
@@ -42,10 +42,11 @@ def names_by_block(model: Any) -> list[list[str]]:
     return list(groups.values())
 
 
-def gathered(model: Any, groups: list[list[str]], writes: bool) -> Iterator[Tensors]:
+def gathered(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
     """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
     tensors = saved_state(model)
     for group in groups:
+        alive()
         kept = {}
         for name in group:
             tensor = tensors[name].detach()
@@ -140,6 +141,8 @@ def write_folder(
             check_folder(scratch, bare, stored_as)
     except Exception as error:  # safetensors and transformers raise their own classes
         shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
     replaced = out.with_name(out.name + ".old")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -177,12 +180,21 @@ def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def export_live(
-    model: Any, bare: Any, rundir: RunDir, plan: Plan, checkpointer: Checkpointer, reporter: Reporter
+    model: Any,
+    bare: Any,
+    rundir: RunDir,
+    plan: Plan,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write."""
+    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write.
+
+    `alive` is called between groups of tensors, on every rank, and may end it all by raising, if it does so on all.
+    """
     groups = names_by_block(bare)
     writes = checkpointer.world.rank == 0
-    tensors = gathered(model, groups, writes)
+    tensors = gathered(model, groups, writes, alive)
     dtype = plan.recipe.export.dtype
     failure: Exception | None = None
     if writes:

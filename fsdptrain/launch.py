@@ -1,17 +1,20 @@
 """The torchrun workers of a run: start, watch, explain the first failure, stop, restart. No torch in this process.
 
     this process ── agent (torch.distributed.run) ── one worker a rank
-         │  SIGTERM once: stop at the next step, save       ▲
-         └──────── reads metrics.jsonl, failure.json ───────┘
+         │  SIGTERM once: stop at the next step, save       │
+         ├──────── a pipe: how the first worker failed ─────┤
+         └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
 
 Nobody outlives this process: the agent and the workers ask the kernel to die with their parent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +22,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, from_record
+from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
 from fsdptrain.plan import Plan
 from fsdptrain.report import Screen, Tail
 from fsdptrain.rundir import RunDir
 
 POLL_S = 0.1
+FRUITLESS = 2  # restarts without a new checkpoint, after which there is no further one
+HANG_REPORTS_S = 5.0  # how long after the first rank that hangs the others may take to say where they stand
 PR_SET_PDEATHSIG = 1
 STOP_WORKER = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
 
@@ -53,53 +58,127 @@ class StopRequest:
 
 
 def launch(plan: Plan, screen: Screen) -> None:
-    """Run the plan's workers to the end, restarting after failures that a restart can mend.
+    """Run the plan's workers to the end, restarting them when they were lost and not when they would fail again.
 
-    Raises the first failing rank's own error, Stopped after a stop signal, or WorkerError when a worker died.
+    Raises the first failing rank's own error, Stopped after a stop signal, or WorkerError when a worker died. Restarts
+    that bring no new checkpoint are given up after two.
     """
     rundir = RunDir(Path(plan.run_dir))
-    restarts = 0
+    restarts = fruitless = 0
     with StopRequest() as stop:
         while True:
             before = rundir.checkpoint_steps()
             try:
-                _run_once(rundir, screen, stop)
+                Attempt(plan, rundir, screen, stop).run()
                 return
-            except WorkerError as error:
-                progressed = rundir.checkpoint_steps() != before
-                if stop.count or restarts >= plan.recipe.launch.max_restarts or not (progressed or restarts == 0):
+            except WorkerLost as error:
+                fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == before else 0
+                if stop.count or restarts >= plan.recipe.launch.max_restarts:
                     raise
+                if fruitless == FRUITLESS:
+                    raise WorkerError(
+                        f"given up after {FRUITLESS} restarts without a new checkpoint\n{error}"
+                    ) from None
                 restarts += 1
                 screen.say(f"{error}\nrestart {restarts} of {plan.recipe.launch.max_restarts}")
 
 
-def _run_once(rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
-    rundir.failure.unlink(missing_ok=True)
-    tails = (Tail(rundir.metrics), Tail(rundir.progress))
-    with rundir.launcher_log.open("ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "fsdptrain.agent", str(rundir.plan)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(),
-        )  # fmt: skip
-    try:
-        _watch(agent, tails, screen, stop)
-    finally:
-        if agent.poll() is None:  # an error of ours: the workers must not go on alone
-            agent.kill()
-            agent.wait()
-    for tail in tails:
-        for record in tail.read():
-            screen.show(record)
-    if rundir.failure.exists():
-        raise explain(json.loads(rundir.failure.read_text()), rundir)
-    if "stop" in screen.last:
-        step, name = screen.last["stop"]["step"], stop.name or screen.last["stop"]["signal"]
-        what = f"after step {step}, checkpoint saved" if step else "before the first step, nothing was lost"
-        raise Stopped(f"stopped by {name} {what}; run the same command to go on")
-    if stop.count > 1:
-        raise WorkerError(f"killed by a second {stop.name}; the checkpoints there are: {rundir.checkpoint_steps()}")
-    if agent.returncode != 0:
-        raise WorkerError(f"the launcher exited with {agent.returncode}; see {rundir.launcher_log}")
+class Attempt:
+    """One start of the workers."""
+
+    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
+        self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
+        self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
+        self._started = time.time()
+        self._ended = ""  # why we ended the workers ourselves, if we did
+
+    def run(self) -> None:
+        """Start the workers and watch them to their end; raises what `launch` does."""
+        read, write = os.pipe()
+        words = [sys.executable, "-m", "fsdptrain.agent", str(self.rundir.plan), str(write)]
+        with os.fdopen(read, "rb") as failure, self.rundir.launcher_log.open("ab") as log:
+            agent = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
+                env=child_environment(),
+            )  # fmt: skip
+            os.close(write)
+            try:
+                self._watch(agent)
+            finally:
+                if agent.poll() is None:  # the workers must not go on alone
+                    agent.kill()
+                    agent.wait()
+            self._show_news()
+            self._judge(agent.returncode, failure.read())
+
+    def _show_news(self) -> None:
+        for tail in self._tails:
+            for record in tail.read():
+                self.screen.show(record)
+
+    def _watch(self, agent: subprocess.Popen[bytes]) -> None:
+        """Show what the workers report and pass stop signals on, until they have ended or must be ended."""
+        grace, asked_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
+        while agent.poll() is None:
+            self._show_news()
+            if self.stop.count and asked_at == float("inf"):
+                asked_at = time.monotonic()
+                self.screen.say(
+                    f"{self.stop.name}: saving a checkpoint at the end of this step; once more to stop at once"
+                )
+                agent.terminate()
+            if self.stop.count > 1:
+                self._ended = f"at once by a second {self.stop.name}"
+                return
+            if time.monotonic() - asked_at > grace:
+                self._ended = f"by {self.stop.name} and then ended, for the {grace:g} s of launch.grace_s were over,"
+                return
+            if self._hung() and self._wait_for_hung():
+                return
+            time.sleep(POLL_S)
+
+    def _hung(self) -> list[int]:
+        """Ranks that say they hang, or cannot even say so; what an earlier start left does not count."""
+
+        def says_so(path: Path) -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                return facts.st_size > 0 and facts.st_mtime > self._started
+            return False
+
+        ranks, rundir = range(self.plan.topology.world_size), self.rundir
+        return [rank for rank in ranks if says_so(rundir.hang(rank)) or says_so(rundir.stuck(rank))]
+
+    def _wait_for_hung(self) -> bool:
+        """Give the other ranks time to tell where they stand; whether the run does hang."""
+        end = time.monotonic() + HANG_REPORTS_S
+        while time.monotonic() < end and len(self._hung()) < self.plan.topology.world_size:
+            time.sleep(POLL_S)
+        return bool(self._hung())  # after a pause of the whole machine there may be nobody left who hangs
+
+    def _judge(self, code: int, failure: bytes) -> None:
+        """Raise what this attempt ended with, if it is not a finished run."""
+        kept = max(self.rundir.checkpoint_steps(), default=0)
+        if self._ended:
+            lost = f"the newest checkpoint is that of step {kept}" if kept else "there is no checkpoint yet"
+            raise Stopped(f"stopped {self._ended}; {lost}; run the same command to go on")
+        if hung := self._hung():
+            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._last_step()))
+        if failure:
+            raise explain(json.loads(failure), self.rundir, self._last_step())
+        if "stop" in self.screen.last:
+            step, name = self.screen.last["stop"]["step"], self.stop.name or self.screen.last["stop"]["signal"]
+            what = f"after step {step}, checkpoint saved" if step else "before the first step, nothing was lost"
+            raise Stopped(f"stopped by {name} {what}; run the same command to go on")
+        if code < 0:
+            name = signal.Signals(-code).name
+            raise WorkerLost(f"the launcher's agent was killed by {name} {self._last_step()}; so the workers ended too")
+        if code:
+            raise WorkerError(f"the launcher exited with {code}; see {self.rundir.launcher_log}")
+
+    def _last_step(self) -> str:
+        step = self.screen.last.get("step", {}).get("step")
+        return f"after step {step}" if step else "before its first step was done"
 
 
 def child_environment() -> dict[str, str]:
@@ -109,38 +188,62 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
 
-def _watch(agent: subprocess.Popen[bytes], tails: tuple[Tail, ...], screen: Screen, stop: StopRequest) -> None:
-    """Show what the workers report and pass stop signals on, until the agent has ended."""
-    passed_on = 0
-    while agent.poll() is None:
-        for tail in tails:
-            for record in tail.read():
-                screen.show(record)
-        if stop.count > passed_on:
-            passed_on = stop.count
-            if passed_on == 1:
-                screen.say(f"{stop.name}: saving a checkpoint at the end of this step; once more to stop at once")
-                agent.terminate()
-            else:
-                agent.kill()
-        time.sleep(POLL_S)
-
-
-def explain(failure: dict[str, object], rundir: RunDir) -> FsdptrainError:
-    """The error behind `failure.json`: the first failing rank's own words, and where to read on."""
+def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainError:
+    """The error behind what the agent wrote: the first failing rank's own words, and where to read on."""
     rank = failure["rank"]
     log = rundir.rank_log(int(str(rank)))
     log = log if log.exists() else rundir.launcher_log  # it failed before it had a log of its own
     record = failure.get("record")
     if isinstance(record, dict):
         error = from_record(record)
-        if type(error) is not WorkerError:
+        if not isinstance(error, WorkerError):
             return error
-        return WorkerError(f"rank {rank} failed: {error}\n{_where(record, log)}")
+        return type(error)(f"rank {rank} failed {when}: {error}\n{_where(record, log)}")
     if failure.get("signal"):
         hint = " (often: out of host memory)" if failure["signal"] == "SIGKILL" else ""
-        return WorkerError(f"rank {rank} was killed by {failure['signal']}{hint}; its output: {log}")
-    return WorkerError(f"rank {rank} exited with {failure['exitcode']} and said nothing; its output: {log}")
+        return WorkerLost(f"rank {rank} was killed by {failure['signal']} {when}{hint}; its output: {log}")
+    return WorkerLost(f"rank {rank} exited with {failure['exitcode']} {when} and said nothing; its output: {log}")
+
+
+def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
+    """Which ranks wait where, in one paragraph, made of what their watchdogs wrote."""
+    places: dict[str, list[int]] = {}
+    for rank in range(plan.topology.world_size):
+        report = rundir.hang(rank)
+        if rank not in hung:
+            where = "does not answer: it is stopped, or its machine cannot be reached"
+        elif report.exists():
+            facts = json.loads(report.read_text())
+            where = f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
+        else:
+            where = f"is in {_stuck_in(rundir.stuck(rank).read_text())}, in native code that lets no Python run"
+        places.setdefault(where, []).append(rank)
+    groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
+    told = "; ".join(f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups)
+    patience = plan.recipe.launch.timeout_s
+    return (
+        f"the run hung {when}: nothing was done for {patience} s (launch.timeout_s; threefold for the first step). "
+        f"{told}. All stacks and the last collectives: {rundir.logs}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _plural(where: str) -> str:
+    verb, _, rest = where.partition(" ")
+    return f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}".replace("it is stopped", "they are stopped")
+
+
+def _stuck_in(dump: str) -> str:
+    """The innermost function of ours in what faulthandler wrote of the main thread (the last one it lists)."""
+    main = dump.rpartition("Thread 0x")[2]
+    for file, line, name in re.findall(r'File "(.*?)", line (\d+) in (\w+)', main):
+        if file.startswith(str(Path(__file__).parent)):
+            return f"{Path(file).stem}.{name} ({Path(file).name}:{line})"
+    return "code of no module of ours"
 
 
 def _where(record: dict[str, str], log: Path) -> str:

@@ -114,9 +114,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
-    """The model's transformer blocks, by the class names that transformers keeps for this purpose."""
+    """The model's transformer blocks, by the class names that transformers keeps for this purpose.
+
+    Sharded or not: FSDP gives a module a new class that is derived from its own.
+    """
     classes = set(model._no_split_modules or ())
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    found = [(n, m) for n, m in model.named_modules() if classes & {cls.__name__ for cls in type(m).__mro__}]
     return [(name, module) for name, module in found if _holds_parameters(module)]
 
 

@@ -395,6 +395,8 @@ def _relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     yield from _fsdp_relations(recipe, where)
     if recipe.train.steps is not None and "train.epochs" in where:
         yield Problem("has no effect beside train.steps: keep one of the two", "train.epochs")
+    if recipe.train.on_nonfinite == "stop" and "train.max_skipped" in where:
+        yield Problem("has no effect with train.on_nonfinite: stop", "train.max_skipped")
     if recipe.schedule.name == "constant" and "schedule.min_lr" in where:
         yield Problem("has no effect with schedule.name: constant", "schedule.min_lr")
     if recipe.eval.every is not None and recipe.data.eval is None:

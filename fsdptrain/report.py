@@ -31,7 +31,7 @@ class Reporter:
     """Rank 0's pen. On other ranks (`rundir=None`) every call does nothing."""
 
     def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Screen | None = None) -> None:
-        self._screen = screen
+        self._rundir, self._screen = rundir, screen
         self._metrics: IO[str] | None = None
         self._progress: IO[str] | None = None
         self._board: Any = None
@@ -56,6 +56,11 @@ class Reporter:
             self._screen.show(record)
         if self._board and kind in ("step", "eval"):
             self._scalars(kind, fields)
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether this run has written such an event of this step, in this process or an earlier one."""
+        records = Tail(self._rundir.metrics, from_end=False).read() if self._rundir else ()
+        return any(record["event"] == kind and record.get("step") == step for record in records)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Say how far a stage is (rows, tensors or files); calls are thinned out."""
@@ -222,6 +227,15 @@ class Screen:
         self.say(
             f"eval at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
             f"({record['tokens']:,} tokens)"
+        )
+
+    def _on_skip(self, record: Record) -> None:
+        self.say(f"skipped: {record['what']}")
+
+    def _on_straggler(self, record: Record) -> None:
+        self.say(
+            f"rank {record['rank']} is slow: its {record['cause']} costs about {record['cost']:.0%} of each step, "
+            "and all others wait for it"
         )
 
     def _on_save(self, record: Record) -> None:

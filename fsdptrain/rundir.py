@@ -57,10 +57,17 @@ class RunDir:
         """Counters of work under way (tokenising, loading, exporting), read by the terminal."""
         return self.logs / "progress.jsonl"
 
-    @property
-    def failure(self) -> Path:
-        """How the first worker failed, written by the agent."""
-        return self.logs / "failure.json"
+    def hang(self, rank: int | str) -> Path:
+        """Where a rank stood when it hung."""
+        return self.logs / f"hang-rank-{rank}.json"
+
+    def stuck(self, rank: int | str) -> Path:
+        """The stacks of a rank that could not even run the watchdog any more."""
+        return self.logs / f"stuck-rank-{rank}.txt"
+
+    def collectives(self, rank: int) -> Path:
+        """The last collectives of a rank that hung, as torch's flight recorder has them."""
+        return self.logs / f"collectives-rank-{rank}.json"
 
     @property
     def model(self) -> Path:

@@ -140,6 +140,11 @@ class Train:
     )
     compile: bool = key(False, "torch.compile every block")
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop",
+        "a step whose loss or gradient is not finite updates nothing; then the run stops, or goes on with the next",
+    )
+    max_skipped: int = key(3, "with on_nonfinite: skip, as many steps in a row may be skipped", at_least=1)
 
 
 @dataclass
@@ -184,7 +189,16 @@ class Launch:
     nnodes: int = key(1, "machines; start the same command on each", at_least=1)
     rdzv_endpoint: str | None = key(None, "host:port of the first machine, for nnodes > 1")
     max_restarts: int = key(0, "restarts after a worker died; errors that would repeat are not retried", at_least=0)
-    timeout_s: int = key(300, "seconds a collective may take before the run is called hung", at_least=1)
+    timeout_s: int = key(
+        300,
+        "seconds without a micro-batch done before the run is called hung; before the first step three times as many",
+        at_least=1,
+    )
+    grace_s: int | None = key(
+        None,
+        "seconds a stop may take, its checkpoint included, before all is killed; null: as long as it takes",
+        at_least=1,
+    )
 
 
 @dataclass

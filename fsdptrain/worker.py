@@ -7,13 +7,16 @@ while steps remain: evaluate? save? done? step → report.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import gc
+import json
 import math
 import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +26,37 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdptrain.checkpoint import Checkpointer, sweep
-from fsdptrain.data import Corpus, Stream, prepare, tokenizer_digest
+from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
-from fsdptrain.engine import Engine, StepStats, model_flops
-from fsdptrain.errors import FsdptrainError, NonFiniteError, RecipeError, Stopped, WorkerError, to_record
+from fsdptrain.engine import Engine, model_flops
+from fsdptrain.errors import (
+    CheckpointError,
+    FsdptrainError,
+    NonFiniteError,
+    RecipeError,
+    Stopped,
+    WorkerError,
+    WorkerLost,
+    to_record,
+)
 from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files
 from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
 from fsdptrain.machine import disk_facts, disk_problems
 from fsdptrain.model import load_config, save_assets, skeleton
+from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
+from fsdptrain.pace import Pace
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
 from fsdptrain.tokenizer import load_tokenizer
+from fsdptrain.watchdog import Watchdog
 from fsdptrain.weights import allocate, draw_weights, read_weights
 
 GC_EVERY = 500  # steps
+MAX_WORDS = 8000  # of an error, on its way through the agent's pipe
 
 
 @dataclass
@@ -59,42 +75,68 @@ class Run:
     total_steps: int
     flops_per_step: float
     peak_flops: float
+    watchdog: Watchdog
+    state_bytes: int  # of this rank's part of a checkpoint
+    pace: Pace = field(default_factory=Pace)
     tokens: int = 0  # label tokens and seconds of this process's steps so far
     seconds: float = 0.0
+    skipped: int = 0  # steps in a row that were not finite
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop; collective."""
+        return self.world.any(self.stop.count)
 
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     """Run the plan on this rank. Raises Stopped when a stop signal ended it, another FsdptrainError when it failed."""
-    rundir = RunDir(Path(plan.run_dir))
-    writer = os.environ["RANK"] == "0"
-    with contextlib.closing(
-        Reporter(rundir if writer else None, plan.recipe.log.tensorboard, screen if writer else None)
-    ) as reporter:
+    rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
+    with (
+        Watchdog(plan, rank) as watchdog,
+        contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
+    ):
         try:
-            run, bare = assemble(plan, rundir, reporter, stop)
+            run, bare = assemble(plan, rundir, reporter, stop, watchdog)
         except Stopped:
-            reporter.event("stop", step=0, signal=stop.name)
+            reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise
-        try:
-            stopped = loop(run)
-        except NonFiniteError:  # raised by every rank; a good checkpoint may still be on its way to the disk
-            run.checkpointer.wait()
-            raise
+        stopped = loop(run)
+        if stopped is None and plan.recipe.export.at_end:
+            stopped = export(run, bare)
         if stopped is not None:
             reporter.event("stop", step=stopped, signal=stop.name or "another rank")
             raise Stopped(f"stopped by {stop.name or 'another rank'} after step {stopped}, checkpoint saved")
-        if plan.recipe.export.at_end:
-            export_live(run.engine.model, bare, rundir, plan, run.checkpointer, reporter)
 
 
-def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) -> tuple[Run, Any]:
+def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
+    """The pen of the first rank; the others' do nothing."""
+    return Reporter(rundir, plan.recipe.log.tensorboard, screen) if rank == 0 else Reporter(None)
+
+
+def export(run: Run, bare: Any) -> int | None:
+    """Write the Hugging Face folder; the number of steps made when a stop cut it short, else None."""
+
+    def alive() -> None:
+        run.watchdog.beat()
+        if run.stops():
+            raise Stopped("stopped while exporting")
+
+    try:
+        export_live(run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter, alive)
+    except Stopped:
+        return run.total_steps
+    return None
+
+
+def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, watchdog: Watchdog) -> tuple[Run, Any]:
     """Build every room in order; returns the run and an unsharded skeleton of its model.
 
     Data comes first, before any process group exists: tokenising may take longer than a collective may.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
-        if stop.count and not dist.is_initialized():  # from then on all ranks must agree, as they do at every step
+        if dist.is_initialized():
+            watchdog.beat()
+        if stop.count:
             raise Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
         reporter.progress(stage, done, total)
 
@@ -107,7 +149,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     config = load_config(plan, len(tokenizer))
     if plan.pretrained:
         checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
-    world = World.start(plan)
+    world = World.start(plan, stop)
+    watchdog.beat()
     world.agree((plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
     if world.rank == 0:
         sweep(rundir)
@@ -127,15 +170,17 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
     if checkpointer.newest_step() < total_steps:  # asked now, not after hours of training
         short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
         checkpointer.all_or_none(next(short, None))
-    optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, progress)
-    world.barrier()  # on the patient group: one rank's disk may be much slower than another's
+    state_bytes = 3 * params * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size
+    watchdog.beat(disk_bytes=2 * state_bytes)  # to verify a checkpoint, and to read it
+    optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, stop, progress)
+    watchdog.beat()
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
     if resumed:
         reporter.event("resume", step=resumed)
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
 
-    engine = Engine(model, optimizer, world, plan, resumed)
+    engine = Engine(model, optimizer, world, plan, resumed, watchdog.beat)
     if recipe.data.packing != "none" and not engine.documents_are_apart():
         raise RecipeError(
             f"data.packing: {recipe.data.packing} would let the documents of a block see one another: "
@@ -146,28 +191,45 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest) 
         plan, world, engine, stream, held_out, eval_corpus, checkpointer, reporter, stop, total_steps,
         flops_per_step=model_flops(bare, tokens, recipe.data.seq_len),
         peak_flops=world.size * world.peak_flops(getattr(torch, recipe.fsdp.mixed_precision.param_dtype)),
+        watchdog=watchdog, state_bytes=state_bytes,
     )  # fmt: skip
     return run, bare
 
 
 def fill(
-    model: Any, bare: Any, plan: Plan, rundir: RunDir, home: torch.device, checkpointer: Checkpointer, progress: Any
+    model: Any,
+    bare: Any,
+    plan: Plan,
+    rundir: RunDir,
+    home: torch.device,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+    progress: Any,
 ) -> tuple[torch.optim.AdamW, int]:
     """Weights and optimizer state: from the newest checkpoint, else the pretrained files, else drawn from the seed.
 
-    Returns the optimizer and the number of steps already made.
+    Returns the optimizer and the number of steps already made. Raises Stopped, on every rank, when one was asked to.
     """
     resuming = bool(checkpointer.newest_step())
-    if resuming or not plan.pretrained:
-        allocate(model, home)
-    if not resuming and plan.pretrained:
-        read_weights(model, bare, plan, home, progress)
-    elif not resuming:
-        draw_weights(model, bare, plan.recipe.seed, progress)
-    optimizer = make_optimizer(model, plan.recipe.optim)
-    start_state(optimizer)
-    step = checkpointer.load_newest(model, optimizer) if resuming else 0
-    set_step(optimizer, step)
+    try:
+        if resuming or not plan.pretrained:
+            allocate(model, home)
+        if not resuming and plan.pretrained:
+            read_weights(model, bare, plan, home, progress)
+        elif not resuming:
+            draw_weights(model, bare, plan.recipe.seed, progress)
+    except Exception:  # libraries wrap our Stopped in errors of theirs
+        if not stop.count:
+            raise
+    heard = checkpointer.world.any(stop.count)
+    if not heard:
+        optimizer = make_optimizer(model, plan.recipe.optim)
+        start_state(optimizer)
+        step = checkpointer.load_newest(model, optimizer) if resuming else 0
+        set_step(optimizer, step)
+        heard = checkpointer.world.any(stop.count)
+    if heard:
+        raise Stopped("stopped before the first step; nothing was lost")
     return optimizer, step
 
 
@@ -207,21 +269,21 @@ def loop(run: Run) -> int | None:
     gc.disable()  # collections at a moment of its own choosing would make one rank late, and all others wait for it
     while True:
         last = done >= run.total_steps
-        if done > resumed and run.held_out and (last or due(done, recipe.eval.every)):
-            evaluate(run, done)
+        if not stop and run.held_out and (last or due(done, recipe.eval.every)) and not evaluated(run, done):
+            stop = evaluate(run, done)
         if done > resumed and (last or stop or due(done, recipe.checkpoint.every)):
-            wait = last or stop or not recipe.checkpoint.async_
-            run.checkpointer.save(done, run.engine.model, run.engine.optimizer, wait)
+            stop |= save(run, done, wait=last or stop or not recipe.checkpoint.async_)
             gc.collect()
         if last or stop:
             break
-        stats = one_step(run, done)
-        done, stop = done + 1, stats.stop
+        stop = one_step(run, done)
+        done += 1
         if done % GC_EVERY == 0:
             gc.collect()
     gc.enable()
+    run.watchdog.beat(disk_bytes=run.state_bytes)
     run.checkpointer.wait()
-    return None if last else done
+    return done if stop else None
 
 
 def due(done: int, every: int | None) -> bool:
@@ -229,15 +291,28 @@ def due(done: int, every: int | None) -> bool:
     return every is not None and done % every == 0
 
 
-def one_step(run: Run, step: int) -> StepStats:
-    """Fetch this rank's micro-batches, make the step, and report it."""
+def save(run: Run, done: int, wait: bool) -> bool:
+    """Save a checkpoint; whether a stop came meanwhile (asked only where all ranks wait anyway)."""
+    run.watchdog.beat(disk_bytes=2 * run.state_bytes)  # the save before this one, and this one
+    run.checkpointer.save(done, run.engine.model, run.engine.optimizer, wait)
+    run.watchdog.beat()
+    return wait and run.stops()
+
+
+def one_step(run: Run, step: int) -> bool:
+    """Fetch this rank's micro-batches, make the step, and report it; whether a rank was asked to stop."""
     started = time.perf_counter()
     positions = run.plan.step_positions(step)
     batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
     label_tokens = run.stream.label_tokens(positions)
     data_s = time.perf_counter() - started
     lr = learning_rate(step, run.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
-    stats = run.engine.step(step, batches, label_tokens, lr, bool(run.stop.count), data_s)
+    try:
+        stats = run.engine.step(step, batches, label_tokens, lr, bool(run.stop.count), data_s)
+    except NonFiniteError as error:
+        return not_finite(run, step, batches, label_tokens, error)
+    run.watchdog.beat(step_done=True)
+    run.skipped = 0
     run.tokens, run.seconds = run.tokens + label_tokens, run.seconds + stats.step_s
     if due(step + 1, run.plan.recipe.log.every) or step + 1 == run.total_steps:
         run.reporter.event(
@@ -250,19 +325,53 @@ def one_step(run: Run, step: int) -> StepStats:
             tokens_per_s=label_tokens / stats.step_s,
             mfu=run.flops_per_step / (stats.step_s * run.peak_flops),
             step_s=stats.step_s,
-            data_s=stats.data_s,
+            data_s=max(stats.data_s),
             peak_memory_bytes=stats.peak_memory,
             samples=run.stream.digest(positions),
             total_tokens=run.tokens,
             total_s=run.seconds,
         )
-    return stats
+    if late := run.pace.see(stats.data_s, stats.compute_s, stats.step_s):
+        run.reporter.event("straggler", step=step + 1, **dataclasses.asdict(late))
+    return stats.stop
 
 
-def evaluate(run: Run, done: int) -> None:
-    """Report the loss over all held-out blocks."""
-    loss, tokens = run.engine.evaluate(run.eval_corpus, run.held_out)
-    run.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+def not_finite(run: Run, step: int, batches: list[Batch], label_tokens: int, error: NonFiniteError) -> bool:
+    """A step updated nothing: find out whose doing it was, and stop, or go on if the recipe says so; as `one_step`.
+
+    Raises NonFiniteError on every rank.
+    """
+    train = run.plan.recipe.train
+    found = find_sources(run.engine, step, batches, label_tokens)
+    samples: dict[str, list[int]] = {}
+    for f in found:
+        micro_batch = run.plan.micro_batches(step, f.rank)[f.micro_batch]
+        samples.setdefault(f"{f.what} on rank {f.rank}", []).extend(run.stream.at(micro_batch))
+    told = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
+    whose = "; ".join(told) or "not seen again when the step was repeated: look at the hardware"
+    run.skipped += 1
+    skip = train.on_nonfinite == "skip" and run.skipped <= train.max_skipped
+    run.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {whose}")
+    if skip:
+        return run.stops()
+    run.watchdog.beat(disk_bytes=run.state_bytes)
+    run.checkpointer.wait()  # a good checkpoint may still be on its way to the disk
+    bound = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
+    raise NonFiniteError(f"{error}{bound}: {whose}; the weights were not touched, and nothing was saved after them")
+
+
+def evaluated(run: Run, done: int) -> bool:
+    """Whether this step was evaluated before it was resumed from; a stop may have come first."""
+    return done == run.engine.steps_made and (done == 0 or run.world.any(run.reporter.has("eval", done)))
+
+
+def evaluate(run: Run, done: int) -> bool:
+    """Report the loss over all held-out blocks; True when a stop cut it short."""
+    result = run.engine.evaluate(run.eval_corpus, run.held_out, run.stops)
+    if result is not None:
+        loss, tokens = result
+        run.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+    return result is None
 
 
 def quiet_libraries() -> None:
@@ -293,10 +402,11 @@ def work(plan: Plan) -> None:
         print(f"fsdptrain: {stopped}", file=sys.stderr)
         code = stopped.exit_code if joined else 0  # to torchrun, a worker that did what it was told has not failed
     except BaseException as error:
-        traceback.print_exc()
+        ending = ours(error)
         with contextlib.suppress(OSError):  # a full disk must not hide why we end
-            record_failure(plan, error)
-        code = error.exit_code if isinstance(error, FsdptrainError) else WorkerError.exit_code
+            record_failure(plan, ending)
+            traceback.print_exc()
+        code = ending.exit_code
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -304,14 +414,25 @@ def work(plan: Plan) -> None:
     os._exit(code)
 
 
-def record_failure(plan: Plan, error: BaseException) -> None:
+def ours(error: BaseException) -> FsdptrainError:
+    """Any exception as one of ours: what came of other ranks' silence, what came of a full disk, and the rest."""
+    if isinstance(error, FsdptrainError):
+        return error
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return CheckpointError(f"no space: {error}")
+    if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
+        return WorkerLost(words)
+    return WorkerError(words)
+
+
+def record_failure(plan: Plan, error: FsdptrainError) -> None:
     """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics."""
     get_error_handler().record_exception(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    record = {**to_record(error), "traceback": traceback.format_exc(), "at": time.time()}
+    words = {name: text[-MAX_WORDS:] for name, text in to_record(error).items()}
+    record = {**words, "traceback": traceback.format_exc()[-MAX_WORDS:], "at": time.time()}
     if path and Path(path).is_file():
-        import json
-
         written = json.loads(Path(path).read_text())
         written["message"]["extraInfo"] |= record
         Path(path).write_text(json.dumps(written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,11 +21,13 @@ from fsdptrain import loss, weights
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
+from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate
 from fsdptrain.plan import find_topology, make_plan
 from fsdptrain.recipe import load
 from fsdptrain.report import Reporter
 from fsdptrain.rundir import RunDir
+from fsdptrain.watchdog import Watchdog
 from fsdptrain.worker import Run, assemble
 
 torch.set_num_threads(1)
@@ -36,7 +39,8 @@ def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
     """The assembled run of a recipe on this process group, and the bare skeleton of its model."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
+    watchdog = Watchdog(plan, int(os.environ["RANK"]))
+    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), watchdog)
 
 
 def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
@@ -182,19 +186,39 @@ def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Make a NaN on the last rank only, in the weights' gradient; what the step raised and whether weights changed."""
+    """A NaN on the last rank only, in the loss, or in one gradient of one micro-batch: what is raised and found.
+
+    `again`: what is found in a step that is sound, as when a fault has passed.
+    """
     run, _ = build(recipe, overrides)
     curve(run, 1)
     params = list(run.engine.model.parameters())
     before = [p.detach().to_local().clone() for p in params]
-    if run.world.rank == run.world.size - 1:
-        run.engine.model.lm_head.register_forward_hook(lambda _m, _i, out: out * float("nan"))
-    try:
-        curve(run, 2, 1)
-    except NonFiniteError as error:
-        after = [p.detach().to_local() for p in params]
-        return {"message": str(error), "unchanged": all(map(torch.equal, before, after)), "code": error.exit_code}
-    return {}
+    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(1, run.world.rank)]
+    tokens = run.stream.label_tokens(run.plan.step_positions(1))
+    found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
+    whole = run.engine.loss
+    for name, spoil in {"loss": lambda loss: loss * float("nan"), "gradient": spoilt_gradient}.items():
+
+        def loss(batch: Any, divisor: int, spoil: Any = spoil) -> torch.Tensor:
+            value = whole(batch, divisor)
+            return spoil(value) if run.world.rank == run.world.size - 1 and batch is batches[1] else value
+
+        run.engine.loss = loss
+        try:
+            run.engine.step(1, batches, tokens, 1e-3)
+        except NonFiniteError as error:
+            after = [p.detach().to_local() for p in params]
+            unchanged = all(map(torch.equal, before, after)) and not any(p.grad is not None for p in params)
+            sources = [dataclasses.asdict(source) for source in find_sources(run.engine, 1, batches, tokens)]
+            found[name] = {"message": str(error), "unchanged": unchanged, "sources": sources}
+    return found
+
+
+def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, but its gradient is NaN."""
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
 
 
 def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
@@ -208,8 +232,9 @@ def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
         run.engine.optimizer.zero_grad()
         run.engine.accumulate(0, batches, tokens)
         grads.append([g.clone() for g in run.engine.local_grads()])
-    nothing = run.engine.accumulate(0, [empty], tokens).item()
-    return {"equal": all(map(torch.equal, *grads)), "nothing": nothing}
+    run.engine.optimizer.zero_grad()
+    stats = run.engine.step(0, [empty], 0, 0.0)  # a whole window without a label
+    return {"equal": all(map(torch.equal, *grads)), "nothing": [stats.loss, stats.grad_norm]}
 
 
 def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:

@@ -64,14 +64,14 @@ optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: false,
-   deterministic: false}
+   deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null}
 checkpoint: {every: 500, keep: 2, async: true, resume: auto}
 export:   {at_end: true, dtype: bfloat16}
 log:      {every: 1, tensorboard: true, forecast: true}
-launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300}
+launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
-EXAMPLES = {"name", "output_dir", "model.id", "data.path"}
+EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite"}
 
 
 def read(tmp_path: Path, text: str, *overrides: str) -> Written:
@@ -381,7 +381,11 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
                 outside = spec.metadata[limit] + step
                 assert [p.field for p in refused(tmp_path, with_key(path, str(outside)))] == [path]
                 checked += 1
-            if limit in spec.metadata and limit != "above" and not path.startswith(("eval.", "fsdp.shard_size")):
+            if (
+                limit in spec.metadata
+                and limit != "above"
+                and not path.startswith(("eval.", "fsdp.shard_size", "train.max_skipped"))
+            ):
                 read(tmp_path, with_key(path, str(spec.metadata[limit])))
     assert checked > 20
 
@@ -490,6 +494,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "fsdp.backward_prefetch",
             "nothing is gathered in backward",
         ),
+        (["train.max_skipped=2"], "train.max_skipped", "no effect with train.on_nonfinite: stop"),
         (["train.steps=10", "train.epochs=2"], "train.epochs", "no effect beside train.steps"),
         (
             ["schedule.name=constant", "schedule.min_lr=0.1"],

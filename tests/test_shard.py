@@ -147,12 +147,21 @@ def test_the_gradient_norm_is_that_of_the_whole_gradient(strategy: str, edges: l
 
 def test_a_nan_on_one_rank_stops_every_rank_before_the_update(edges: list[dict[str, Any]]) -> None:
     for rank in edges:
-        assert rank["poisoned"]["unchanged"] and rank["poisoned"]["code"] == 7
-        assert "step 2: loss nan on rank 1, gradient norm" in rank["poisoned"]["message"]
+        assert rank["poisoned"]["loss"]["unchanged"] and rank["poisoned"]["gradient"]["unchanged"]
+        assert "step 2: the loss is nan" in rank["poisoned"]["loss"]["message"]
+        assert "the gradient norm nan" in rank["poisoned"]["gradient"]["message"]
 
 
-def test_a_micro_batch_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:
-    assert all(rank["masked"] == {"equal": True, "nothing": 0.0} for rank in edges)
+def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: list[dict[str, Any]]) -> None:
+    for rank in edges:
+        where = {"rank": 1, "micro_batch": 1}
+        assert rank["poisoned"]["loss"]["sources"] == [{**where, "what": "the loss is nan"}]
+        assert rank["poisoned"]["gradient"]["sources"] == [{**where, "what": "the gradient of lm_head.weight"}]
+        assert rank["poisoned"]["again"] == []
+
+
+def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[dict[str, Any]]) -> None:
+    assert all(rank["masked"] == {"equal": True, "nothing": [0.0, 0.0]} for rank in edges)
 
 
 def test_auto_takes_blocks_embedding_and_head() -> None:

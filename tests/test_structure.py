@@ -16,9 +16,9 @@ ABOVE = (
     "allocator", "timing", "plot", "verify", "launch", "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
-    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "engine",
-    "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine", "histogram",
-    "anatomy", "validate", "worker",
+    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "pace", "engine",
+    "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
+    "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

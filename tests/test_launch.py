@@ -1,0 +1,161 @@
+"""What the launcher says of ranks that hang or die, who is slow, and which errors cross between processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support import TINY, write_recipe
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain import errors
+from fsdptrain.agent import first_failure
+from fsdptrain.launch import explain, explain_hang
+from fsdptrain.pace import COST, STEPS, WHOLE_STEP, BlockClock, Pace
+from fsdptrain.plan import Plan, find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.rundir import RunDir
+from fsdptrain.watchdog import Watchdog, place
+from fsdptrain.worker import ours
+
+STACKS = """Timeout (0:00:05)!
+Thread 0x00007f7cabfff6c0 (most recent call first):
+  File "{package}/checkpoint.py", line 141 in _exchange
+
+Thread 0x00007f7d2a5f5b80 (most recent call first):
+  File "/usr/lib/python3/json.py", line 7 in loads
+  File "{package}/data.py", line 133 in batch
+  File "{package}/worker.py", line 240 in one_step
+"""
+
+
+def a_plan(tmp_path: Path, world: int, **changes: Any) -> Plan:
+    written = load(write_recipe(tmp_path, launch__nproc_per_node=world, **changes))
+    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def test_a_hang_is_told_in_one_paragraph(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path, 4)
+    rundir = RunDir(Path(plan.run_dir))
+    rundir.logs.mkdir(parents=True)
+    for rank in (0, 2):
+        report = {"rank": rank, "waits": True, "where": "all-gather of model.layers.7"}
+        rundir.hang(rank).write_text(json.dumps(report))
+    rundir.stuck(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
+    told = explain_hang([0, 1, 2], plan, rundir, "after step 12")
+    assert "the run hung after step 12: nothing was done for 60 s" in told
+    assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in told
+    assert "rank 3 does not answer" in told
+
+
+def test_the_place_of_a_rank_is_in_words_of_its_own_modules() -> None:
+    found = []
+
+    class Words:
+        def __str__(self) -> str:
+            with ThreadPoolExecutor() as pool:  # the watchdog's, as it were
+                found.append(pool.submit(place).result())
+            return ""
+
+    errors.to_record(errors.DataError(Words()))
+    waits, where = found[0]
+    assert not waits and where.startswith("errors.to_record (errors.py:")
+
+
+def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
+    plan = a_plan(tmp_path, 1, launch__timeout_s=1)
+    hang = RunDir(Path(plan.run_dir)).hang(0)
+    with Watchdog(plan, 0) as watchdog:
+        watchdog.beat(step_done=True)
+        watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
+        time.sleep(1.6)
+        assert not hang.exists()
+        watchdog.beat()
+        end = time.monotonic() + 30
+        while not hang.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    assert json.loads(hang.read_text())["rank"] == 0
+    assert "entries" in json.loads(RunDir(Path(plan.run_dir)).collectives(0).read_text())
+
+
+def judged(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
+    found = {}
+    for rank, facts in enumerate(failures):
+        file = tmp_path / f"{rank}.json"
+        if "type" in facts:
+            file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
+        found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=facts["code"], error_file=str(file))
+    chosen = first_failure(ChildFailedError("worker", found))
+    return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
+
+
+def test_the_cause_is_told_and_not_its_consequence(tmp_path: Path) -> None:
+    lost = {"code": 5, "type": "WorkerLost", "message": "connection closed", "at": 1.0}
+    killed = judged(tmp_path, lost, {"code": -9}, {"code": -15})
+    assert type(killed) is errors.WorkerLost and "rank 1 was killed by SIGKILL after step 3" in str(killed)
+    wrong = judged(tmp_path, lost, {"code": 5, "type": "WorkerError", "message": "KeyError: 7", "at": 2.0})
+    assert type(wrong) is errors.WorkerError and "rank 1 failed after step 3: KeyError: 7" in str(wrong)
+    data = judged(tmp_path, {"code": 4, "type": "DataError", "message": "rows.jsonl:7: no", "at": 3.0}, lost)
+    assert type(data) is errors.DataError and str(data) == "rows.jsonl:7: no"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), errors.WorkerLost),
+        (dist.DistNetworkError("no route"), errors.WorkerLost),
+        (torch.AcceleratorError("uncorrectable ECC error"), errors.WorkerLost),
+        (torch.OutOfMemoryError("tried to allocate"), errors.WorkerError),
+        (KeyError("x"), errors.WorkerError),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),
+        (errors.NonFiniteError("nan"), errors.NonFiniteError),
+    ],
+)
+def test_only_what_a_restart_can_mend_is_lost(error: Exception, kind: type) -> None:
+    assert type(ours(error)) is kind
+    assert type(errors.from_record(errors.to_record(ours(error)))) is kind
+
+
+ranks = st.integers(2, 8)
+
+
+@given(ranks, st.integers(0, 7), st.sampled_from(["input", "compute"]), st.floats(0.0, 0.5))
+def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
+    world: int, rank: int, cause: str, excess: float
+) -> None:
+    rank, pace, told = rank % world, Pace(), []
+    for step in range(2 * STEPS):
+        data, compute = [0.001] * world, [0.2] * world
+        (data if cause == "input" else compute)[rank] += excess / (1 if cause == "input" else WHOLE_STEP)
+        (data if step % STEPS == 3 else [0.0] * world)[0] += 0.9  # a hiccup of another rank
+        told.append(pace.see(data, compute, 1.0))
+    named = [found for found in told if found]
+    assert [step for step, found in enumerate(told) if found] == ([STEPS - 1, 2 * STEPS - 1] if named else [])
+    assert all((found.rank, found.cause) == (rank, cause) and abs(found.cost - excess) < 1e-6 for found in named)
+    if abs(excess - COST) > 1e-6:
+        assert bool(named) == (excess > COST)
+
+
+def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    clock = BlockClock(model, torch.device("cpu"))
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: time.sleep(0.03))
+    model.lm_head.register_forward_hook(lambda *_: time.sleep(0.5))
+    ids = torch.arange(8)[None]
+    model(ids)
+    model(ids)
+    assert clock.seconds() >= 0.06
+    with clock.stopped():
+        model(ids)
+    assert clock.seconds() == 0.0
