@@ -53,7 +53,7 @@ from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rundir import RunDir
 
-Saved = Callable[[dict[str, Any]], None]
+Tell = Callable[..., None]  # (event, its fields): where events are written
 FULL = re.compile(rf"(?:os error|Errno) (?:{errno.ENOSPC}|{errno.EDQUOT})\b")
 
 
@@ -93,9 +93,9 @@ def shard_of(tensor: torch.Tensor) -> Shard:
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every method is called by every rank."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], saved: Saved) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], tell: Tell) -> None:
         """`content` names what the recipe's words stand for: digests of the data and of the tokenizer."""
-        self.rundir, self.plan, self.world, self.saved = rundir, plan, world, saved
+        self.rundir, self.plan, self.world, self.tell = rundir, plan, world, tell
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -152,7 +152,7 @@ class Checkpointer:
             self._first("remove old checkpoints", partial(keep_newest, self.rundir, step, keep))
             facts = {"step": step, "path": str(target), "bytes": size}
             facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
-            self._first(f"report {target}", partial(self.saved, facts))
+            self._first(f"report {target}", partial(self.tell, "save", **facts))
         except BaseException as error:
             self._error = error  # for the training thread, which raises it in its next wait()
 
@@ -238,10 +238,13 @@ class Checkpointer:
             if not problems:
                 self._together(f"load {folder}", partial(load, folder, shards_of(model, optimizer)))
                 return int(step)
-            self._first(f"set {folder} aside", partial(told_aside, folder, problems))
+            self._first(f"set {folder} aside", partial(self._set_aside, folder, problems))
         if steps:
             raise CheckpointError(f"no valid checkpoint is left in {self.rundir.checkpoints}: all were damaged")
         return 0
+
+    def _set_aside(self, folder: Path, problems: list[str]) -> None:
+        self.tell("set_aside", path=str(set_aside(folder)), problems=problems)
 
     def _verify(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint: every rank reads its share of the files.
@@ -345,11 +348,6 @@ def sweep(rundir: RunDir) -> None:
     for pattern in ("*.tmp", "*.old"):
         for path in rundir.checkpoints.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def told_aside(folder: Path, problems: list[str]) -> None:
-    """Set a damaged checkpoint aside, and say why in the log."""
-    print(f"checkpoint set aside as {set_aside(folder).name}: {'; '.join(problems)}", flush=True)
 
 
 def load(folder: Path, shards: dict[str, Shard]) -> None:

@@ -123,7 +123,7 @@ def write_folder(
     `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer. Raises
     CheckpointError for a full disk, or when what is read back is not what was to be written.
     """
-    scratch = out.with_name(out.name + ".tmp")
+    scratch = out.with_name(f".{out.name}.writing")
     shutil.rmtree(scratch, ignore_errors=True)
     stored_as = getattr(torch, dtype)
     needed = sum(t.numel() * _stored_dtype(t, stored_as).itemsize for t in saved_state(bare).values())
@@ -144,7 +144,7 @@ def write_folder(
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    replaced = out.with_name(out.name + ".old")
+    replaced = out.with_name(f".{out.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if out.exists():
         out.rename(replaced)

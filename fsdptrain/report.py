@@ -238,6 +238,9 @@ class Screen:
             "and all others wait for it"
         )
 
+    def _on_set_aside(self, record: Record) -> None:
+        self.say(f"a damaged checkpoint was set aside as {record['path']}: {'; '.join(record['problems'])}")
+
     def _on_save(self, record: Record) -> None:
         self.say(f"checkpoint: {record['path']} ({record['bytes'] / GIB:.2f} GiB, {record['seconds']:.1f} s)")
 

@@ -156,7 +156,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         sweep(rundir)
 
     content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
-    checkpointer = Checkpointer(rundir, plan, world, content, lambda facts: reporter.event("save", **facts))
+    checkpointer = Checkpointer(rundir, plan, world, content, reporter.event)
     checkpointer.refuse_another_run()
     bare = skeleton(config, recipe.model)
     if world.rank == 0:
@@ -281,7 +281,7 @@ def loop(run: Run) -> int | None:
         if done % GC_EVERY == 0:
             gc.collect()
     gc.enable()
-    run.watchdog.beat(disk_bytes=run.state_bytes)
+    run.watchdog.beat(disk_bytes=2 * run.state_bytes)
     run.checkpointer.wait()
     return done if stop else None
 
@@ -293,7 +293,7 @@ def due(done: int, every: int | None) -> bool:
 
 def save(run: Run, done: int, wait: bool) -> bool:
     """Save a checkpoint; whether a stop came meanwhile (asked only where all ranks wait anyway)."""
-    run.watchdog.beat(disk_bytes=2 * run.state_bytes)  # the save before this one, and this one
+    run.watchdog.beat(disk_bytes=4 * run.state_bytes)  # two saves are written and read back: the last one and this
     run.checkpointer.save(done, run.engine.model, run.engine.optimizer, wait)
     run.watchdog.beat()
     return wait and run.stops()
@@ -354,7 +354,7 @@ def not_finite(run: Run, step: int, batches: list[Batch], label_tokens: int, err
     run.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {whose}")
     if skip:
         return run.stops()
-    run.watchdog.beat(disk_bytes=run.state_bytes)
+    run.watchdog.beat(disk_bytes=2 * run.state_bytes)
     run.checkpointer.wait()  # a good checkpoint may still be on its way to the disk
     bound = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
     raise NonFiniteError(f"{error}{bound}: {whose}; the weights were not touched, and nothing was saved after them")

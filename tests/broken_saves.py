@@ -96,10 +96,10 @@ def commit_fails(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
 
 
 def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
-    def failing(facts: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    return patch.object(checkpointer, "saved", failing)
+    return patch.object(checkpointer, "tell", failing)
 
 
 @contextmanager

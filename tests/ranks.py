@@ -25,10 +25,9 @@ from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate
 from fsdptrain.plan import find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.report import Reporter
 from fsdptrain.rundir import RunDir
 from fsdptrain.watchdog import Watchdog
-from fsdptrain.worker import Run, assemble
+from fsdptrain.worker import Run, assemble, reporter_of
 
 torch.set_num_threads(1)
 loss_chunks = loss.loss_chunks
@@ -39,8 +38,8 @@ def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
     """The assembled run of a recipe on this process group, and the bare skeleton of its model."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    watchdog = Watchdog(plan, int(os.environ["RANK"]))
-    return assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), watchdog)
+    rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
+    return assemble(plan, rundir, reporter_of(plan, rundir, rank, None), StopRequest(), Watchdog(plan, rank))
 
 
 def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
@@ -98,7 +97,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     run, _ = build(recipe, [])
     curve(run, 1)
     reports: list[int] = []
-    run.checkpointer.saved = lambda facts: reports.append(facts["step"])
+    run.checkpointer.tell = lambda _, **facts: reports.append(facts["step"])
     folder = run.checkpointer.rundir.checkpoints
     for step, name in enumerate(faults, 1):
         error = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from reference import largest_difference
-from support import TINY, on_ranks, write_recipe
+from support import TINY, events, on_ranks, write_recipe
 
 AT, STEPS = 5, 10
 
@@ -76,4 +76,5 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(saved: An
     assert rest["first"] == AT
     assert rest["curve"] == whole["curve"][AT:]
     assert not newest.exists() and newest.with_name(newest.name + ".damaged").exists()
-    assert "checksum differs" in (tmp_path / "ranks" / "rank-0.log").read_text()
+    told = events(tmp_path / "run", "set_aside")[0]
+    assert told["path"] == f"{newest}.damaged" and any("checksum differs" in problem for problem in told["problems"])
