@@ -394,7 +394,7 @@ def test_an_export_of_a_strangers_model_ends_in_a_message(config: str, run: RunD
     (run.model / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match="model is not the description of a model"):
         export_checkpoint(run, None, run.export, None, Screen())
-    assert not run.export.exists() and not run.export.with_name("export.tmp").exists()
+    assert not run.export.exists() and not run.export.with_name(".export.writing").exists()
 
 
 def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
@@ -402,7 +402,7 @@ def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
     (run.model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(CheckpointError, match="is None, the model wants"):
         export_checkpoint(run, None, run.export, None, Screen())
-    assert not run.export.with_name("export.tmp").exists()
+    assert not run.export.with_name(".export.writing").exists()
 
 
 def test_verify_looks_at_everything_and_changes_nothing(run: RunDir) -> None:
