@@ -65,6 +65,7 @@ class Plan:
     shard_size: int
     accumulation: int
     threads: int
+    trust_remote_code: bool = False  # of the command line, never of a recipe: the model's own code may be run
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -120,23 +121,26 @@ class Plan:
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
 
-def make_plan(written: Written, topology: Topology, elsewhere: bool = False) -> Plan:
+def make_plan(written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False) -> Plan:
     """Derive the plan of a recipe on a machine.
 
     Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
     NoData where there is nothing at the path. `elsewhere`: files are looked for, but need not be here.
     """
-    plan, problems = draft_plan(written, topology, elsewhere)
+    plan, problems = draft_plan(written, topology, elsewhere, trust_remote_code)
     if problems:
         raise RecipeError(problems)
     return plan
 
 
-def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) -> tuple[Plan, list[Problem]]:
+def draft_plan(
+    written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+) -> tuple[Plan, list[Problem]]:
     """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
     recipe = written.recipe
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
+    problems += _trust_problems(recipe) if trust_remote_code else []
     held_out = recipe.data.eval or {}
     plan = Plan(
         version=__version__,
@@ -147,6 +151,7 @@ def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) ->
         topology=topology,
         **layout(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        trust_remote_code=trust_remote_code,
     )
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 
@@ -333,3 +338,15 @@ def _model_problems(recipe: Recipe) -> list[Problem]:
         for path, name in names.items()
         if isinstance(name, str) and not is_folder(name) and not HUB_ID.fullmatch(name)
     ]
+
+
+def _trust_problems(recipe: Recipe) -> list[Problem]:
+    """Code is run from a folder that is here, or from one commit of the Hub, which can never become another's."""
+    name, revision = recipe.model.id, recipe.model.revision
+    if name is None:
+        return [Problem("there is no model.id whose code could be run", "--trust-remote-code")]
+    if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return []
+    what = f"{shortened(revision)!r} is a branch or a tag, and can move" if revision else "is not set"
+    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so name the full commit (40 hex digits)"
+    return [Problem(message, "model.revision")]

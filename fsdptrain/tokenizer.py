@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir
-from fsdptrain.hub import hub_errors, recipe_errors, source
+from fsdptrain.errors import RecipeError
+from fsdptrain.hub import hub_errors, recipe_errors, refuse_links_out, source
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read
 
@@ -27,8 +28,11 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
     else:
         field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
+        refuse_links_out(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
             tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
+    if not isinstance(tokenizer.chat_template, (str, type(None))):
+        raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
