@@ -132,7 +132,7 @@ def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
     From here on everything that builds or reads this model, the export too, gets them without asking again.
     """
     if "AutoModelForCausalLM" in own:
-        made = get_class_from_dynamic_module(
+        made: Any = get_class_from_dynamic_module(
             own["AutoModelForCausalLM"], str(plan.recipe.model.id), revision=plan.recipe.model.revision
         )
         made.register_for_auto_class("AutoModelForCausalLM")
