@@ -29,6 +29,13 @@ shipped = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
 app.add_typer(shipped, name="recipes")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="run the model's own code: that of a local folder, or of a Hub id at model.revision, a full commit",
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="optim.lr=1e-5 and the like")]
 
 
@@ -57,6 +64,7 @@ def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="never resume: ask for an empty folder")] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
@@ -67,7 +75,7 @@ def run(
     from fsdptrain.rundir import RunDir
 
     topology = find_topology(written.recipe, dict(os.environ))
-    plan = make_plan(written, topology)
+    plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
     if not topology.joined or os.environ["RANK"] == "0":
         _check_folder(plan, rundir, fresh)
@@ -102,6 +110,7 @@ def validate(
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before the model is built")] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Know before the launch: keys, plan, machine, data, model, memory, communication, time; nothing is started."""
     import subprocess
@@ -119,7 +128,7 @@ def validate(
             topology = topology_of(written.recipe, *parse(hardware))
         else:  # the levels themselves say what is not here, all of it at once
             topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
-        plan, problems = draft_plan(written, topology, elsewhere=True)
+        plan, problems = draft_plan(written, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     except FsdptrainError as error:
         if as_json:
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))

@@ -10,10 +10,15 @@ copy and a second run starts at once. Words used here:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
+import threading
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +33,14 @@ from filelock import FileLock
 from fsdptrain import __version__
 from fsdptrain.errors import DataError
 from fsdptrain.plan import Plan
-from fsdptrain.rows import fingerprint, open_sources, read
+from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
 
-LAYOUT = 2  # of a cached corpus: another number, other folders
+LAYOUT = 3  # of a cached corpus: another number, other folders
+SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
+SUMS = "sums.json"
+TEMPLATE_S = 30  # seconds that a chat template may take over one conversation, and bytes beyond those in use before
+TEMPLATE_BYTES = 2**32
 IGNORED = -100  # the label of a position that carries no loss
 Segments = list[tuple[str, bool]]  # (text, whether its tokens are trained)
 Progress = Callable[[str, int, int], None]
@@ -176,6 +185,7 @@ def prepare(plan: Plan, tokenizer: Any, progress: Progress) -> tuple[Stream, lis
 
 def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
     """The corpus of a data path from the cache; whoever holds the lock first makes it."""
+    before = stamps(path)
     content = fingerprint(path)
     wanted = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
@@ -185,12 +195,16 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     folder = cache_dir() / "data" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
+        if not is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             scratch = folder.with_suffix(f".{os.getpid()}")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
                 _write_corpus(scratch, path, data, tokenizer, max_rows, progress)
+                if stamps(path) != before:
+                    raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
+                seal(scratch)
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -209,6 +223,29 @@ def cache_dir() -> Path:
     """Where prepared data and tokenizers are kept: $FSDPTRAIN_CACHE, else fsdptrain/ in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FSDPTRAIN_CACHE") or Path(base) / "fsdptrain")
+
+
+def seal(folder: Path) -> None:
+    """Write down what is in a prepared folder."""
+    (folder / SUMS).write_text(json.dumps(_sums(folder)))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a prepared folder holds what it held when it was sealed; a damaged one is made again."""
+    try:
+        return bool(json.loads((folder / SUMS).read_text()) == _sums(folder))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _sums(folder: Path) -> dict[str, list[int]]:
+    """The size of every file, and the CRC-32 of its beginning."""
+    found = {}
+    for file in folder.iterdir():
+        if file.name != SUMS:
+            with file.open("rb") as stream:
+                found[file.name] = [file.stat().st_size, zlib.crc32(stream.read(SUMMED))]
+    return found
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -305,7 +342,7 @@ class Encoder:
             yield self._framed([(prompt, everything), (completion, True)])
 
     def _chat(self, rows: list[dict[str, Any]]) -> Iterator[tuple[list[int], list[bool]]]:
-        rendered = [self._render(row["messages"]) for row in rows]
+        rendered = [self._rendered(row["messages"]) for row in rows]
         encoded = self.tokenizer(
             [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -326,6 +363,13 @@ class Encoder:
         encoded = self._ids([part for part, _ in parts])
         mask = [trained for ids, (_, trained) in zip(encoded, parts, strict=True) for _ in ids]
         return [token for ids in encoded for token in ids], mask
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            with _bounded():
+                return self._render(messages)
+        except (TimeoutError, MemoryError) as error:
+            raise DataError(f"the chat template has no end: {error!r}; it got {str(messages)[:120]}") from None
 
     def _render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and the character spans to train: all, or what each assistant turn adds.
@@ -362,8 +406,36 @@ class Encoder:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
         except Exception as error:  # a template may raise anything through jinja
             raise DataError(
-                f"the chat template refuses a conversation: {error}; it begins {str(messages)[:120]}"
+                f"the chat template refuses a conversation: {error!r:.300}; it begins {str(messages)[:120]}"
             ) from None
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Inside, whatever takes longer than TEMPLATE_S or more than TEMPLATE_BYTES of memory is stopped.
+
+    transformers renders in jinja's sandbox, from which no code gets out; but loops in loops and products of texts do
+    not end there. The clock is a signal's, so it runs in a process's main thread only, as all of `prepare` does.
+    """
+
+    def late(signum: int, frame: Any) -> None:
+        raise TimeoutError(f"it takes longer than {TEMPLATE_S} s")
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    room = min(limit for limit in (in_use + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY)
+    clock = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGALRM, late) if clock else None
+    resource.setrlimit(resource.RLIMIT_AS, (room, hard))
+    try:
+        if clock:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
+        yield
+    finally:
+        if clock:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _common(a: str, b: str) -> int:

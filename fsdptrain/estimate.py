@@ -132,7 +132,10 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     hardware = dataclasses.replace(hardware, attention_share=tuple(hardware.attention_share))  # type: ignore[arg-type]
     try:
         folder = job.get("config_dir")
-        config = AutoConfig.from_pretrained(folder) if folder else load_config(plan, job.get("vocab_size"))
+        adopted = plan.trust_remote_code  # by `load_config`, which registers the classes that were trusted
+        config = (
+            AutoConfig.from_pretrained(folder) if folder and not adopted else load_config(plan, job.get("vocab_size"))
+        )
         drawing = Path(job["plot"]) if job.get("plot") else None
         return dataclasses.asdict(estimate(plan, config, hardware, job["pretend"], drawing))
     except FsdptrainError as error:

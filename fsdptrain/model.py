@@ -18,11 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdptrain.errors import NoModel, RecipeError
-from fsdptrain.hub import hub_errors, recipe_errors, source
+from fsdptrain.hub import OWN_CODE, hub_errors, in_a_line, read_json, recipe_errors, source
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Model
+
+# The largest sizes that a model is built with, each some ten times what the largest models have: a damaged or hostile
+# configuration would ask for all the memory there is before anybody could count parameters.
+LIMITS = {
+    "vocab_size": 2**22, "hidden_size": 2**18, "intermediate_size": 2**21, "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**28,
+    "num_experts": 2**14, "num_local_experts": 2**14,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +62,91 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
         overrides.setdefault("vocab_size", vocab_size)
     else:
         cannot = f"model.id: cannot read the configuration of {model.id!r}"
+        own = own_classes(plan)
+        where = {**source(plan, None), "trust_remote_code": bool(own)}
         with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
-            known = AutoConfig.from_pretrained(str(model.id), **source(plan, None))
+            known = AutoConfig.from_pretrained(str(model.id), **where)
     _refuse_unknown(overrides, known)
-    if kind is not None:
-        with recipe_errors("model.config"):
+    with recipe_errors("model.config"):
+        if kind is not None:
             config = AutoConfig.for_model(kind, **overrides)
-    else:
-        config = AutoConfig.from_pretrained(str(model.id), **overrides, **source(plan, None))
+        else:
+            config = AutoConfig.from_pretrained(str(model.id), **overrides, **where)
+            _adopt(plan, own, config)
+    _refuse_sizes(config)
     if vocab_size is not None and config.vocab_size < vocab_size:
         raise RecipeError(f"model.config.vocab_size: {config.vocab_size}, but the tokenizer has {vocab_size} tokens")
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     if limit and plan.recipe.data.seq_len > limit:
-        raise RecipeError(f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions")
+        raise RecipeError(
+            f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions: use {limit} or less"
+        )
     return config
+
+
+def position_limit(config: Any) -> int | None:
+    """The longest sequence an architecture was made for; None where it has no positions to run out of.
+
+    Rotary positions that are stretched by a factor (yarn and the like) reach that many times as far as they did before.
+    """
+    limit = next((n for key in ("max_position_embeddings", "max_seq_len") if (n := getattr(config, key, None))), None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    sets = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]  # some have one for each layer type
+    stretched = [
+        int(one["original_max_position_embeddings"] * one.get("factor", 1))
+        for one in sets
+        if one.get("original_max_position_embeddings")
+    ]
+    no_limit = getattr(config, "alibi", None) or getattr(config, "attn_config", None)  # MPT keeps alibi in there
+    return None if no_limit or not isinstance(limit, int) else max([limit, *stretched])
+
+
+def own_classes(plan: Plan) -> dict[str, str]:
+    """The classes of its own that `model.id` asks for (`auto_map`), when they are to be run; nothing is run here.
+
+    Raises RecipeError when it cannot do without them and the command line does not allow them, or when they are to come
+    from another repository, which no revision pins.
+    """
+    written = read_json(plan, "config.json")
+    named = written.get("auto_map") or {}
+    if not isinstance(named, dict):
+        raise RecipeError(f"model.id: auto_map in config.json of {plan.recipe.model.id} is not a mapping")
+    classes = written.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else None
+    known = written.get("model_type") in CONFIG_MAPPING_NAMES and (
+        "AutoModelForCausalLM" not in named or first in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    if known or not named:
+        return {}  # transformers has this architecture: its own code is as good
+    if not plan.trust_remote_code:
+        raise RecipeError(f"model.id: {plan.recipe.model.id} {OWN_CODE}")
+    elsewhere = [name for name in named.values() if "--" in str(name)]
+    if elsewhere:
+        raise RecipeError(f"model.id: {elsewhere[0]} is code of another repository, which model.revision does not pin")
+    return named
+
+
+def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
+    """Make the model's own classes those of its kind of configuration, in this process; runs their code.
+
+    From here on everything that builds or reads this model, the export too, gets them without asking again.
+    """
+    if "AutoModelForCausalLM" in own:
+        made: Any = get_class_from_dynamic_module(
+            own["AutoModelForCausalLM"], str(plan.recipe.model.id), revision=plan.recipe.model.revision
+        )
+        made.register_for_auto_class("AutoModelForCausalLM")
+        AutoModelForCausalLM.register(type(config), made, exist_ok=True)
+    if "AutoConfig" in own:
+        AutoConfig.register(config.model_type, type(config), exist_ok=True)
+
+
+def _refuse_sizes(config: Any) -> None:
+    for name, limit in LIMITS.items():
+        value = getattr(config, name, None)
+        for size in value if isinstance(value, (list, tuple)) else [value]:  # some have one for each layer
+            if size is not None and not (type(size) is int and 1 <= size <= limit):
+                raise RecipeError(f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,}")
 
 
 def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
@@ -76,12 +158,16 @@ def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
 
 
 def skeleton(config: Any, model: Model) -> Any:
-    """The model with parameters on the meta device in the master dtype, and real buffers on the CPU."""
+    """The model with parameters on the meta device in the master dtype, and real buffers on the CPU.
+
+    Raises RecipeError for a configuration of which no model can be built.
+    """
     with _attention_errors(model.attn_implementation), _parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, model.dtype),
             attn_implementation=model.attn_implementation,
+            trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
     made.tie_weights()
     return made
@@ -94,6 +180,8 @@ def _attention_errors(kernel: str) -> Iterator[None]:
     except (ValueError, ImportError) as error:
         reason = str(error).split(". ")[0]
         raise RecipeError(f"model.attn_implementation: {kernel} is not to be had: {reason}; eager always is") from None
+    except Exception as error:  # sizes that do not fit together, names of activations that do not exist
+        raise RecipeError(f"model.config: no model can be built of it: {in_a_line(error)}") from None
 
 
 @contextlib.contextmanager
@@ -216,14 +304,24 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     config.architectures = [type(model).__name__]
+    if type(model)._auto_class is not None:  # code of its own goes along
+        custom_object_save(model, scratch, config=config)
     config.save_pretrained(scratch)
-    generation = model.generation_config
-    if plan.recipe.model.id is not None:
-        with contextlib.suppress(OSError):  # many models have none of their own
-            generation = GenerationConfig.from_pretrained(
-                plan.recipe.model.id, revision=plan.recipe.model.revision or "main"
-            )
-    generation.save_pretrained(scratch)
+    _save_generation_config(plan, model, scratch)
     tokenizer.save_pretrained(scratch)
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
+
+
+def _save_generation_config(plan: Plan, model: Any, folder: Path) -> None:
+    """The generation config of `model.id`, or the architecture's where it has none or one that cannot be used."""
+    model.generation_config.save_pretrained(folder)
+    name = plan.recipe.model.id
+    if name is not None:
+        try:
+            found = GenerationConfig.from_pretrained(name, revision=plan.recipe.model.revision or "main")
+            found.save_pretrained(folder)
+        except OSError:  # many models have none of their own
+            pass
+        except Exception as error:  # it takes no part in training; and many a one that is shipped contradicts itself
+            print(f"generation_config.json of {name} is left out, a plain one is written: {in_a_line(error)}")

@@ -7,12 +7,14 @@ plan alone, so that every rank agrees on it without asking.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +22,14 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
-from fsdptrain.errors import NoData, Problem, RecipeError
+from fsdptrain.errors import DataError, NoData, Problem, RecipeError
 from fsdptrain.hardware import Hardware
-from fsdptrain.recipe import Written
+from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".text")
-HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
+MAX_FOLDERS = 10_000  # looked into behind one data.path: /** has no end
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Plan:
     shard_size: int
     accumulation: int
     threads: int
+    trust_remote_code: bool = False  # of the command line, never of a recipe: the model's own code may be run
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -117,23 +121,26 @@ class Plan:
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
 
-def make_plan(written: Written, topology: Topology, elsewhere: bool = False) -> Plan:
+def make_plan(written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False) -> Plan:
     """Derive the plan of a recipe on a machine.
 
     Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
     NoData where there is nothing at the path. `elsewhere`: files are looked for, but need not be here.
     """
-    plan, problems = draft_plan(written, topology, elsewhere)
+    plan, problems = draft_plan(written, topology, elsewhere, trust_remote_code)
     if problems:
         raise RecipeError(problems)
     return plan
 
 
-def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) -> tuple[Plan, list[Problem]]:
+def draft_plan(
+    written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+) -> tuple[Plan, list[Problem]]:
     """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
     recipe = written.recipe
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
+    problems += _trust_problems(recipe) if trust_remote_code else []
     held_out = recipe.data.eval or {}
     plan = Plan(
         version=__version__,
@@ -144,6 +151,7 @@ def draft_plan(written: Written, topology: Topology, elsewhere: bool = False) ->
         topology=topology,
         **layout(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        trust_remote_code=trust_remote_code,
     )
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 
@@ -218,14 +226,69 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     the path it would have in the working folder where files need not be here.
     """
     for base in (Path.cwd(), folder):
-        candidate = str(base / Path(path).expanduser())
-        if glob.glob(glob.escape(candidate)) or glob.glob(candidate, recursive=True):
+        candidate = str(base / os.path.expanduser(path))  # noqa: PTH111  (Path's raises for ~nobody)
+        if matches(candidate):
             return candidate
     if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
         return path
     if elsewhere:
-        return str(Path.cwd() / Path(path).expanduser())
-    raise NoData(f"data.path: nothing at {path!r} (looked in {Path.cwd()} and {folder})")
+        return str(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
+    raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {Path.cwd()} and {folder})")
+
+
+def matches(pattern: str) -> list[str]:
+    """The names behind a path or glob, sorted; an existing name is no pattern.
+
+    As in the shell, `**` is any number of folders, links are not followed by it, and names that begin with a dot have
+    to be asked for. Raises DataError for a folder that may not be read, and when more than
+    MAX_FOLDERS would have to be looked into.
+    """
+    if os.path.lexists(pattern):
+        return [pattern]
+    found, opened = set(), 0
+    todo: list[tuple[Path, tuple[str, ...]]] = [(Path(), Path(pattern).parts)]
+    while todo:
+        folder, parts = todo.pop()
+        first, rest = (parts[0], parts[1:]) if parts else ("", ())
+        if not parts:
+            found.add(str(folder))
+        elif not glob.has_magic(first):
+            todo += [(folder / first, rest)] if os.path.lexists(folder / first) else []
+        elif (opened := opened + 1) > MAX_FOLDERS:
+            where = f"leads through more than {MAX_FOLDERS:,} folders: name a narrower place"
+            raise DataError(f"data.path: {shortened(pattern)!r} {where}")
+        else:
+            names = [e for e in _entries(folder) if first.startswith(".") or not e.name.startswith(".")]
+            todo += _below(folder, names, first, rest)
+    return sorted(found)
+
+
+def _below(folder: Path, entries: list[os.DirEntry[str]], first: str, rest: tuple[str, ...]) -> Iterator[Any]:
+    """What is to be looked at next in a folder, as (path, pattern from there on); `first` is a pattern."""
+    if first != "**":
+        yield from ((folder / e.name, rest) for e in entries if fnmatch.fnmatchcase(e.name, first))
+        return
+    yield folder, rest
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield folder / entry.name, ("**", *rest)
+        elif not rest:
+            yield folder / entry.name, ()
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except (NotADirectoryError, FileNotFoundError):
+        return
+    except OSError as error:
+        raise DataError(f"data.path: {folder} cannot be read: {error.strerror}") from None
+
+
+def shortened(text: str) -> str:
+    """A text for a message, cut at 200 characters."""
+    return text if len(text) <= 200 else text[:200] + "…"
 
 
 def seed_of(*parts: object) -> int:
@@ -260,14 +323,30 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     size, world = _shard_size(recipe, topology), topology.world_size
     if world % size == 0:
         return []
-    divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
+    divisors = ", ".join(map(str, near))
     return [Problem(f"{size} does not divide {world} ranks; these do: {divisors}", "fsdp.shard_size")]
 
 
 def _model_problems(recipe: Recipe) -> list[Problem]:
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
     return [
-        Problem(f"{name!r} is neither a folder here nor a Hub id (org/name); if a run exports it, do that first", path)
+        Problem(
+            f"{shortened(name)!r} is neither a folder here nor a Hub id (org/name); if a run exports it, do that first",
+            path,
+        )
         for path, name in names.items()
-        if isinstance(name, str) and not Path(name).is_dir() and not HUB_ID.fullmatch(name)
+        if isinstance(name, str) and not is_folder(name) and not HUB_ID.fullmatch(name)
     ]
+
+
+def _trust_problems(recipe: Recipe) -> list[Problem]:
+    """Code is run from a folder that is here, or from one commit of the Hub, which can never become another's."""
+    name, revision = recipe.model.id, recipe.model.revision
+    if name is None:
+        return [Problem("there is no model.id whose code could be run", "--trust-remote-code")]
+    if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return []
+    what = f"{shortened(revision)!r} is a branch or a tag, and can move" if revision else "is not set"
+    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so name the full commit (40 hex digits)"
+    return [Problem(message, "model.revision")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import yaml
 from omegaconf import OmegaConf
@@ -34,7 +35,9 @@ from fsdptrain.schema import (
     type_words,
 )
 
-MAX_RECIPE_BYTES = 1_000_000
+MAX_RECIPE_BYTES = 64_000
+MAX_VALUES = 2_000  # the longest architectures list a word or two for each of their layers
+MAX_PROBLEMS = 50  # told at once
 MAX_DEPTH = 32  # an architecture nests three deep; OmegaConf and PyYAML run out of stack at some eighty
 FSDP1_SWITCHES = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 
@@ -55,8 +58,18 @@ RENAMED = {
     "bf16": "is written fsdp.mixed_precision.param_dtype: bfloat16 here (it is the default)",
     "offload_params": "is called fsdp.cpu_offload here",
     "warmup_ratio": "is called schedule.warmup here (below 1 a fraction, from 1 on steps)",
-    "trust_remote_code": "is never a recipe key: a recipe names no code",
+    "trust_remote_code": (
+        "is never a recipe key, for a recipe names no code: say --trust-remote-code, together with a model.revision "
+        "that is a full commit"
+    ),
 }
+
+# What a recipe must not hold, for it is kept in the run folder: tokens of the Hub, of GitHub, AWS, W&B and others by
+# their beginnings, and a URL with a password.
+SECRET = re.compile(
+    r"\b(?:hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|wandb_v1_)[A-Za-z0-9_-]{16,}"
+    r"|\bAKIA[A-Z0-9]{16}\b|://[^/\s:@]*:[^/\s@]+@"
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +95,14 @@ class _RecipeLoader(yaml.SafeLoader):
     """YAML with the scalars people mean: 1e-5 is a number; 010, 12:30:45, yes and no are texts, unlike in YAML 1.1."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        words = [str(key_node.value) for key_node, _ in node.value]
-        if twice := next((word for word in words if words.count(word) > 1), None):
-            raise yaml.constructor.ConstructorError(problem=f"`{twice}` is written twice", problem_mark=node.start_mark)
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            word = str(key_node.value)
+            if word in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"`{word}` is written twice", problem_mark=node.start_mark
+                )
+            seen.add(word)
         return super().construct_mapping(node, deep)
 
 
@@ -109,20 +127,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Written:
     Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
     cannot be honoured, and keys that would have no effect.
     """
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            [Problem(f"is not UTF-8 text ({error.reason} at byte {error.start})", where=str(path))]
-        ) from None
-    except OSError as error:
-        raise RecipeError([Problem(f"cannot be read: {error.strerror or error}", where=str(path))]) from None
-    if len(raw) > MAX_RECIPE_BYTES:
-        raise RecipeError([Problem(f"is {len(raw)} bytes long; a recipe is a page of YAML", where=str(path))])
-
-    problems: list[Problem] = []
-    leaves = [*_leaves_of_file(text, path.name, problems), *_leaves_of_overrides(overrides or [], problems)]
+    text = _text_of(path)
+    overrides = overrides or []
+    if problems := [*_secrets(text, path.name), *_overlong(overrides)]:
+        raise RecipeError(problems)  # and nothing else, for other problems would repeat what is written
+    leaves = [*_leaves_of_file(text, path.name, problems), *_leaves_of_overrides(overrides, problems)]
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = _assemble(leaves, problems)
     problems += _out_of_range(recipe, where)
@@ -133,12 +142,55 @@ def load(path: Path, overrides: list[str] | None = None) -> Written:
         if not faulty & {None, _section(p), *(["data"] if p.field == "eval.every" else [])}
     ]
     if problems:
-        raise RecipeError(sorted(problems, key=_line))
+        raise RecipeError(_readable(problems))
     return Written(recipe, where, text, path.resolve().parent)
+
+
+def _text_of(path: Path) -> str:
+    """The text of a recipe file; raises RecipeError for what is no file, too long for a recipe, or not UTF-8."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe may never answer, and a device never end
+            raise OSError("it is not a regular file")
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_RECIPE_BYTES + 1)
+        if len(raw) > MAX_RECIPE_BYTES:
+            raise OSError(f"it is longer than {MAX_RECIPE_BYTES:,} bytes; a recipe is a page of YAML")
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8 text ({error.reason} at byte {error.start})"
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    raise RecipeError([Problem(reason, where=str(path))])
+
+
+def _secrets(text: str, name: str) -> Iterator[Problem]:
+    """Lines, comments too, with what looks like a secret, which is not repeated."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if SECRET.search(line):
+            yield Problem(f"holds what looks like a secret{_SECRET_WAY_OUT}", where=f"{name}:{number}")
+
+
+_SECRET_WAY_OUT = ", and a recipe is kept in the run folder: take it out, and set HF_TOKEN in the environment"
+
+
+def _overlong(overrides: list[str]) -> Iterator[Problem]:
+    """Overrides with what looks like a secret, or longer together than a recipe may be."""
+    for number, word in enumerate(overrides, 1):
+        if SECRET.search(word):
+            yield Problem(f"word {number} holds what looks like a secret{_SECRET_WAY_OUT}", where="command line")
+    if sum(map(len, overrides)) > MAX_RECIPE_BYTES:
+        yield Problem(f"the overrides are longer than {MAX_RECIPE_BYTES:,} characters", where="command line")
 
 
 def _section(problem: Problem) -> str | None:
     return problem.field.partition(".")[0] if problem.field else None
+
+
+def _readable(problems: list[Problem]) -> list[Problem]:
+    """The problems in the order of the lines, as many and as much of each as a person will read."""
+    cut = [dataclasses.replace(p, message=p.message[:500], field=p.field and p.field[:200]) for p in problems]
+    more = [Problem(f"and {len(cut) - MAX_PROBLEMS} more")] if len(cut) > MAX_PROBLEMS else []
+    return sorted(cut, key=_line)[:MAX_PROBLEMS] + more
 
 
 def _line(problem: Problem) -> tuple[int, int]:
@@ -170,7 +222,7 @@ def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]
 
 def _refused_yaml(text: str) -> Iterator[tuple[str, int]]:
     """What YAML allows and a recipe does not, with its line; read as a stream, so that nothing deep is ever built."""
-    depth = 0
+    depth = values = 0
     for event in yaml.parse(text, Loader=_RecipeLoader):
         line = event.start_mark.line + 1  # type: ignore[union-attr]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
@@ -181,6 +233,10 @@ def _refused_yaml(text: str) -> Iterator[tuple[str, int]]:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             yield f"is nested more than {MAX_DEPTH} deep", line
+            return
+        values += isinstance(event, yaml.ScalarEvent)
+        if values > MAX_VALUES:
+            yield f"holds more than {MAX_VALUES:,} keys and values", line
             return
 
 
@@ -297,10 +353,8 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
     written: dict[str, Leaf] = {}
     wrong: list[Leaf] = []
     for leaf in leaves:
-        if any(_bad_reference(text) for text in _strings(leaf.value)):
-            problems.append(
-                Problem("only plain ${key} references are read; resolvers are refused", leaf.path, leaf.where)
-            )
+        if refused := _unkept(leaf.value):
+            problems.append(Problem(refused, leaf.path, leaf.where))
             continue
         try:
             OmegaConf.update(config, attribute(leaf.path), leaf.value, merge=False, force_add=_open(leaf.path))
@@ -350,7 +404,7 @@ def _out_of_range(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
             continue
         message = _limit_broken(value, spec.metadata)
         if path == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
-            message = f"{value} are not two numbers in [0, 1)"
+            message = f"{_show(value)} are not two numbers in [0, 1)"
         if message:
             problems.append(Problem(message, path, where.get(path)))
     return problems
@@ -435,6 +489,14 @@ def _exists(path: str) -> bool:
         return False
 
 
+def is_folder(path: str) -> bool:
+    """Whether there is a folder of this name; no text is so odd a name that asking fails."""
+    try:
+        return Path(path).is_dir()
+    except OSError:  # too long for a file name
+        return False
+
+
 def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     data = recipe.data
     fields = FORMAT_FIELDS[data.format]
@@ -463,20 +525,36 @@ def _open(path: str) -> bool:
     return path.startswith(("model.config.", "data.columns."))
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
+def _unkept(value: Any) -> str | None:
+    """Why a value cannot be kept in a plan, which is JSON, exactly as it is written; None where it can."""
+    for item in _within(value):
+        if isinstance(item, float) and not math.isfinite(item):
+            return f"{item} is not a finite number"
+        if isinstance(item, dict) and not all(isinstance(name, str) for name in item):
+            return f"the keys of {_show(item)} are not all texts: write quotes around them"
+        if isinstance(item, str) and _bad_reference(item):
+            return "only plain ${key} references are read; resolvers are refused"
+        if isinstance(item, str) and (odd := next((c for c in item if category(c) in ("Cc", "Cs")), None)):
+            return f"holds the control character {odd!a}"
+    return None
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """A value and every key and value inside it."""
+    yield value
+    if isinstance(value, dict):
         for name, item in value.items():
-            yield from _strings(name)
-            yield from _strings(item)
+            yield from _within(name)
+            yield from _within(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _strings(item)
+            yield from _within(item)
 
 
 def _bad_reference(text: str) -> bool:
-    return "${" in re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}", "", text)
+    """A resolver, half a reference, or an escaped one, which would become a reference when the plan is read again."""
+    plain = r"(?<!\\)\$\{[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\}"
+    return "${" in re.sub(plain, "", text)
 
 
 def _expected(path: str) -> str:

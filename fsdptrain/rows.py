@@ -7,10 +7,11 @@ JSON parser can end the process; it reads what comes from the Hub, where types a
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import glob
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fsdptrain.errors import DataError, NoData
-from fsdptrain.plan import DATA_SUFFIXES
+from fsdptrain.plan import DATA_SUFFIXES, matches, shortened
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
 BATCH = 1000
@@ -45,11 +47,50 @@ class Source:
 
 
 def data_files(path: str) -> list[Path]:
-    """The data files behind a path, a glob or a folder, each once, sorted; empty when `path` is not local."""
-    names = glob.glob(glob.escape(path)) or glob.glob(path, recursive=True)  # an existing name is no pattern
-    found = {Path(name) for name in names}
-    files = {file for p in found for file in (p.rglob("*") if p.is_dir() else [p])}
-    return sorted(file for file in files if file.is_file() and (file.suffix in DATA_SUFFIXES or file in found))
+    """The data files behind a path, a glob or a folder, each once, sorted; empty when `path` is not local.
+
+    Raises DataError for a folder that cannot be read, and for what has a data file's name and is none: a pipe, a device
+    or a link to nowhere, for which a reader would wait, or which would be missing without a word.
+    """
+    found = {Path(name) for name in matches(path)}
+    files = {file for p in found for file in _files_in(p)}
+    wanted = sorted(file for file in files if file.suffix in DATA_SUFFIXES or file in found)
+    for file in wanted:
+        if not os.path.isfile(file):  # noqa: PTH113  (Path's raises where a folder may not be entered)
+            raise DataError(f"{file} is not a regular file that can be read")
+    return wanted
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    """The path itself, or everything below a folder that is no folder."""
+    if not os.path.isdir(path):  # noqa: PTH112
+        yield path
+        return
+    for folder, _, names in os.walk(path, onerror=_unreadable):
+        yield from (Path(folder, name) for name in names)
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """A file may vanish, or be on a disk that fails, at any moment."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def stamps(path: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of every data file: equal before and after, and nobody wrote to them meanwhile."""
+    found = []
+    for file in data_files(path):
+        with _reading(file):
+            known = file.stat()
+        found.append((str(file), known.st_size, known.st_mtime_ns))
+    return found
 
 
 def fingerprint(path: str) -> str:
@@ -57,7 +98,7 @@ def fingerprint(path: str) -> str:
     digest = hashlib.sha256()
     files = data_files(path)
     for file in files:
-        with file.open("rb") as stream:
+        with _reading(file), file.open("rb") as stream:
             digest.update(file.suffix.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest() if files else hashlib.sha256(path.encode()).hexdigest()
 
@@ -70,7 +111,7 @@ def open_sources(path: str) -> list[Source]:
     files = data_files(path)
     if Path(path).is_absolute():
         if not Path(path).exists() and not files:
-            raise NoData(f"data.path: nothing at {path}")
+            raise NoData(f"data.path: nothing at {shortened(path)}")
         if not files:
             raise DataError(f"data.path: no data files in {path} (known: {', '.join(DATA_SUFFIXES)})")
         return [_open_file(file) for file in files]
@@ -90,23 +131,26 @@ def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str
 def _open_file(file: Path, counted: bool = True) -> Source:
     if file.suffix not in DATA_SUFFIXES:
         raise DataError(f"{file}: unknown kind of data file; known: {', '.join(DATA_SUFFIXES)}")
-    if file.stat().st_size == 0:
+    with _reading(file):
+        size = file.stat().st_size
+    if size == 0:
         raise DataError(f"{file} is empty")
     if file.suffix == ".parquet":
         source = _open_parquet(file)
     else:
         reader = _READERS[file.suffix]
         place, first = next(reader(file), ("", {}))
+        columns = list(first) if file.suffix != ".csv" else _csv_header(file)
         count = sum(1 for _ in reader(file)) if counted else bool(place)
-        source = Source(str(file), list(first), count, lambda _columns: reader(file))
-    if len(source) == 0:
+        source = Source(str(file), columns, count, lambda _columns: reader(file))
+    if source.count < 1:  # a damaged parquet file may even have fewer
         raise DataError(f"{file} holds no rows")
     return source
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines as text, without the mark that some programs put at the beginning of a file."""
-    with file.open("rb") as stream:
+    with _reading(file), file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -145,6 +189,11 @@ def _object(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
+def _csv_header(file: Path) -> list[str]:
+    """The names in the first line; a row as a mapping would not show that one stands there twice."""
+    return next(csv.reader(line for _, line in _lines(file)), [])
+
+
 def _csv(file: Path) -> Rows:
     reader = csv.reader((line for _, line in _lines(file)), strict=True)
     number = 1
@@ -179,14 +228,18 @@ def _open_parquet(file: Path) -> Source:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", row
-        except (OSError, ValueError) as error:  # pyarrow's own classes derive from these
-            raise DataError(f"{file}: cannot be read after row {number}: {error}") from None
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DataError(f"{file}: cannot be read after row {number}: {_first_line(error)}") from None
 
     try:
         opened = pq.ParquetFile(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
-    return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
+        return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{file}: cannot be read: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _open_hub(path: str) -> Source:
@@ -216,7 +269,7 @@ def _open_hub(path: str) -> Source:
 def _root(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
@@ -232,6 +285,8 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
             f"{', '.join(source.columns)}. "
             f"Name yours in data.columns: {{{next(f for f, c in columns.items() if c == missing[0])}: …}}"
         )
+    if twice := [name for name in columns.values() if source.columns.count(name) > 1]:
+        raise DataError(f"{source.name}: {len(source.columns)} columns, and more than one is called {twice[0]!r}")
     check = _check_messages if data.format == "chat" else _check_text
     rows = islice(source.rows(list(dict.fromkeys(columns.values()))), limit)
     checked = ({field: check(row, column, place) for field, column in columns.items()} for place, row in rows)
@@ -269,7 +324,7 @@ def _check_messages(row: dict[str, Any], column: str, place: str) -> list[dict[s
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), str):
             raise DataError(f"{place}: message {number} of {column!r} is not {{role: text, content: text}}")
-        _whole(kept.get("content", ""), column, place)
+        _whole(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
 

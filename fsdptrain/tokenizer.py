@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir
-from fsdptrain.hub import hub_errors, recipe_errors, source
+from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir, is_whole, seal
+from fsdptrain.errors import RecipeError
+from fsdptrain.hub import hub_errors, recipe_errors, refuse_links_out, source
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read
 
@@ -27,11 +29,19 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
     else:
         field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
+        refuse_links_out(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
             tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
+    if not isinstance(tokenizer.chat_template, (str, type(None))):
+        raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """How many rows of an embedding its tokens need: one more than the largest id, for ids may have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
@@ -41,10 +51,12 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     folder = cache_dir() / "tokenizers" / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
+        if not is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             progress("tokenizer", 0, 1)
             scratch = folder.with_suffix(f".{os.getpid()}")
             _train_bpe(_texts(plan), size).save_pretrained(scratch)
+            seal(scratch)
             scratch.rename(folder)
             progress("tokenizer", 1, 1)
     return AutoTokenizer.from_pretrained(folder)

@@ -54,7 +54,7 @@ from fsdptrain.plot import memory_bar
 from fsdptrain.report import Screen, size
 from fsdptrain.rows import data_files, peek
 from fsdptrain.schema import FORMAT_FIELDS
-from fsdptrain.tokenizer import load_tokenizer
+from fsdptrain.tokenizer import load_tokenizer, vocabulary
 
 BAR_WIDTH = 80  # characters
 
@@ -119,7 +119,7 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     if rows_are_here or not trained:
         with found.trying():
             tokenizer = load_tokenizer(plan, found.progress)
-            vocab_size = len(tokenizer)
+            vocab_size = vocabulary(tokenizer)
     if rows_are_here and tokenizer is not None:
         with found.trying():
             steps = check_sequences(plan, tokenizer, found)
@@ -157,7 +157,7 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     own = tokenizer.chat_template != PLAIN_CHAT_TEMPLATE
     facts = sequence_facts(plan, stream, len(held_out)) | {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary(tokenizer),
         "template": ("the tokenizer's" if own else "plain") if plan.recipe.data.format == "chat" else None,
         "example": stream.corpus.show(tokenizer),
     }

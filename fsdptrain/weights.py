@@ -18,7 +18,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from fsdptrain.data import Progress
 from fsdptrain.errors import RecipeError
-from fsdptrain.hub import checkpoint_files
+from fsdptrain.hub import checkpoint_files, recipe_errors
 from fsdptrain.model import blocks_of
 from fsdptrain.plan import Plan, seed_of
 
@@ -98,7 +98,7 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
             dtype=getattr(torch, plan.recipe.model.dtype),
             weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
         )
-        with _wrapped_where_they_are():
+        with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
             info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     model.tie_weights()
     missing = sorted(name for name, param in model.named_parameters() if param.is_meta)

@@ -952,6 +952,54 @@ def test_a_failure_leaves_nothing_behind(bpe: Any, tmp_path: Path, own_cache: Pa
     assert len(prepared(own_cache)) == 1
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "pieces.npy", "blocks.npy", "notes.json", "sums.json"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "empty", "gone"])
+def test_a_damaged_corpus_is_made_again(bpe: Any, tmp_path: Path, own_cache: Path, name: str, how: str) -> None:
+    rows = [{"text": "Hello there"}, {"text": "and here"}]
+    first = everything(corpus_from(tmp_path, bpe, *rows, seq_len=16))
+    (folder,) = prepared(own_cache)
+    raw = (folder / name).read_bytes()
+    changed = {"cut": raw[:-1], "flipped": raw[:-1] + bytes([raw[-1] ^ 1]), "empty": b"", "gone": b""}
+    (folder / name).write_bytes(changed[how])
+    if how == "gone":
+        (folder / name).unlink()
+    again = everything(corpus_from(tmp_path, bpe, *rows, seq_len=16))
+    assert all((first[key] == again[key]).all() for key in first)
+    assert (folder / name).read_bytes() == raw
+    assert prepared(own_cache) == [folder]
+
+
+def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path, own_cache: Path) -> None:
+    plan = a_plan(tmp_path, model__tokenizer={"train": 300})
+    digest = fsdptrain.data.tokenizer_digest(load_tokenizer(plan, quiet))
+    [file] = (own_cache.parent / "tokenizers").rglob("tokenizer.json")
+    file.write_text(file.read_text()[:-100])
+    assert fsdptrain.data.tokenizer_digest(load_tokenizer(plan, quiet)) == digest
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "vanishes"])
+def test_a_file_that_is_written_to_while_it_is_read(bpe: Any, tmp_path: Path, own_cache: Path, change: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(1500)))
+    rows = path.read_text().splitlines(True)
+
+    def meanwhile(stage: str, done: int, total: int) -> None:
+        if change == "vanishes":
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text("".join(rows * 2 if change == "grows" else rows[:1200]))
+
+    with pytest.raises(DataError, match=r"changed while it was read|cannot be read|nothing"):
+        open_corpus(str(path), Data(seq_len=16), bpe, None, meanwhile)
+    assert prepared(own_cache) == []
+
+
+@pytest.mark.parametrize("characters", [100_000, pytest.param(10_000_000, marks=pytest.mark.soak)])
+def test_a_very_long_row_without_a_space(bpe: Any, tmp_path: Path, characters: int) -> None:
+    text = "naïve\0東京🙂!" * (characters // 10)
+    corpus = corpus_from(tmp_path, bpe, {"text": text}, seq_len=4096)
+    assert bpe.decode(corpus.tokens[:-1]) == text
+
+
 PREPARE = """
 import json, sys, time
 from pathlib import Path

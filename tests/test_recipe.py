@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.recipe import FSDP1_SWITCHES, MAX_RECIPE_BYTES, RENAMED, Written, load
@@ -740,51 +738,6 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path: Path, opening: str) -> No
 def test_a_number_of_5000_digits_is_refused(tmp_path: Path) -> None:
     problems = refused(tmp_path, BASE + f"seed: 1{'0' * 5000}\n")
     assert {p.field for p in problems} == {"seed"}
-
-
-# --- whatever is written --------------------------------------------------------------------------------------------
-
-_scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=12)
-    | st.sampled_from(["${name}", "${model.config}", "${", "???", "auto", "1e5", "010", "-", "\\${name}", "."])
-)
-_values = st.recursive(
-    _scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-_paths = st.sampled_from([*all_paths(), "model", "fsdp", "fsdp.mixed_precision", "model.config.a", "data.columns.text"])
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.lists(st.tuples(_paths, _values, st.booleans()), min_size=1, max_size=4))
-def test_whatever_is_written_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[str, Any, bool]]
-) -> None:
-    """Any value at any path, in the file or on the command line, gives a recipe or RecipeError, and nothing else."""
-    tree: dict[str, Any] = {"model": {"id": "org/name"}, "data": {"path": "rows.jsonl"}}
-    overrides = []
-    for path, value, in_file in written:
-        if in_file:
-            *parents, last = path.split(".")
-            place: Any = tree
-            for word in parents:
-                place = place.setdefault(word, {}) if isinstance(place.get(word, {}), dict) else {}
-            place[last] = value
-        else:
-            overrides.append(f"{path}={json.dumps(value)}")
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    try:
-        recipe = load(file, overrides).recipe
-    except RecipeError as error:
-        assert error.problems and all(p.message for p in error.problems)
-    else:
-        assert list(flat(recipe)) == all_paths()
 
 
 # --- hostile and unlucky recipes that once slipped through or crashed the reader ------------------------------------

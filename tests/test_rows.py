@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -262,9 +263,10 @@ def test_columns_that_other_tools_give_a_meaning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_a_line_of_five_megabytes(tmp_path: Path, name: str) -> None:
-    texts = ["a", "naïve 🙂 " * 420_000, "b"]
-    assert len(texts[1].encode()) > 5_000_000
+@pytest.mark.parametrize("megabytes", [1, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_very_long_line(tmp_path: Path, name: str, megabytes: int) -> None:
+    texts = ["a", "naïve 🙂 " * 84_000 * megabytes, "b"]
+    assert len(texts[1].encode()) > megabytes * 1_000_000
     content = "\n".join(["text", *texts]) if name == "a.csv" else lines(*({"text": text} for text in texts))
     assert [row["text"] for row in rows_of(put(tmp_path, name, content))] == texts
 
@@ -419,6 +421,8 @@ def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, where: str
         (pa.array(["a", None]), ["row 2", "null"]),
         (pa.array([1, 2]), ["row 1", "int"]),
         (pa.array([b"a"]), ["row 1", "bytes"]),
+        (pa.array([["a"]]), ["row 1", "list"]),
+        (pa.array([{"a": "b"}]), ["row 1", "dict"]),
         (pa.array([], pa.string()), []),
     ],
 )
@@ -504,28 +508,118 @@ def test_the_wrong_file_of_many_is_named(tmp_path: Path) -> None:
     assert complaint(tmp_path).startswith(f"{bad}:2: ")
 
 
-DEEP = '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+def deep(key: str) -> str:
+    """A row that no recursive parser survives, in the column `key`."""
+    return '{"text": "a", "' + key + '": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        pytest.param("deep.json", f"[{DEEP}]"),
-        pytest.param("deep.jsonl", DEEP),
-        pytest.param("null.json", "null"),
-    ],
-)
-def test_what_can_end_the_process(tmp_path: Path, name: str, content: str) -> None:
-    path = put(tmp_path, name, content)
+def test_what_can_end_the_process(tmp_path: Path) -> None:
+    contents = {"deep.json": f"[{deep('other')}]", "read.json": f"[{deep('text')}]", "deep.jsonl": deep("other"),
+                "read.jsonl": deep("text"), "open.jsonl": '{"text": ' * 100_000, "null.json": "null"}  # fmt: skip
+    paths = [str(put(tmp_path, name, content)) for name, content in contents.items()]
     code = (
         "import sys; from fsdptrain import errors, rows, schema\n"
-        "try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(sys.argv[1])]\n"
-        "except errors.DataError as error: print('DataError', error)"
+        "for path in sys.argv[1:]:\n"
+        "  try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(path)]\n"
+        "  except errors.DataError as error: print('DataError', error)"
     )
-    words = [sys.executable, "-c", code, str(path)]
+    words = [sys.executable, "-c", code, *paths]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-500:]
-    assert done.stdout.startswith(f"DataError {path}"), done.stdout
+    for path, said in zip(paths, done.stdout.splitlines(), strict=True):
+        assert said.startswith(f"DataError {path}"), said
+
+
+# ------------------------------------------------------------------------------- files that are none, or not for long
+
+
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", lines(OK))
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "*.jsonl"):
+        assert complaint(path) == f"{pipe} is not a regular file that can be read"
+    assert complaint("/dev/zero") == "/dev/zero is not a regular file that can be read"
+
+
+def test_a_link_to_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", lines(OK))
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    assert complaint(tmp_path) == f"{tmp_path / 'b.jsonl'} is not a regular file that can be read"
+
+
+def test_a_folder_with_a_files_name_is_a_folder(tmp_path: Path) -> None:
+    put(tmp_path, "x.jsonl/a.jsonl", lines(OK))
+    (tmp_path / "y.jsonl").mkdir()
+    assert rows_of(tmp_path / "x.jsonl") == rows_of(tmp_path) == [OK]
+    assert "no data files" in complaint(tmp_path / "y.jsonl")
+
+
+UNREADABLE = """
+import os, sys
+from fsdptrain import errors, rows, schema
+os.setuid(65534)
+for path in sys.argv[1:]:
+    try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(path)]
+    except errors.DataError as error: print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes a user who may not read")
+def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+    closed, inside = put(tmp_path, "one/a.jsonl", lines(OK)), put(tmp_path, "two/closed/b.jsonl", lines(OK))
+    for folder in (tmp_path, *tmp_path.parents[:2], tmp_path / "one", tmp_path / "two"):
+        folder.chmod(0o755)
+    closed.chmod(0)
+    inside.parent.chmod(0)
+    words = [sys.executable, "-c", UNREADABLE, str(closed), str(closed.parent), str(inside.parent.parent)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+    assert done.stdout.splitlines() == [
+        f"{closed} cannot be read: Permission denied",
+        f"{closed} cannot be read: Permission denied",
+        f"{inside.parent} cannot be read: Permission denied",
+    ], done.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt", "a.parquet"])
+def test_a_file_that_vanishes_while_it_is_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write_one_text(path, "one")
+    [source] = open_sources(str(path))
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{name}.* cannot be read"):
+        list(read(source, Data(), None))
+    with pytest.raises(DataError):
+        rows_of(path)
+
+
+def test_a_damaged_parquet_file_is_a_data_error_or_is_read(tmp_path: Path) -> None:
+    path = parquet(tmp_path, "a.parquet", text=pa.array([f"text number {i}" for i in range(200)]))
+    sound = path.read_bytes()
+    for at in range(0, len(sound), max(1, len(sound) // 150)):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 0x55]) + sound[at + 1 :])
+        with contextlib.suppress(DataError):
+            rows_of(path)
+        path.write_bytes(sound[:at])
+        with pytest.raises(DataError):
+            rows_of(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    put(tmp_path, "a.csv", "text,text\na,b\n")
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "b.parquet")
+    for name in ("a.csv", "b.parquet"):
+        assert complaint(tmp_path / name).endswith("2 columns, and more than one is called 'text'")
+    put(tmp_path, "c.csv", "text,n,n\na,1,2\n")
+    assert rows_of(tmp_path / "c.csv") == [{"text": "a"}]
+
+
+def test_half_a_character_anywhere_in_a_message(tmp_path: Path) -> None:
+    for name, value in (("role", "us\ud83der"), ("name", "\ud83d"), ("tool_calls", [{"f": {"a": "\ud83d"}}])):
+        message = {"role": "user", "content": "a", name: value}
+        path = put(tmp_path, "a.jsonl", json.dumps({"messages": [message]}) + "\n")
+        assert complaint(path, **CHAT).startswith(f"{path}:1: 'messages' holds half a character")
 
 
 # --------------------------------------------------------------------------------------------- content, not clocks

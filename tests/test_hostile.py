@@ -1,0 +1,527 @@
+"""Hostile artefacts: where code in a model, a tokenizer or a template would leave a file behind, none is left.
+
+Every test here builds a small, sound model folder, does something to it, and then takes the way a run takes: tokenizer,
+data, configuration, skeleton, weights' headers, the folder's files written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import TINY, events, fsdptrain, write_recipe
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from fsdptrain.data import PLAIN_CHAT_TEMPLATE, prepare
+from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.hub import checkpoint_files
+from fsdptrain.model import LIMITS, load_config, position_limit, save_assets, skeleton
+from fsdptrain.plan import Plan, find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.tokenizer import _train_bpe, load_tokenizer
+
+TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with its tokenizer, as any export is."""
+    folder = tmp_path_factory.mktemp("sound") / "model"
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
+    tokenizer = _train_bpe(iter(["hello there"]), 300)
+    tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    """The file that appears when something has been run."""
+    return tmp_path / "canary"
+
+
+def plan_of(folder: Path, trust: bool = False, **changes: Any) -> Plan:
+    """The plan of a run that fine-tunes the model in `folder`/model on one conversation."""
+    (folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
+    wanted = {
+        "model": {"id": str(folder / "model")}, "data__format": "chat", "data__path": str(folder / "talk.jsonl"),
+        **changes,
+    }  # fmt: skip
+    written = load(write_recipe(folder, **wanted))
+    return make_plan(written, find_topology(written.recipe, {}), trust_remote_code=trust)
+
+
+def go(folder: Path, **changes: Any) -> None:
+    """Everything that a run does with the model folder before it makes a process group, and the files it writes."""
+    plan = plan_of(folder, **changes)
+    tokenizer = load_tokenizer(plan, quiet)
+    prepare(plan, tokenizer, quiet)
+    config = load_config(plan, len(tokenizer))
+    checkpoint_files(plan)
+    save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, folder / "written")
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    """What is said about it: one of our errors, in one line."""
+    with pytest.raises(FsdptrainError) as caught:
+        go(folder, **changes)
+    said = str(caught.value)
+    assert said.strip()
+    assert len(said.splitlines()) == 1, said
+    return said
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+
+class Payload:
+    """Unpickling this makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def evil(canary: Path) -> str:
+    """Python that makes a file when it is imported."""
+    return f"import pathlib; pathlib.Path({str(canary)!r}).touch()\nclass Evil: pass\n"
+
+
+def test_the_sound_folder_goes_all_the_way(model: Path, tmp_path: Path) -> None:
+    go(tmp_path)
+    assert (tmp_path / "written" / "config.json").is_file()
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_has_only_pickled_weights_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(canary)))
+    torch.save({"model.norm.weight": Payload(canary)}, model / "pytorch_model-00001-of-00001.bin")
+    assert "has no safetensors weights" in refusal(tmp_path)
+    assert not canary.exists()
+    with pytest.raises(FileExistsError):  # and the payload is a live one
+        pickle.loads(pickle.dumps(Payload(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "tokenizer.model", "training_args.bin", "optimizer.pt", "tokenizer.pkl", "vocab.pkl"]
+)
+def test_a_pickle_beside_sound_files_is_not_read(model: Path, tmp_path: Path, canary: Path, name: str) -> None:
+    (model / name).write_bytes(pickle.dumps(Payload(canary)))
+    go(tmp_path)
+    assert not canary.exists()
+
+
+def test_a_pickle_in_the_place_of_a_tokenizer_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors", "config.json"):
+        before = (model / name).read_bytes() if (model / name).exists() else b""
+        (model / name).write_bytes(pickle.dumps(Payload(canary)))
+        if before:
+            refusal(tmp_path)
+            (model / name).write_bytes(before)
+    (model / "tokenizer.json").unlink()  # only tokenizer.model is left, which sentencepiece wants
+    refusal(tmp_path)
+    assert not canary.exists()
+
+
+# --- code of its own -------------------------------------------------------------------------------------------------
+
+
+def with_code(model: Path, canary: Path, **config: Any) -> None:
+    for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "custom_generate/generate.py"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(evil(canary))
+    named = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    rewrite(model / "config.json", **{"auto_map": named, **config})
+    rewrite(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Evil"]})
+
+
+@pytest.mark.parametrize("change", [{"model_type": "evil"}, {"architectures": ["EvilForCausalLM"]}])
+def test_code_of_its_own_is_refused_in_a_sentence_that_names_the_flag(
+    model: Path, tmp_path: Path, canary: Path, change: dict[str, Any]
+) -> None:
+    with_code(model, canary, **change)
+    said = refusal(tmp_path)
+    assert "has code of its own" in said
+    assert "--trust-remote-code" in said
+    assert not canary.exists()
+
+
+def test_code_for_an_architecture_that_is_known_is_never_run(model: Path, tmp_path: Path, canary: Path) -> None:
+    with_code(model, canary)
+    go(tmp_path)
+    assert not canary.exists()
+
+
+def test_a_tokenizer_class_of_its_own_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
+    with_code(model, canary)
+    rewrite(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
+    (model / "tokenizer.json").unlink()
+    refusal(tmp_path)
+    assert not canary.exists()
+
+
+def test_code_of_another_repository_is_refused_even_with_the_flag(model: Path, tmp_path: Path, canary: Path) -> None:
+    with_code(model, canary, model_type="evil", auto_map={"AutoConfig": "evil/repo--configuration_evil.Evil"})
+    plan = plan_of(tmp_path, trust=True)
+    with pytest.raises(RecipeError, match="another repository"):
+        load_config(plan, None)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "abc1234", "A" * 40, "f" * 39, "f" * 41])
+def test_the_flag_wants_a_full_commit(tmp_path: Path, revision: str | None) -> None:
+    changes: dict[str, Any] = {"model": {"id": "org/name", "revision": revision}}
+    with pytest.raises(RecipeError, match=r"model\.revision.*full commit"):
+        plan_of(tmp_path, trust=True, **changes)
+    assert not plan_of(tmp_path, **changes).trust_remote_code
+
+
+def test_the_flag_takes_a_commit_or_a_folder_and_travels_in_the_plan(model: Path, tmp_path: Path) -> None:
+    pinned = {"model": {"id": "org/name", "revision": "0123456789abcdef" * 2 + "01234567"}}
+    for plan in (plan_of(tmp_path, trust=True, **pinned), plan_of(tmp_path, trust=True)):
+        assert Plan.from_json(plan.to_json()).trust_remote_code
+
+
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+WALK = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+OUT = "{{ self.__init__.__globals__.__builtins__.__import__('os').mkdir('CANARY') }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        WALK, OUT, OUT.replace("self", "cycler"), OUT.replace("self", "lipsum"), OUT.replace("self", "raise_exception"),
+        "{{ ('%s' | attr('__class__')).__base__.__subclasses__() }}", "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}x{% endfor %}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
+        "{{ undefined.call() }}", "{% for", "{{ 1 / 0 }}", "{{ messages[0].content.__class__.__base__ ~ 1 }}{{ 1/0 }}",
+        "{{ '{0.__class__.__mro__[1].__subclasses__}'.format('') }}{{ raise_exception('end') }}",
+    ],
+)  # fmt: skip
+def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary: Path, template: str) -> None:
+    (model / "chat_template.jinja").write_text(template.replace("CANARY", str(canary)))
+    said = refusal(tmp_path)
+    assert "chat template" in said
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'a' * 10**11 }}",
+        "{% set x = namespace(t='a') %}{% for a in range(60) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}",
+        "{{ 'a'.center(10**11) }}",
+        "{{ 10 ** (10 ** (9 + messages | length)) }}",
+    ],
+    ids=["loops", "recursion", "product", "doubling", "method", "power"],
+)
+def test_a_template_without_an_end_is_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr("fsdptrain.data.TEMPLATE_S", 1)
+    (model / "chat_template.jinja").write_text(template)
+    started = time.perf_counter()
+    assert "chat template" in refusal(tmp_path)
+    assert time.perf_counter() - started < 20
+
+
+# --- files that are not what they say --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "config.json", "added_tokens.json"])
+def test_a_link_out_of_the_folder_is_not_followed(model: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "token"
+    shutil.copy(model / name, outside) if (model / name).exists() else outside.write_text("hf_secret")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(outside)
+    assert f"{name} is a link out of its folder" in refusal(tmp_path)
+
+
+def test_the_hubs_cache_is_made_of_links_and_weights_may_be_links(model: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for path in model.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    (blobs / "model.safetensors").rename(tmp_path / "weights")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "weights")
+    go(tmp_path, model={"id": str(snapshot)})
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"metadata": {}, "weight_map": {"a": "../outside.safetensors"}}', "outside its folder"),
+        ('{"metadata": {}, "weight_map": {"a": "/etc/passwd"}}', "outside its folder"),
+        ('{"metadata": {}, "weight_map": {"a": "sub/x.safetensors"}}', "outside its folder"),
+        ('{"metadata": {}, "weight_map": {"a": "missing.safetensors"}}', "missing.safetensors cannot be read"),
+        ('{"metadata": {}, "weight_map": {"a": ""}}', "cannot be read"),
+        ('{"metadata": {}, "weight_map": {"a": 5}}', INDEX),
+        ('{"metadata": {}, "weight_map": ["model.safetensors"]}', INDEX),
+        ('{"weight_map": {"a": "model.safetensors"}}', "metadata"),
+        ("{}", INDEX),
+        ("[]", INDEX),
+        ("", INDEX),
+        ("[" * 100_000, INDEX),
+    ],
+)
+def test_a_hostile_index_is_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
+    (model / INDEX).write_text(text)
+    assert says in refusal(tmp_path)
+
+
+def tensors(header: str | bytes, length: int | None = None, data: bytes = b"") -> bytes:
+    """A safetensors file with this header."""
+    raw = header.encode() if isinstance(header, str) else header
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(start: int, end: int, shape: object = (1,), dtype: str = "F32") -> str:
+    return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": [start, end]})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"\0" * 7, b"\0" * 8, tensors("{}", length=2**63), tensors("{}", length=2**40),
+        tensors("{}", length=10**9),
+        tensors(f'{{"a": {entry(0, 4)}, "b": {entry(0, 4)}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(0, 2**62, [2**60])}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(4, 0)}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(0, 4, [2**63, 2])}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(0, 4, [-1])}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(0, 4, dtype="os.system")}}}', data=b"\0" * 4),
+        tensors(f'{{"a": {entry(0, 4)}}}', data=b""), tensors('{"a": ' * 50_000), tensors("[" * 50_000),
+        tensors(b"\xff" * 100), tensors("null"), pickle.dumps({"a": 1}),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_a_hostile_header_is_refused(model: Path, tmp_path: Path, raw: bytes) -> None:
+    (model / "model.safetensors").write_bytes(raw)
+    assert "model.safetensors cannot be read as safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *(({name: 2 * limit}, "not a") for name, limit in LIMITS.items() if name in TINY),
+        ({"hidden_size": 10**9}, "hidden_size: 1000000000 is not a whole number from 1 to"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"), ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"vocab_size": 10**12}, "vocab_size"), ({"hidden_size": -64}, "hidden_size"), ({"hidden_size": 0}, "hidden"),
+        ({"hidden_size": "64"}, "hidden_size"), ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": 64.5}, "hidden_size"),
+        ({"num_attention_heads": 0}, "config"), ({"num_attention_heads": 3}, "config"),
+        ({"dtype": "os.system"}, "config"), ({"dtype": "garbage"}, "config"), ({"hidden_act": "os.system"}, "os"),
+        ({"rope_parameters": {"rope_type": "evil"}}, "evil"), ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"model_type": "nope"}, "nope"), ({"model_type": 5}, "5"), ({"model_type": None}, "None"),
+        ({"auto_map": 5}, "cannot load"), ({"pad_token_id": 10**9}, "config"), ({"id2label": {"a": []}}, "config"),
+        ({"vocab_size": 100}, "vocab_size: 100, but the tokenizer has 265 tokens"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hostile_configuration_is_refused(model: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rewrite(model / "config.json", **change)
+    assert says in refusal(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB: nothing large was allocated
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "null", "{", "[" * 100_000, '{"a":' * 5000, "\0", "\xff"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_file_of_garbage_is_refused_or_left_aside(model: Path, tmp_path: Path, name: str, text: str) -> None:
+    (model / name).write_bytes(text.encode("latin1"))
+    try:
+        go(tmp_path)
+    except FsdptrainError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 100_000, '{"temperature": "hot"}', '{"temperature": 0.5, "do_sample": false}', "\xff"]
+)
+def test_a_generation_config_that_cannot_be_used_is_replaced(model: Path, tmp_path: Path, text: str) -> None:
+    (model / "generation_config.json").write_bytes(text.encode("latin1"))
+    go(tmp_path)
+    json.loads((tmp_path / "written" / "generation_config.json").read_text())
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "limit"),
+    [
+        ("llama", {"max_position_embeddings": 256}, 256),
+        ("gpt2", {"n_positions": 128}, 128),
+        ("opt", {"max_position_embeddings": 64}, 64),  # its table has two rows more, which are an offset
+        ("gptj", {"n_positions": 64}, 64),
+        ("bloom", {}, None),
+        ("mpt", {"max_seq_len": 64}, None),  # alibi
+        ("mamba", {}, None),
+        ("falcon", {"alibi": True, "max_position_embeddings": 64}, None),
+        (
+            "qwen2",
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            },
+            512,
+        ),
+    ],
+)
+def test_how_far_the_positions_of_an_architecture_reach(kind: str, keys: dict[str, Any], limit: int | None) -> None:
+    assert position_limit(AutoConfig.for_model(kind, **keys)) == limit
+
+
+def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers(model: Path, tmp_path: Path) -> None:
+    assert refusal(tmp_path, data__seq_len=512) == (
+        "data.seq_len: 512 is beyond the model's 256 positions: use 256 or less"
+    )
+    rewrite(model / "config.json", max_position_embeddings=512)
+    go(tmp_path, data__seq_len=512)
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+WORD = "canary-52d1e7b0"
+NAMES = [
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN", "GITHUB_TOKEN", "OPENAI_API_KEY", "AZURE_CLIENT_SECRET", "DATABASE_PASSWORD",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "name: hf_" + "a1B2" * 9, "# my token: hf_" + "a1B2" * 9,
+        "data: {path: https://me:hf_" + "a1B2" * 9 + "@hub/x}",
+        "data: {path: https://me:password@host/x.jsonl}", "name: ghp_" + "a1B2" * 9, "name: AKIAABCDEFGHIJKLMNOP",
+        "output_dir: runs/sk-" + "a1B2" * 9,
+    ],
+)  # fmt: skip
+def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"seed: x\n{line}\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:2: holds what looks like a secret") as caught:
+        load(path)
+    path.write_text("seed: 1\n")
+    with pytest.raises(RecipeError, match="command line: word 1 holds what looks like a secret") as other:
+        load(path, [f"name={line}"])
+    assert not any(part in str(error.value) for error in (caught, other) for part in ("a1B2", "password", "AKIA"))
+
+
+def test_what_only_looks_a_little_like_a_secret_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: hf_run_3\nmodel: {id: org/sk-small}\ndata: {path: data/ghp_notes.jsonl}\n")
+    assert load(path).recipe.name == "hf_run_3"
+
+
+def test_a_reference_to_a_secret_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", WORD)
+    path = tmp_path / "recipe.yaml"
+    for value in ("${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN,none}", "\\${oc.env:HF_TOKEN}", "${oc.decode:HF_TOKEN}"):
+        for text, words in ((f"name: '{value}'\n", []), ("seed: 1\n", [f"name={value}"])):
+            path.write_text(text)
+            with pytest.raises(RecipeError, match="resolvers are refused") as caught:
+                load(path, words)
+            assert WORD not in str(caught.value)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+MODELING = """
+from transformers import LlamaForCausalLM
+from .scaling_own import SCALE
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        print("the model's own code runs")
+        return super().forward(*args, **kwargs)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of a model with its own code: with the flag, then resumed without it; with secrets in the environment."""
+    tmp = tmp_path_factory.mktemp("own")
+    model = Path(shutil.copytree(sound, tmp / "model"))
+    (model / "modeling_own.py").write_text(MODELING)
+    (model / "scaling_own.py").write_text("SCALE = 1.0\n")
+    named = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    rewrite(model / "config.json", auto_map=named, architectures=["OwnForCausalLM"])
+    recipe = write_recipe(
+        tmp,
+        model={"id": str(model)},
+        train__steps=2,
+        train__loss="plain",
+        launch__nproc_per_node=1,
+        log__tensorboard=True,
+    )
+    secrets = dict.fromkeys(NAMES, WORD)
+    with_flag = fsdptrain("run", recipe, "--trust-remote-code", **secrets)
+    without = fsdptrain("run", recipe, "train.steps=3", **secrets)
+    return {"with": with_flag, "without": without, "folder": tmp / "run", "model": model}
+
+
+def test_a_model_with_code_of_its_own_trains_when_the_command_line_says_so(runs: dict[str, Any]) -> None:
+    assert runs["with"].returncode == 0, runs["with"].stderr
+    assert [event["step"] for event in events(runs["folder"], "step")] == [1, 2]
+    assert "the model's own code runs" in (runs["folder"] / "logs" / "rank-0.log").read_text()
+
+
+def test_its_code_goes_along_into_the_export(runs: dict[str, Any]) -> None:
+    export = runs["folder"] / "export"
+    written = json.loads((export / "config.json").read_text())
+    assert written["architectures"] == ["OwnForCausalLM"]
+    assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_own.OwnForCausalLM"
+    assert (export / "modeling_own.py").read_text() == MODELING
+    assert (export / "scaling_own.py").exists()
+
+
+def test_a_run_is_not_resumed_without_the_flag(runs: dict[str, Any]) -> None:
+    assert runs["without"].returncode == 2
+    assert "--trust-remote-code" in runs["without"].stderr
+    assert "Traceback" not in runs["without"].stderr
+
+
+def test_no_secret_of_the_environment_is_in_a_file_or_on_the_screen(runs: dict[str, Any]) -> None:
+    for done in (runs["with"], runs["without"]):
+        assert WORD not in done.stdout + done.stderr
+    files = [path for path in runs["folder"].rglob("*") if path.is_file()]
+    assert {"recipe.yaml", "plan.json", "metrics.jsonl", "rank-0.log"} <= {path.name for path in files}
+    assert [path for path in files if WORD.encode() in path.read_bytes()] == []
