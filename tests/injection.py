@@ -52,7 +52,7 @@ class Ended:
     leaving: float  # seconds that the last process outlived the command
 
     def problems(self, code: int, *words: str, within: float | None = None) -> list[str]:
-        """What is not as it should be: exit code, words (patterns) on the screen, seconds to notice, processes left behind."""
+        """What is not as it should be: exit code, words (patterns) on the screen, time to notice, processes left."""
         found = [] if self.code == code else [f"exit code {self.code}, not {code}"]
         found += [f"{word!r} is not said" for word in words if not re.search(word, self.output)]
         found += ["a traceback is shown"] if "Traceback" in self.output else []
@@ -116,8 +116,8 @@ def is_valid(folder: Path) -> bool:
 
 
 def last_step(run: Path) -> int:
-    """The last step that a run has reported since it was last started."""
-    return max((event["step"] for event in events(run, "step")), default=0)
+    """The step that a run reported last."""
+    return int(next((event["step"] for event in reversed(events(run, "step"))), 0))
 
 
 def curve(run: Path) -> dict[int, list[Any]]:

@@ -99,7 +99,9 @@ def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments:
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run folder's metrics."""
+    """The events of a run folder's metrics; none where there are none yet."""
+    if not (run / "metrics.jsonl").exists():
+        return []
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if kind is None or line["event"] == kind]
 
