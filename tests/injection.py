@@ -19,6 +19,7 @@ import yaml
 from support import ROOT, children_of, environment, events, write_recipe
 
 from fsdptrain.errors import CheckpointError
+from fsdptrain.manifest import NAME as MANIFEST
 from fsdptrain.manifest import damaged, read_manifest
 from fsdptrain.rundir import RunDir
 
@@ -126,8 +127,8 @@ def curve(run: Path) -> dict[int, list[Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The tensors of a checkpoint or an export, as the bytes of their files."""
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+    """Every byte of a checkpoint or an export, by file; but the manifest, which knows the name of the run folder."""
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST}
 
 
 def differences(run: Path, reference: Path) -> list[str]:

@@ -142,32 +142,46 @@ def random_kills(seed: int) -> list[tuple[str, dict[str, Any]]]:
     return kills
 
 
+@dataclass
+class Killed:
+    """What one kill cost: seconds until the command ended, steps to make again, and what was not as it should be."""
+
+    notice: float
+    lost: int
+    problems: list[str]
+
+
+def kill_once(recipe: Path, fault: dict[str, Any], before: int) -> Killed:
+    """Run into a kill; `before` is the step of the newest valid checkpoint."""
+    run = recipe.parent / "run"
+    ended = run_with(recipe, fault)
+    valid = max(valid_steps(run), default=0)
+    lost = last_step(run) - valid
+    problems = ended.problems(5, rf"rank {fault['rank']} was killed by SIGKILL.* after step \d", within=5.0)
+    problems += [] if valid >= before else [f"a checkpoint of step {before} was there, now the newest is {valid}"]
+    problems += [] if lost <= 2 * EVERY else [f"{lost} steps lost: the newest checkpoint is {valid}"]
+    return Killed(ended.notice, lost, [f"{fault}: {problem}" for problem in problems])
+
+
 @pytest.mark.soak
 def test_workers_killed_at_any_moment_lose_nothing(tmp_path: Path, fault_table: FaultTable) -> None:
-    print(f"seed {SEED}: FSDPTRAIN_FAULT_SEED={SEED}")
+    print(f"FSDPTRAIN_FAULT_SEED={SEED}")
     kills = random_kills(SEED)
     steps = 6 * len(kills)  # no kill lets a process make more
     whole = small_recipe(tmp_path / "whole", train__steps=steps)
-    assert not run_with(whole).problems(0)
+    problems = run_with(whole).problems(0)
     recipe, run = small_recipe(tmp_path / "killed", train__steps=steps), tmp_path / "killed" / "run"
-    tried: dict[str, list[tuple[float, int]]] = {phase: [] for phase in PHASES}
-    problems, newest = [], 0
+    tried: dict[str, list[Killed]] = {phase: [] for phase in PHASES}
     for number, (phase, fault) in enumerate(kills):
-        ended = run_with(recipe, {**fault, "mark": str(tmp_path / f"kill-{number}")})
-        last, valid = last_step(run), valid_steps(run)
-        found = ended.problems(5, rf"rank {fault['rank']} was killed by SIGKILL.* after step \d", within=5.0)
-        found += [] if max(valid, default=0) >= newest else [f"step {newest} was valid, now {valid} are"]
-        newest = max(valid, default=0)
-        lost = last - newest
-        found += [] if lost <= 2 * EVERY else [f"{lost} steps lost: after step {last} only {valid} are there"]
-        problems += [f"{phase} {fault}: {what}" for what in found]
-        tried[phase] += [] if found else [(ended.notice, lost)]
-    ended = run_with(recipe)
-    problems += ended.problems(0) + differences(run, tmp_path / "whole" / "run")
-    for phase, good in tried.items():
-        lost = f"at most {max((steps for _, steps in good), default=0)} steps, made again"
-        fault_table.add(f"worker killed in {phase}", KILLS_A_PHASE, len(good), [s for s, _ in good], lost)
-    assert not problems
+        mark = str(tmp_path / f"kill-{number}")
+        tried[phase].append(kill_once(recipe, {**fault, "mark": mark}, max(valid_steps(run), default=0)))
+    problems += run_with(recipe).problems(0) + differences(run, whole.parent / "run")
+    for phase, made in tried.items():
+        problems += [f"{phase}: {problem}" for killed in made for problem in killed.problems]
+        survived = sum(not killed.problems for killed in made)
+        lost = f"at most {max(killed.lost for killed in made)} steps, made again"
+        fault_table.add(f"worker killed in {phase}", len(made), survived, [killed.notice for killed in made], lost)
+    assert not problems, "\n".join(problems)
 
 
 # --- restarted -------------------------------------------------------------------------------------------------------
