@@ -18,9 +18,7 @@ from typing import Any
 import yaml
 from support import ROOT, children_of, environment, events, write_recipe
 
-from fsdptrain.errors import CheckpointError
-from fsdptrain.manifest import NAME as MANIFEST
-from fsdptrain.manifest import damaged, read_manifest
+from fsdptrain import manifest
 from fsdptrain.rundir import RunDir
 
 STEPS, EVERY = 12, 2
@@ -34,6 +32,7 @@ FAULTLESS: Any = {  # steps of some 50 ms; the learning rate is the same however
     "checkpoint__keep": 2, "launch__timeout_s": 30,
 }  # fmt: skip
 LEAVE_WITHIN_S = 5.0
+LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".replaced")
 
 
 def small_recipe(tmp: Path, **changes: Any) -> Path:
@@ -104,16 +103,7 @@ def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extr
 def valid_steps(run: Path) -> list[int]:
     """Steps of the checkpoints that are whole, every byte of them."""
     rundir = RunDir(run)
-    return [step for step in rundir.checkpoint_steps() if is_valid(rundir.checkpoint(step))]
-
-
-def is_valid(folder: Path) -> bool:
-    """Whether a checkpoint is as it was written."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return False
-    return not damaged(folder, manifest, sorted(manifest.files))
+    return [step for step in rundir.checkpoint_steps() if not manifest.faults(rundir.checkpoint(step))]
 
 
 def last_step(run: Path) -> int:
@@ -128,17 +118,20 @@ def curve(run: Path) -> dict[int, list[Any]]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every byte of a checkpoint or an export, by file; but the manifest, which knows the name of the run folder."""
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != manifest.NAME}
 
 
 def differences(run: Path, reference: Path) -> list[str]:
     """Where a run that was disturbed and went on to its end is not bitwise what the undisturbed one is."""
-    mine, whole = curve(run), curve(reference)
+    try:
+        mine, whole = curve(run), curve(reference)
+    except json.JSONDecodeError as error:
+        return [f"{run / 'metrics.jsonl'} holds a line that is not JSON: {error.doc}"]
     found = [f"step {step}: {mine.get(step)}, not {whole[step]}" for step in whole if mine.get(step) != whole[step]]
     found += [f"step {step} is not in the reference" for step in mine.keys() - whole.keys()]
     final = f"checkpoints/step-{max(whole):08}"
     found += [f"{part} differs" for part in (final, "export") if contents(run / part) != contents(reference / part)]
-    remains = [path.name for path in run.rglob("*") if path.suffix in (".tmp", ".old", ".damaged")]
+    remains = [path.name for path in run.rglob("*") if path.suffix in LEFTOVERS]
     return found + [f"{name} is left" for name in remains]
 
 
