@@ -1,12 +1,15 @@
-"""A cache of its own for the whole session, so that no test reads what this machine's user has prepared.
+"""A cache of its own for the whole session, so that no test reads what this machine's user has prepared; and, at the
+end, one table of all the faults that were injected.
 
-Set when pytest starts, before any library that reads these variables at import is imported.
+The cache is set when pytest starts, before any library that reads these variables at import is imported.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,3 +24,39 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def cache() -> Path:
     """The folder of prepared data and tokenizers."""
     return Path(_cache.name)
+
+
+class FaultTable:
+    """What was injected in this session, and what became of it; printed when the session ends."""
+
+    HEADER = ("fault", "tries", "survived", "noticed after (median / worst)", "lost")
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, ...]] = []
+
+    def add(self, fault: str, tries: int, survived: int, notice: Sequence[float] = (), lost: str = "nothing") -> None:
+        """Add a fault; `notice` is in seconds, one for each try that could be timed."""
+        times = f"{statistics.median(notice):.1f} s / {max(notice):.1f} s" if notice else ""
+        self.rows.append((fault, str(tries), str(survived), times, lost))
+
+    def lines(self) -> list[str]:
+        """The table as lines of text, in columns."""
+        rows = [self.HEADER, *self.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.HEADER))]
+        return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_table = FaultTable()
+
+
+@pytest.fixture(scope="session")
+def fault_table() -> FaultTable:
+    """The table of injected faults."""
+    return _table
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table, if there is anything in it."""
+    if _table.rows:
+        terminalreporter.section("faults")
+        terminalreporter.write_line("\n".join(_table.lines()))

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,30 @@ def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments:
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run folder's metrics."""
+    """The events of a run folder's metrics; none where there are none yet."""
+    if not (run / "metrics.jsonl").exists():
+        return []
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if kind is None or line["event"] == kind]
+
+
+def children_of(run: Path) -> list[int]:
+    """Processes that still work on this run folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(run) in path.read_bytes().decode(errors="replace") and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
+    """Wait until a run has reported this step."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if (run / "metrics.jsonl").exists() and any(e["step"] >= step for e in events(run, "step")):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within {timeout} s")

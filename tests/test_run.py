@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import environment, events, fsdptrain, write_recipe
+from support import children_of, environment, events, fsdptrain, wait_for_step, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -127,32 +126,11 @@ def test_a_resume_that_would_be_another_run_is_refused(finished: Any) -> None:
     assert done.returncode == 2 and "not empty" in done.stderr
 
 
-def children_of(run: Path) -> list[int]:
-    """Processes that still work on this run folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(run) in path.read_bytes().decode(errors="replace") and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "fsdptrain", "run", str(recipe), *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
     )  # fmt: skip
-
-
-def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if (run / "metrics.jsonl").exists() and any(e["step"] >= step for e in events(run, "step")):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no step {step} within {timeout} s")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -178,53 +156,12 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on(number: signal.Signals
     assert events(run, "resume")[-1]["step"] == stopped
 
 
-def test_a_killed_worker_is_named_and_nobody_is_left(tmp_path: Path) -> None:
-    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
-    process = start(recipe)
-    wait_for_step(run, 2)
-    workers = [pid for pid in children_of(run) if b"fsdptrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    ranks = {int(dict(_environ(pid))["RANK"]): pid for pid in workers}
-    os.kill(ranks[1], signal.SIGKILL)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 5, output
-    assert "rank 1 was killed by SIGKILL" in output
-    time.sleep(0.5)
-    assert children_of(run) == []
-
-
-def test_nobody_outlives_a_killed_command(tmp_path: Path) -> None:
-    recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
-    process = start(recipe)
-    wait_for_step(run, 2)
-    process.kill()
-    process.wait()
-    end = time.monotonic() + 5
-    while children_of(run) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert children_of(run) == []
-
-
-def _environ(pid: int) -> list[tuple[str, str]]:
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return [(name, value) for name, _, value in (line.partition("=") for line in lines if line)]
-
-
 def test_the_first_failing_ranks_own_words_are_shown(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, fsdp__wrap=["GPT2Block"])
     done = fsdptrain("run", recipe)
     assert done.returncode == 2
     assert "matches nothing in LlamaForCausalLM" in done.stderr and "LlamaDecoderLayer" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_run_that_diverges_ends_with_7_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    recipe, run = write_recipe(tmp_path, train__steps=8, optim__lr=1e37, checkpoint__every=1), tmp_path / "run"
-    done = fsdptrain("run", recipe, "schedule.warmup=0")
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert "the weights were not touched" in done.stderr
-    last = events(run, "step")[-1]["step"]
-    assert f"step {last + 1}: " in done.stderr
-    assert (run / "checkpoints" / f"step-{last:08}").exists() and not (run / "export").exists()
 
 
 def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
@@ -238,19 +175,6 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is a int; expected a text"
     missing = fsdptrain("run", recipe, "data.path=nowhere.jsonl")
     assert missing.returncode == 4 and "nothing at 'nowhere.jsonl'" in missing.stderr
-
-
-def test_restarts_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    recipe, run = write_recipe(tmp_path, train__steps=24, launch__max_restarts=1), tmp_path / "run"
-    process = start(recipe)
-    wait_for_step(run, 5)
-    os.kill(next(p for p in children_of(run) if b"fsdptrain.worker" in Path(f"/proc/{p}/cmdline").read_bytes()), 9)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert "restart 1 of 1" in output
-    resumed = events(run, "resume")[-1]["step"]
-    assert resumed >= 4
-    assert events(run, "step")[-1]["step"] == 24
 
 
 def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""Faults put into a run from outside. Python runs this file as it starts, wherever this folder is on PYTHONPATH.
+
+fsdptrain has no hooks for faults: a fault names a function, which is wrapped as soon as its module has been imported.
+$FSDPTRAIN_FAULTS holds the faults, a JSON list of `Fault`s; without it nothing happens here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass
+class Fault:
+    """One fault: where, in which process, at which call, and what then happens."""
+
+    where: str  # "module:function" or "module:Class.method"
+    do: str  # the name of an action below
+    rank: int | None = None  # None: in whichever process calls the function
+    call: int = 1  # the first call in a process that is hit …
+    times: int | None = 1  # … and how many in a row are; None: all from then on
+    match: str = ""  # only calls with this among their arguments count
+    at: str = "entry"  # or "exit": after the function has done its work
+    delay: float = 0.0  # seconds later, in a thread, while the process goes on
+    mark: str | None = None  # a file that is made at that moment; once it is there, the fault stays away for good
+    how: dict[str, Any] = field(default_factory=dict)  # arguments of the action
+    calls: int = 0
+
+    def hits(self, arguments: object) -> bool:
+        """Count a call; whether this one is hit."""
+        if self.match and self.match not in repr(arguments):
+            return False
+        self.calls += 1
+        last = self.call + self.times if self.times is not None else float("inf")
+        return self.call <= self.calls < last and not (self.mark and Path(self.mark).exists())
+
+    def happen(self, result: Any = None) -> Any:
+        """Do it, now or later; what the function is to return."""
+        if self.delay:
+            threading.Thread(target=self._late, daemon=True).start()
+            return result
+        return self._act(result)
+
+    def _late(self) -> None:
+        time.sleep(self.delay)
+        self._act(None)
+
+    def _act(self, result: Any) -> Any:
+        if self.mark:
+            try:
+                Path(self.mark).touch(exist_ok=False)
+            except FileExistsError:  # another process was first
+                return result
+        return ACTIONS[self.do](result, **self.how)
+
+
+def send(result: Any, name: str = "SIGKILL", to: str = "self") -> Any:
+    """Send a signal to this process, to its parent (`agent`) or to its parent's parent (`command`)."""
+    agent = os.getppid()
+    if to == "command":
+        agent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(os.getpid() if to == "self" else agent, signal.Signals[name])
+    return result
+
+
+def sleep(result: Any, seconds: float, holding_the_gil: bool = False) -> Any:
+    """Sleep, if asked for in C without letting any other thread of Python run."""
+    if holding_the_gil:
+        ctypes.PyDLL(None).sleep(int(seconds))
+    else:
+        time.sleep(seconds)
+    return result
+
+
+def fail(result: Any, error: str = "builtins:RuntimeError", text: str = "injected") -> Any:
+    """Raise an error."""
+    module, _, name = error.partition(":")
+    raise getattr(importlib.import_module(module), name)(text)
+
+
+def nan(result: Any) -> Any:
+    """Make what a function returns NaN: a tensor, or the first of a list of them."""
+    if isinstance(result, list):
+        result[0].fill_(float("nan"))
+        return result
+    return result * float("nan")
+
+
+def nan_gradient(result: Any) -> Any:
+    """Leave the loss that a function returns as it is, but let its gradient be NaN."""
+    result.register_hook(lambda gradient: gradient * float("nan"))
+    return result
+
+
+def fill(result: Any, path: str) -> Any:
+    """Write a file until the disk is full."""
+    with Path(path).open("ab", buffering=0) as ballast:
+        for size in (2**16, 2**12, 1):
+            try:
+                while ballast.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+    return result
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "send": send,
+    "sleep": sleep,
+    "fail": fail,
+    "nan": nan,
+    "nan_gradient": nan_gradient,
+    "fill": fill,
+}
+
+
+def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
+    """The function with the fault in it."""
+
+    @functools.wraps(function)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        hit = fault.hits((args, kwargs))
+        if hit and fault.at == "entry":
+            fault.happen()
+        result = function(*args, **kwargs)
+        return fault.happen(result) if hit and fault.at == "exit" else result
+
+    return faulty
+
+
+def arm(module: ModuleType, faults: list[Fault]) -> None:
+    """Put the faults into a module that has just been imported."""
+    for fault in faults:
+        *owners, name = fault.where.partition(":")[2].split(".")
+        owner = functools.reduce(getattr, owners, module)
+        setattr(owner, name, wrapped(getattr(owner, name), fault))
+
+
+class Watcher(MetaPathFinder):
+    """Waits for the import of the modules that faults are in."""
+
+    def __init__(self, faults: dict[str, list[Fault]]) -> None:
+        self.faults = faults
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The ordinary spec of a module that we wait for, armed; None for any other."""
+        spec = PathFinder.find_spec(name, path, target) if name in self.faults else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            arm(module, self.faults[name])
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def main() -> None:
+    """Arm what is imported already, and wait for the rest."""
+    rank = os.environ.get("RANK")
+    waiting: dict[str, list[Fault]] = {}
+    for fields in json.loads(os.environ.get("FSDPTRAIN_FAULTS", "[]")):
+        fault = Fault(**fields)
+        if fault.rank is None or str(fault.rank) == rank:
+            waiting.setdefault(fault.where.partition(":")[0], []).append(fault)
+    for name in waiting.keys() & sys.modules.keys():
+        arm(sys.modules[name], waiting[name])
+    if waiting:
+        sys.meta_path.insert(0, Watcher(waiting))
+
+
+main()

@@ -1,0 +1,167 @@
+"""A run with faults in it, and how it ended: real processes, real files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support import ROOT, children_of, environment, events, write_recipe
+
+from fsdptrain import manifest
+from fsdptrain.rundir import RunDir
+
+STEPS, EVERY = 12, 2
+SMALL = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+FAULTLESS: Any = {  # steps of some 50 ms; the learning rate is the same however many there are
+    "model__config": {"model_type": "llama", **SMALL}, "data__seq_len": 32, "train__steps": STEPS,
+    "train__global_batch_size": 4, "schedule": {"name": "constant", "warmup": 0}, "checkpoint__every": EVERY,
+    "checkpoint__keep": 2, "launch__timeout_s": 30,
+}  # fmt: skip
+LEAVE_WITHIN_S = 5.0
+LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".replaced")
+
+
+def small_recipe(tmp: Path, **changes: Any) -> Path:
+    """Write the recipe of this suite, in a folder of its own."""
+    tmp.mkdir(parents=True, exist_ok=True)
+    return write_recipe(tmp, **{**FAULTLESS, **changes})
+
+
+@dataclass
+class Ended:
+    """How a command ended: `notice` is the seconds from the fault to the command's end, where the fault left a mark."""
+
+    code: int
+    output: str
+    notice: float
+    left: list[int]  # processes that still worked on the run folder after LEAVE_WITHIN_S
+    leaving: float  # seconds that the last process outlived the command
+
+    def problems(self, code: int, *words: str, within: float | None = None) -> list[str]:
+        """What is not as it should be: exit code, words (patterns) on the screen, time to notice, processes left."""
+        found = [] if self.code == code else [f"exit code {self.code}, not {code}"]
+        found += [f"{word!r} is not said" for word in words if not re.search(word, self.output)]
+        found += ["a traceback is shown"] if "Traceback" in self.output else []
+        found += [f"processes are left: {self.left}"] if self.left else []
+        found += [f"noticed after {self.notice:.1f} s"] if within is not None and not self.notice <= within else []
+        return [*found, self.output] if found else []
+
+
+class Running:
+    """`fsdptrain run` under way, with faults in it."""
+
+    def __init__(self, recipe: Path, *faults: dict[str, Any], prefix: Sequence[str] = (), **extra: str) -> None:
+        """Start it; `prefix` is a command to run it under, `extra` goes into its environment."""
+        self.run = Path(yaml.safe_load(recipe.read_text())["output_dir"])
+        self.marks = [Path(fault["mark"]) for fault in faults if "mark" in fault]
+        path = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "fsdptrain", "run", str(recipe)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment(PYTHONPATH=path, FSDPTRAIN_FAULTS=json.dumps(faults), **extra),
+        )  # fmt: skip
+
+    def wait(self, timeout: float = 180) -> Ended:
+        """Wait for its end, and for that of its workers. Raises AssertionError when it does not end."""
+        try:
+            output = self.process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            output = self.process.communicate()[0]
+            raise AssertionError(f"the command did not end within {timeout} s\n{output}") from None
+        ended = time.time()
+        while (left := children_of(self.run)) and time.time() < ended + LEAVE_WITHIN_S:
+            time.sleep(0.05)
+        leaving = time.time() - ended
+        for pid in left:  # they are counted as left; the next test wants the machine for itself
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        moments = [mark.stat().st_mtime for mark in self.marks if mark.exists()]
+        notice = ended - max(moments) if moments else float("nan")
+        return Ended(self.process.returncode, output, notice, left, leaving)
+
+
+def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extra: str) -> Ended:
+    """Run the recipe with these faults to its end."""
+    return Running(recipe, *faults, **extra).wait(timeout)
+
+
+def valid_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints that are whole, every byte of them."""
+    rundir = RunDir(run)
+    return [step for step in rundir.checkpoint_steps() if not manifest.faults(rundir.checkpoint(step))]
+
+
+def last_step(run: Path) -> int:
+    """The step that a run reported last."""
+    return int(next((event["step"] for event in reversed(events(run, "step"))), 0))
+
+
+def curve(run: Path) -> dict[int, list[Any]]:
+    """Step → [loss, gradient norm, samples], as it was when the step was last made."""
+    return {event["step"]: [event["loss"], event["grad_norm"], event["samples"]] for event in events(run, "step")}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every byte of a checkpoint or an export, by file; but the manifest, which knows the name of the run folder."""
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != manifest.NAME}
+
+
+def differences(run: Path, reference: Path) -> list[str]:
+    """Where a run that was disturbed and went on to its end is not bitwise what the undisturbed one is."""
+    try:
+        mine, whole = curve(run), curve(reference)
+    except json.JSONDecodeError as error:
+        return [f"{run / 'metrics.jsonl'} holds a line that is not JSON: {error.doc}"]
+    found = [f"step {step}: {mine.get(step)}, not {whole[step]}" for step in whole if mine.get(step) != whole[step]]
+    found += [f"step {step} is not in the reference" for step in mine.keys() - whole.keys()]
+    final = f"checkpoints/step-{max(whole):08}"
+    found += [f"{part} differs" for part in (final, "export") if contents(run / part) != contents(reference / part)]
+    remains = [path.name for path in run.rglob("*") if path.suffix in LEFTOVERS]
+    return found + [f"{name} is left" for name in remains]
+
+
+@dataclass
+class Inside:
+    """Namespaces that a process holds open, and the words that run a command inside them."""
+
+    pid: int
+    prefix: list[str]
+
+
+@contextlib.contextmanager
+def holder(*unshare: str, script: str) -> Iterator[Inside]:
+    """Namespaces of their own, set up by a shell script.
+
+    Raises PermissionError, with the system's words, where this machine does not allow it.
+    """
+    process = subprocess.Popen(
+        ["unshare", *unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        if first != "ready":
+            raise PermissionError(first)
+        flags = [flag if flag != "--map-root-user" else "--preserve-credentials" for flag in unshare]
+        yield Inside(process.pid, ["nsenter", "--target", str(process.pid), *flags])
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,605 @@
+"""Nothing is lost: faults injected into real runs, each with what must come of it. docs/faults.md tells them.
+
+After every fault the same command goes on, and what comes out is bitwise equal to a run that nothing disturbed: the
+loss, the gradient norm and the samples of every step, the last checkpoint, the export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FaultTable
+from injection import (
+    EVERY,
+    STEPS,
+    Inside,
+    Running,
+    curve,
+    differences,
+    holder,
+    last_step,
+    run_with,
+    small_recipe,
+    valid_steps,
+)
+from support import events, fsdptrain
+
+SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
+LOSS, UPDATE = "fsdptrain.engine:Engine.loss", "fsdptrain.engine:Engine.update"
+BATCH = "fsdptrain.data:Corpus.batch"  # what `data.batch` of a stream calls
+MICRO_BATCHES = 2  # that a rank sees in a step
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a run that nothing disturbed."""
+    tmp = tmp_path_factory.mktemp("reference")
+    ended = run_with(small_recipe(tmp))
+    assert not ended.problems(0, f"{STEPS} steps in")
+    return tmp / "run"
+
+
+EVALUATED: Any = {"data__eval": {"fraction": 0.1}, "eval__every": 4}
+
+
+@pytest.fixture(scope="module")
+def whole_with_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of an undisturbed run that evaluates."""
+    tmp = tmp_path_factory.mktemp("evaluated")
+    assert not run_with(small_recipe(tmp, **EVALUATED)).problems(0)
+    return tmp / "run"
+
+
+def settle(
+    table: FaultTable, fault: str, problems: list[str], notice: Sequence[float] = (), lost: str = "nothing"
+) -> None:
+    """Write one try into the table, and fail if anything is not as it should be."""
+    table.add(fault, 1, 0 if problems else 1, notice, lost)
+    assert not problems, "\n".join(problems)
+
+
+def kill(where: str, rank: int, call: int, mark: Path | None = None, **more: Any) -> dict[str, Any]:
+    return {"where": where, "do": "send", "rank": rank, "call": call, **({"mark": str(mark)} if mark else {}), **more}
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_while_it_writes_is_named_and_restarted(
+    reference: Path, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    recipe, run = small_recipe(tmp_path, launch__max_restarts=1), tmp_path / "run"
+    ended = run_with(recipe, kill("fsdptrain.checkpoint:write_shards", rank=1, call=3, mark=tmp_path / "killed"))
+    problems = ended.problems(0, r"rank 1 was killed by SIGKILL.* after step \d", "restart 1 of 1")
+    problems += differences(run, reference)
+    problems += [] if events(run, "resume")[-1]["step"] >= EVERY else ["it began again"]
+    settle(fault_table, "worker killed while writing, restarted", problems)
+
+
+@pytest.mark.parametrize("to", ["agent", "command"])
+def test_nobody_outlives_a_killed(to: str, tmp_path: Path, fault_table: FaultTable) -> None:
+    recipe = small_recipe(tmp_path, train__steps=2000)
+    ended = run_with(recipe, kill(UPDATE, rank=1, call=3, mark=tmp_path / "killed", how={"to": to}))
+    problems = ended.problems(5 if to == "agent" else -9)
+    problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
+    settle(fault_table, f"{to} killed", problems, [ended.notice + ended.leaving])
+
+
+PHASES: dict[str, list[dict[str, Any]]] = {
+    "forward": [{"where": LOSS, "call": (5, 12), "delay": 0.02}],
+    "backward": [{"where": "torch:Tensor.backward", "call": (5, 12), "delay": 0.02}],
+    "update": [
+        {"where": UPDATE, "call": (3, 6), "delay": 0.005},
+        {"where": UPDATE, "call": (3, 6)},
+        {"where": UPDATE, "call": (3, 6), "at": "exit"},
+    ],
+    "staging": [
+        {"where": "fsdptrain.checkpoint:Checkpointer.save", "call": (2, 3), "delay": 0.005},
+        {"where": "fsdptrain.checkpoint:Checkpointer.save", "call": (2, 3), "at": "exit"},
+    ],
+    "writing": [
+        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3)},
+        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3), "delay": 0.005},
+        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3), "at": "exit"},
+    ],
+    "commit": [
+        {"where": "fsdptrain.manifest:Manifest.write", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.manifest:Manifest.write", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp"},
+        {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
+    ],
+    "retention": [
+        {"where": "fsdptrain.checkpoint:keep_newest", "rank": 0, "call": (2, 3)},
+        {"where": "os:rename", "rank": 0, "call": (1, 1), "match": ".old", "at": "exit"},
+        {"where": "os:unlink", "rank": 0, "call": (1, 2), "match": "safetensors", "at": "exit"},
+        {"where": "fsdptrain.checkpoint:keep_newest", "rank": 0, "call": (2, 3), "at": "exit"},
+    ],
+}
+KILLS_A_PHASE = 8
+
+
+def random_kills(seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """(phase, kill) in random order: KILLS_A_PHASE of each phase, its kinds in turn, at random calls and ranks."""
+    chance = random.Random(seed)
+    kills = []
+    for phase, kinds in PHASES.items():
+        for number in range(KILLS_A_PHASE):
+            kind = dict(kinds[number % len(kinds)])
+            first, last = kind.pop("call")
+            rank = kind.pop("rank", chance.randrange(2))
+            delay = chance.uniform(0, kind.pop("delay", 0.0))
+            kills.append((phase, kill(**kind, rank=rank, call=chance.randint(first, last), delay=delay)))
+    chance.shuffle(kills)
+    return kills
+
+
+@dataclass
+class Killed:
+    """What one kill cost: seconds until the command ended, steps to make again, and what was not as it should be."""
+
+    notice: float
+    lost: int
+    problems: list[str]
+
+
+def kill_once(recipe: Path, fault: dict[str, Any], before: int) -> Killed:
+    """Run into a kill; `before` is the step of the newest valid checkpoint."""
+    run = recipe.parent / "run"
+    ended = run_with(recipe, fault)
+    valid = max(valid_steps(run), default=0)
+    lost = last_step(run) - valid
+    problems = ended.problems(5, rf"rank {fault['rank']} was killed by SIGKILL.* after step \d", within=5.0)
+    problems += [] if valid >= before else [f"a checkpoint of step {before} was there, now the newest is {valid}"]
+    problems += [] if lost <= 2 * EVERY else [f"{lost} steps lost: the newest checkpoint is {valid}"]
+    return Killed(ended.notice, lost, [f"{fault}: {problem}" for problem in problems])
+
+
+@pytest.mark.soak
+def test_workers_killed_at_any_moment_lose_nothing(tmp_path: Path, fault_table: FaultTable) -> None:
+    print(f"FSDPTRAIN_FAULT_SEED={SEED}")
+    kills = random_kills(SEED)
+    steps = 6 * len(kills)  # no kill lets a process make more
+    whole = small_recipe(tmp_path / "whole", train__steps=steps)
+    problems = run_with(whole).problems(0)
+    recipe, run = small_recipe(tmp_path / "killed", train__steps=steps), tmp_path / "killed" / "run"
+    tried: dict[str, list[Killed]] = {phase: [] for phase in PHASES}
+    for number, (phase, fault) in enumerate(kills):
+        mark = str(tmp_path / f"kill-{number}")
+        tried[phase].append(kill_once(recipe, {**fault, "mark": mark}, max(valid_steps(run), default=0)))
+    problems += run_with(recipe).problems(0) + differences(run, whole.parent / "run")
+    for phase, made in tried.items():
+        problems += [f"{phase}: {problem}" for killed in made for problem in killed.problems]
+        survived = sum(not killed.problems for killed in made)
+        lost = f"at most {max(killed.lost for killed in made)} steps, made again"
+        fault_table.add(f"worker killed in {phase}", len(made), survived, [killed.notice for killed in made], lost)
+    assert not problems, "\n".join(problems)
+
+
+# --- restarted -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_a_run_killed_twice_ends_well_in_one_command(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
+    recipe = small_recipe(tmp_path, launch__max_restarts=5)
+    kills = [kill(UPDATE, 1, 3, tmp_path / "first"), kill(UPDATE, 0, 5, tmp_path / "second")]
+    ended = run_with(recipe, *kills)
+    problems = ended.problems(0, "rank 1 was killed", "rank 0 was killed", "restart 2 of 5")
+    problems += differences(tmp_path / "run", reference)
+    settle(fault_table, "worker killed twice, restarted", problems)
+
+
+@pytest.mark.soak
+def test_a_worker_that_dies_every_time_is_given_up_after_two_restarts(tmp_path: Path, fault_table: FaultTable) -> None:
+    ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), kill(UPDATE, 1, 1))
+    problems = ended.problems(5, "restart 2 of 5")
+    problems += ["restarted a third time"] if "restart 3" in ended.output else []
+    settle(fault_table, "worker dies every time: given up", problems)
+
+
+DETERMINISTIC = {
+    "an error in our code": (5, {"where": UPDATE, "do": "fail", "rank": 0, "call": 3, "times": None}),
+    "NaN": (7, {"where": LOSS, "do": "nan", "at": "exit", "rank": 1, "call": 5, "times": None}),
+    "bad data": (4, {"where": BATCH, "do": "fail", "call": 5, "times": None,
+                     "how": {"error": "fsdptrain.errors:DataError"}}),
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_what_would_fail_again_is_not_restarted(name: str, tmp_path: Path, fault_table: FaultTable) -> None:
+    code, fault = DETERMINISTIC[name]
+    ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), fault)
+    problems = ended.problems(code) + (["it was restarted"] if "restart " in ended.output else [])
+    settle(fault_table, f"{name}: not restarted", problems)
+
+
+# --- hanging ---------------------------------------------------------------------------------------------------------
+
+HANG_S = 8  # launch.timeout_s
+
+
+def hang(where: str, call: int = 1, do: str = "sleep", **how: Any) -> dict[str, Any]:
+    """Rank 1 never comes out of this call."""
+    return {"where": where, "rank": 1, "call": call, "do": do, "how": {"seconds": 3600} | how if do == "sleep" else how}
+
+
+def check_hang(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) -> tuple[list[str], float]:
+    """Run into a hang; what is wrong with how it was ended, and the seconds it took to notice."""
+    recipe = small_recipe(tmp, launch__timeout_s=HANG_S, **changes)
+    ended = run_with(recipe, {**fault, "mark": str(tmp / "hung")})
+    return ended.problems(5, *words, within=HANG_S + 10), ended.notice
+
+
+def test_a_hang_is_ended_and_told(tmp_path: Path, fault_table: FaultTable) -> None:
+    words = ("rank 0 waits in", "rank 1 is in data.batch")
+    problems, notice = check_hang(tmp_path, hang(BATCH, call=7), *words)
+    problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
+    settle(fault_table, "hang: in data.batch", problems, [notice])
+
+
+HANGS = {
+    "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
+    "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
+    "during evaluation": hang("fsdptrain.engine:Engine.evaluate"),
+    "during the export": hang("fsdptrain.export:names_by_block"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", HANGS)
+def test_any_hang_is_ended_and_goes_on(
+    name: str, whole_with_evaluation: Path, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    problems, notice = check_hang(tmp_path, HANGS[name], "rank 1", **EVALUATED)
+    problems += run_with(tmp_path / "recipe.yaml").problems(0) + differences(tmp_path / "run", whole_with_evaluation)
+    settle(fault_table, f"hang: {name}", problems, [notice])
+
+
+@pytest.mark.soak
+def test_a_hang_among_four_names_who_waits_where(tmp_path: Path, fault_table: FaultTable) -> None:
+    words = ("ranks 0, 2 and 3 wait in all-gather", "rank 1 is in data.batch")
+    changes: Any = {"launch__nproc_per_node": 4, "train__global_batch_size": 8}
+    problems, notice = check_hang(tmp_path / "hung", hang(BATCH, call=5), *words, **changes)
+    problems += run_with(tmp_path / "hung" / "recipe.yaml").problems(0)
+    problems += run_with(small_recipe(tmp_path / "whole", **changes)).problems(0)
+    problems += differences(tmp_path / "hung" / "run", tmp_path / "whole" / "run")
+    settle(fault_table, "hang: one of four in data.batch", problems, [notice])
+
+
+# --- late ------------------------------------------------------------------------------------------------------------
+
+LATE = {
+    "input": {"where": BATCH, "how": {"seconds": 0.05}},
+    "compute": {
+        "where": "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward", "how": {"seconds": 0.03}},
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cause", LATE)
+def test_a_straggler_is_named(cause: str, tmp_path: Path, fault_table: FaultTable) -> None:
+    recipe = small_recipe(tmp_path, train__steps=48, checkpoint__every=None, export__at_end=False)
+    ended = run_with(recipe, {**LATE[cause], "do": "sleep", "rank": 1, "times": None})
+    told = events(tmp_path / "run", "straggler")
+    named = [event for event in told if (event["rank"], event["cause"]) == (1, cause)]
+    problems = ended.problems(0) + ([] if named and named == told else [f"stragglers told: {told}"])
+    problems += [f"cost {event['cost']}" for event in named if not 0.1 < event["cost"] < 1]
+    settle(fault_table, f"straggler: {cause}", problems, lost="time")
+
+
+# --- not finite ------------------------------------------------------------------------------------------------------
+
+AT = 6  # the step that is not finite
+LASTING = {
+    "call": MICRO_BATCHES * (AT - 1) + 1,
+    "at": "exit",
+    "times": 2 * MICRO_BATCHES,
+}  # the repetition too
+NANS: dict[str, tuple[dict[str, Any], str]] = {
+    "loss": ({**LASTING, "where": LOSS, "do": "nan"}, r"the loss is nan on rank 1 \(samples \d+"),
+    "gradient": ({**LASTING, "where": LOSS, "do": "nan_gradient"}, r"the gradient of \S+ on rank 1 \(samples \d+"),
+    "once": ({"where": "fsdptrain.engine:Engine.local_grads", "do": "nan", "at": "exit", "call": AT}, "hardware"),
+}
+
+
+def check_nan(name: str, tmp: Path) -> list[str]:
+    """Run into a NaN on rank 1; what is wrong with how it ended."""
+    recipe, run = small_recipe(tmp), tmp / "run"
+    fault, words = NANS[name]
+    problems = run_with(recipe, {**fault, "rank": 1}).problems(7, f"step {AT}", words)
+    problems += [] if valid_steps(run) == [AT - 4, AT - 2] else [f"checkpoints: {valid_steps(run)}"]
+    problems += [] if last_step(run) == AT - 1 else [f"step {last_step(run)} was reported"]
+    return problems + (["there is an export"] if (run / "export").exists() else [])
+
+
+def test_a_loss_that_is_nan_on_one_rank_touches_nothing(tmp_path: Path, fault_table: FaultTable) -> None:
+    problems = check_nan("loss", tmp_path)
+    settle(fault_table, "NaN: loss", problems)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NANS)
+def test_after_a_nan_the_run_goes_on_from_the_checkpoint_before(
+    name: str, reference: Path, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    problems = check_nan(name, tmp_path)
+    problems += run_with(tmp_path / "recipe.yaml").problems(0) + differences(tmp_path / "run", reference)
+    settle(fault_table, f"NaN: {name}, then gone on", problems)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("bad", "code"), [(2, 0), (3, 7)])
+def test_not_finite_steps_are_skipped_up_to_the_bound(
+    bad: int, code: int, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    recipe, run = small_recipe(tmp_path, train__on_nonfinite="skip", train__max_skipped=2), tmp_path / "run"
+    ended = run_with(recipe, {**NANS["loss"][0], "rank": 1, "times": 2 * MICRO_BATCHES * bad})
+    skipped = [event["step"] for event in events(run, "skip")]
+    problems = ended.problems(code) + ([] if skipped[:2] == [AT, AT + 1] else [f"skipped: {skipped}"])
+    settle(fault_table, f"NaN: {bad} steps in a row, 2 may be skipped", problems)
+
+
+# --- full disk -------------------------------------------------------------------------------------------------------
+
+DISK_MB = 12  # room for what the run writes, three checkpoints of 1 MB among it
+
+
+@dataclass
+class SmallDisk:
+    """A file system of DISK_MB in a mount namespace of its own: where it lies inside, and the same from outside."""
+
+    inside: Path
+    outside: Path
+    prefix: list[str]
+
+    def ballast(self, free: int) -> Path:
+        """Fill it up to `free` bytes with one file."""
+        path = self.outside / "ballast"
+        path.write_bytes(bytes(shutil.disk_usage(self.outside).free - free))
+        return path
+
+    def recipe(self, **changes: Any) -> Path:
+        """The recipe of this suite, whose run is on the small disk."""
+        return small_recipe(self.inside, output_dir=str(self.inside / "disk" / "run"), **changes)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A small disk; skips where no file system may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    flags = ["--mount"] if os.getuid() == 0 else ["--user", "--map-root-user", "--mount"]
+    try:
+        with holder(*flags, script=f"mount -t tmpfs -o size={DISK_MB}m none {disk}") as inside:
+            yield SmallDisk(tmp_path, Path(f"/proc/{inside.pid}/root") / disk.relative_to("/"), inside.prefix)
+    except PermissionError as error:
+        pytest.skip(f"no file system may be mounted here: {error}")
+
+
+def full_at(where: str, call: int, disk: SmallDisk) -> dict[str, Any]:
+    """Another's file takes all the room there is, at this call on rank 0."""
+    path = str(disk.inside / "disk" / "ballast")
+    return {"where": where, "do": "fill", "rank": 0, "call": call, "how": {"path": path},
+            "mark": str(disk.inside / "filled")}  # fmt: skip
+
+
+def goes_on_with_room(disk: SmallDisk, recipe: Path, reference: Path) -> list[str]:
+    """Make room and run the same command; what is wrong with what comes out."""
+    (disk.outside / "ballast").unlink(missing_ok=True)
+    return Running(recipe, prefix=disk.prefix).wait().problems(0) + differences(disk.outside / "run", reference)
+
+
+def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: str) -> tuple[list[str], float]:
+    """Run into a disk that is full from some moment on, make room, and go on."""
+    recipe, run = disk.recipe(), disk.outside / "run"
+    ended = Running(recipe, full_at(where, call, disk), prefix=disk.prefix).wait()
+    problems = ended.problems(6, "no space", *words)
+    problems += [] if valid_steps(run) else ["no valid checkpoint"]
+    problems += [f"{path} is left" for path in run.glob("checkpoints/*.tmp")]
+    return problems + goes_on_with_room(disk, recipe, reference), ended.notice
+
+
+def test_a_disk_that_fills_up_costs_the_newest_checkpoint_only(
+    reference: Path, small_disk: SmallDisk, fault_table: FaultTable
+) -> None:
+    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint:make_room", 2, "needs", "has")
+    settle(fault_table, "disk full before the second save", problems, [notice])
+
+
+FILLINGS = {
+    "in the second save": ("fsdptrain.checkpoint:write_shards", 2),
+    "for metrics.jsonl": ("fsdptrain.report:Reporter.event", 8),
+    "at the export": ("fsdptrain.export:write_folder", 1),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("when", FILLINGS)
+def test_a_disk_that_is_full_at_any_moment_loses_nothing(
+    when: str, reference: Path, small_disk: SmallDisk, fault_table: FaultTable
+) -> None:
+    problems, notice = check_full(small_disk, reference, *FILLINGS[when])
+    settle(fault_table, f"disk full {when}", problems, [notice])
+
+
+@pytest.mark.soak
+def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_run(
+    reference: Path, small_disk: SmallDisk, fault_table: FaultTable
+) -> None:
+    small_disk.ballast(free=2**20)
+    recipe = small_disk.recipe()
+    ended = Running(recipe, prefix=small_disk.prefix).wait()
+    problems = ended.problems(6, "no space", "needs", "has")
+    problems += [f"step {step} was made" for step in curve(small_disk.outside / "run")]
+    problems += goes_on_with_room(small_disk, recipe, reference)
+    settle(fault_table, "disk full before the run", problems)
+
+
+# --- cut -------------------------------------------------------------------------------------------------------------
+
+CUT_S = 10  # launch.timeout_s
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
+    """Two network namespaces with one cable between them, where `node-0` and `node-1` are their names; else a skip."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-0\n10.77.0.2 node-1\n")
+    if os.getuid() != 0:
+        pytest.skip("only root may lay a cable between two network namespaces")
+    with contextlib.ExitStack() as stack:
+        try:
+            nodes = [
+                stack.enter_context(
+                    holder(
+                        "--mount", "--net", "--uts",
+                        script=f"hostname node-{n}; mount --bind {hosts} /etc/hosts; ip link set lo up",
+                    )
+                )
+                for n in range(2)
+            ]  # fmt: skip
+        except PermissionError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        there = nodes[1].pid
+        cable = f"ip link add cable type veth peer name cable netns {there}".split()
+        subprocess.run([*nodes[0].prefix, *cable], check=True)
+        for n, node in enumerate(nodes):
+            subprocess.run([*node.prefix, "ip", "address", "add", f"10.77.0.{n + 1}/24", "dev", "cable"], check=True)
+            set_cable(node, "up")
+        yield nodes
+
+
+def set_cable(node: Inside, state: str) -> None:
+    """Plug the cable in (`up`) or pull it (`down`) at this node."""
+    subprocess.run([*node.prefix, "ip", "link", "set", "cable", state], check=True)
+
+
+@contextlib.contextmanager
+def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
+    """The command under way on every node, slow enough to pull a cable in the middle; killed if it does not end."""
+    pace = {"where": BATCH, "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
+    commands = [Running(recipe, pace, prefix=node.prefix, GLOO_SOCKET_IFNAME="cable") for node in nodes]
+    try:
+        yield commands
+    finally:
+        for command in commands:
+            command.process.kill()
+
+
+@pytest.mark.soak
+def test_a_cut_link_ends_both_nodes_and_they_go_on(
+    reference: Path, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
+) -> None:
+    recipe, run = (
+        small_recipe(
+            tmp_path, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400",
+            launch__timeout_s=CUT_S,
+        ),
+        tmp_path / "run",
+    )  # fmt: skip
+    problems, notice = [], []
+    with started_on(two_nodes, recipe) as commands:
+        while last_step(run) < 5 and all(command.process.poll() is None for command in commands):
+            time.sleep(0.1)
+        set_cable(two_nodes[1], "down")
+        cut = time.time()
+        for command in commands:
+            problems += command.wait(timeout=CUT_S + 120).problems(5)
+            notice.append(time.time() - cut)
+    problems += [f"ended after {s:.0f} s" for s in notice if s > CUT_S + 15]
+    set_cable(two_nodes[1], "up")
+    with started_on(two_nodes, recipe) as commands:
+        for command in commands:
+            problems += command.wait().problems(0)
+    settle(fault_table, "link between two nodes cut", problems + differences(run, reference), notice)
+
+
+# --- stopped ---------------------------------------------------------------------------------------------------------
+
+STOPS: dict[str, tuple[dict[str, Any], bool]] = {  # moment → (where the signal comes, whether a checkpoint is saved)
+    "tokenising": ({"where": "fsdptrain.data:Encoder.__call__"}, False),
+    "loading": ({"where": "fsdptrain.weights:draw_weights"}, True),
+    "resuming": ({"where": "fsdptrain.checkpoint:Checkpointer.load_newest"}, True),
+    "forward": ({"where": LOSS, "call": 7}, True),
+    "evaluation": ({"where": "fsdptrain.engine:Engine.evaluate"}, True),
+    "saving": ({"where": "fsdptrain.checkpoint:write_shards", "call": 2}, True),
+    "export": ({"where": "fsdptrain.export:write_folder"}, True),
+}
+LONG_ENOUGH_S = 1.0  # for the signal to come by way of the command
+
+
+def stop_in(moment: str, name: str, mark: Path) -> list[dict[str, Any]]:
+    """The faults that send the command a signal at this moment, and hold the moment until it has come."""
+    where = {**STOPS[moment][0], "rank": 0, "mark": str(mark)}
+    return [
+        {**where, "do": "sleep", "how": {"seconds": LONG_ENOUGH_S}, "mark": f"{mark}-held"},
+        {**where, "do": "send", "how": {"name": name, "to": "command"}},
+    ]
+
+
+SENT = [("SIGTERM", moment) for moment in STOPS]  # the way is the same for each signal
+SENT += [(name, moment) for name in ("SIGINT", "SIGUSR1") for moment in ("forward", "evaluation")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "moment"), SENT)
+def test_a_stop_at_any_moment_loses_nothing(
+    name: str, moment: str, whole_with_evaluation: Path, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    recipe = small_recipe(tmp_path, **EVALUATED)
+    if moment == "resuming":
+        run_with(recipe, kill(UPDATE, rank=1, call=5))
+    cache = tmp_path / "cache" if moment == "tokenising" else Path(os.environ["FSDPTRAIN_CACHE"])
+    ended = run_with(recipe, *stop_in(moment, name, tmp_path / "stopped"), FSDPTRAIN_CACHE=str(cache))
+    problems = ended.problems(75, name, "run the same command to go on", within=15.0)
+    problems += run_with(recipe).problems(0) + differences(tmp_path / "run", whole_with_evaluation)
+    settle(fault_table, f"{name} in {moment}", problems, [ended.notice])
+
+
+@pytest.mark.soak
+def test_a_second_signal_ends_at_once(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
+    recipe, mark = small_recipe(tmp_path), tmp_path / "stopped"
+    where = {"where": UPDATE, "rank": 0, "call": 6}
+    stop = {**where, "do": "send", "how": {"name": "SIGTERM", "to": "command"}}
+    second = {**stop, "delay": 1.0, "mark": str(mark)}
+    ended = run_with(recipe, {**where, "do": "sleep", "how": {"seconds": 3600}}, stop, second)
+    problems = ended.problems(ended.code, within=5.0) + ([] if ended.code in (5, 75) else [f"exit code {ended.code}"])
+    problems += [] if valid_steps(tmp_path / "run") else ["no checkpoint is left"]
+    problems += run_with(recipe).problems(0) + differences(tmp_path / "run", reference)
+    settle(fault_table, "a second SIGTERM", problems, [ended.notice])
+
+
+@pytest.mark.soak
+def test_a_stop_that_takes_too_long_is_cut_off(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
+    grace = 4
+    recipe = small_recipe(tmp_path, launch__grace_s=grace)
+    slow = {"where": "fsdptrain.checkpoint:write_shards", "do": "sleep", "rank": 1, "call": 3, "how": {"seconds": 3600}}
+    stop = {"where": UPDATE, "rank": 0, "call": 6, "do": "send", "how": {"name": "SIGTERM", "to": "command"}}
+    ended = run_with(recipe, slow, {**stop, "mark": str(tmp_path / "stopped")})
+    problems = ended.problems(75, within=grace + 5.0)
+    problems += [] if valid_steps(tmp_path / "run") else ["no checkpoint is left"]
+    problems += run_with(recipe).problems(0) + differences(tmp_path / "run", reference)
+    settle(fault_table, "a stop longer than launch.grace_s", problems, [ended.notice])
+
+
+FINISHED = 50
+
+
+@pytest.mark.soak
+def test_a_finished_run_exits_0_every_time(tmp_path: Path, fault_table: FaultTable) -> None:
+    codes = []
+    for number in range(FINISHED):
+        recipe = small_recipe(tmp_path / str(number), train__steps=2, data__path=str(tmp_path / "0" / "text.jsonl"))
+        codes.append(fsdptrain("run", recipe).returncode)
+    fault_table.add("none: a finished run exits 0", FINISHED, codes.count(0))
+    assert codes == [0] * FINISHED
