@@ -246,14 +246,15 @@ def matches(pattern: str) -> list[str]:
     if os.path.lexists(pattern):
         return [pattern]
     found, opened = set(), 0
-    todo: list[tuple[Path, tuple[str, ...]]] = [(Path(), Path(pattern).parts)]
+    todo: list[tuple[str, tuple[str, ...]]] = [("", Path(pattern).parts)]  # texts: paths take five times as long
     while todo:
         folder, parts = todo.pop()
         first, rest = (parts[0], parts[1:]) if parts else ("", ())
         if not parts:
-            found.add(str(folder))
+            found.add(folder)
         elif not glob.has_magic(first):
-            todo += [(folder / first, rest)] if os.path.lexists(folder / first) else []
+            path = os.path.join(folder, first)  # noqa: PTH118
+            todo += [(path, rest)] if os.path.lexists(path) else []
         elif (opened := opened + 1) > MAX_FOLDERS:
             where = f"leads through more than {MAX_FOLDERS:,} folders: name a narrower place"
             raise DataError(f"data.path: {shortened(pattern)!r} {where}")
@@ -263,22 +264,22 @@ def matches(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _below(folder: Path, entries: list[os.DirEntry[str]], first: str, rest: tuple[str, ...]) -> Iterator[Any]:
+def _below(folder: str, entries: list[os.DirEntry[str]], first: str, rest: tuple[str, ...]) -> Iterator[Any]:
     """What is to be looked at next in a folder, as (path, pattern from there on); `first` is a pattern."""
     if first != "**":
-        yield from ((folder / e.name, rest) for e in entries if fnmatch.fnmatchcase(e.name, first))
+        yield from ((e.path, rest) for e in entries if fnmatch.fnmatchcase(e.name, first))
         return
     yield folder, rest
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield folder / entry.name, ("**", *rest)
+            yield entry.path, ("**", *rest)
         elif not rest:
-            yield folder / entry.name, ()
+            yield entry.path, ()
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(folder or ".") as entries:
             yield from entries
     except (NotADirectoryError, FileNotFoundError):
         return
