@@ -51,7 +51,7 @@ from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
-from fsdptrain.tokenizer import load_tokenizer
+from fsdptrain.tokenizer import load_tokenizer, vocabulary
 from fsdptrain.watchdog import Watchdog
 from fsdptrain.weights import allocate, draw_weights, read_weights
 
@@ -146,7 +146,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         torch.use_deterministic_algorithms(True)
     tokenizer = load_tokenizer(plan, progress)
     stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
-    config = load_config(plan, len(tokenizer))
+    config = load_config(plan, vocabulary(tokenizer))
     if plan.pretrained:
         checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
     world = World.start(plan, stop)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from broken_saves import flip
+from conftest import FaultTable
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
@@ -141,19 +142,19 @@ def test_a_manifest_names_what_is_there(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("flips", [10, pytest.param(100, marks=pytest.mark.soak)])
-def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir) -> None:
-    draw = random.Random(flips)
+def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir, fault_table: FaultTable) -> None:
+    draw, named = random.Random(flips), 0
     files = [path for step in run.checkpoint_steps() for path in sorted(run.checkpoint(step).iterdir())]
     for number in range(flips):
         path = files[number % len(files)]
         place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
         flip(path, place, bit)
         problems = {Path(each["path"]): each["problems"] for each in survey(run)["checkpoints"]}
-        assert any(path.name in problem for problem in problems.pop(path.parent)), (path, place, bit)
-        assert list(problems.values()) == [[]]
-        assert refused(path.parent), (path, place, bit)
+        found = any(path.name in problem for problem in problems.pop(path.parent))
+        named += found and list(problems.values()) == [[]] and bool(refused(path.parent))
         flip(path, place, bit)
-    assert survey(run)["good"]
+    fault_table.add("a flipped bit, named by file", flips, named)
+    assert named == flips and survey(run)["good"]
 
 
 def refused(folder: Path) -> list[str]:
@@ -466,31 +467,3 @@ def test_verify_says_what_is_wrong_with_an_export(change: Callable[[Path], objec
     assert survey(run)["good"]
     change(run.export)
     assert survey(run)["export"]["problems"] and not survey(run)["good"]
-
-
-SMALL_DISK = """
-mount -t tmpfs -o size=8m none "$0/disk" || exit 77
-"$2" -m fsdptrain run "$1" checkpoint.keep=9 train.steps=20; echo "refused: $?"
-"$2" -m fsdptrain run "$1" checkpoint.keep=1 train.steps=2000 & run=$!
-while [ ! -d "$0/disk/run/checkpoints/step-00000004" ]; do kill -0 $run || exit 1; sleep 0.05; done
-free=$(df --output=avail -k "$0/disk" | tail -1)
-head -c $(( (free - 300) * 1024 )) /dev/zero > "$0/disk/filler"
-wait $run; echo "filled: $?"
-ls "$0/disk/run/checkpoints" "$0/disk/run"
-rm "$0/disk/filler"
-"$2" -m fsdptrain verify "$0/disk/run"; echo "verified: $?"
-"""
-
-
-@pytest.mark.soak
-def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "disk" / "run"))
-    (tmp_path / "disk").mkdir()
-    words = ["unshare", "-rm", "sh", "-c", SMALL_DISK, tmp_path, recipe, sys.executable]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment(), check=False)
-    if done.returncode in (1, 77) and "refused" not in done.stdout:
-        pytest.skip(f"no mount namespace here: {done.stderr}")
-    assert "refused: 6" in done.stdout and "filled: 6" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"output_dir: .* needed .* free", done.stderr)
-    assert re.search(r"no space: needs \S+ .iB, has \S+ .iB", done.stderr)
-    assert ".tmp" not in done.stdout.partition("filled")[2] and "verified: 0" in done.stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import FaultTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import ROOT
@@ -226,10 +227,20 @@ def test_a_broken_recipe_is_read_or_refused_and_nothing_else_happens(folder: Pat
     check(folder, recipe)
 
 
+@pytest.fixture
+def survived(fault_table: FaultTable) -> Iterator[list[bool]]:
+    """Whether each recipe of the long form was survived: a row of the table of faults."""
+    found: list[bool] = []
+    yield found
+    fault_table.add("a broken recipe", len(found), sum(found))
+
+
 @pytest.mark.soak
 @fuzz(10_000)
-def test_ten_thousand_broken_recipes_are_read_or_refused(folder: Path, recipe: Broken) -> None:
+def test_ten_thousand_broken_recipes_are_read_or_refused(folder: Path, recipe: Broken, survived: list[bool]) -> None:
+    survived.append(False)
     check(folder, recipe)
+    survived[-1] = True
 
 
 @pytest.mark.parametrize(
