@@ -133,23 +133,20 @@ def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_saves_and_the_same_command_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     recipe, run = (
         write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False),
         tmp_path / "run",
     )
     process = start(recipe)
     wait_for_step(run, 3)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
-    assert "run the same command to go on" in output and number.name in output
+    assert "run the same command to go on" in output and "SIGINT" in output
     assert children_of(run) == []
     stopped = events(run, "stop")[-1]["step"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
-    if number == signal.SIGINT:
-        return
     done = fsdptrain("run", recipe, f"train.steps={stopped + 2}", "schedule.name=constant", "export.at_end=false")
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(run, "step")] == list(range(1, stopped + 3))
