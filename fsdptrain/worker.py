@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import gc
 import json
 import math
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdptrain.checkpoint import Checkpointer, sweep
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
@@ -384,8 +384,7 @@ def work(plan: Plan) -> None:
 
     Leaves by `os._exit`: an interpreter that shuts down after FSDP and gloo aborts now and then (pytorch#179291).
     """
-    handler = get_error_handler()
-    handler.initialize()
+    faulthandler.enable()
     quiet_libraries()
     joined = plan.topology.joined
     code = 0
@@ -427,15 +426,17 @@ def ours(error: BaseException) -> FsdptrainError:
 
 
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
-    """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics."""
-    get_error_handler().record_exception(error)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics.
+
+    In one piece: the agent may end us while we write, and torchrun fails over half a file.
+    """
     words = {name: text[-MAX_WORDS:] for name, text in to_record(error).items()}
-    record = {**words, "traceback": traceback.format_exc()[-MAX_WORDS:], "at": time.time()}
-    if path and Path(path).is_file():
-        written = json.loads(Path(path).read_text())
-        written["message"]["extraInfo"] |= record
-        Path(path).write_text(json.dumps(written))
+    stack, now = traceback.format_exc()[-MAX_WORDS:], time.time()
+    record = {"py_callstack": stack, "timestamp": str(int(now)), **words, "traceback": stack, "at": now}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        aside = Path(f"{path}.tmp")
+        aside.write_text(json.dumps({"message": {"message": words["message"], "extraInfo": record}}))
+        aside.replace(path)
     with contextlib.closing(Reporter(RunDir(Path(plan.run_dir)))) as reporter:
         reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
 
