@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -313,6 +314,33 @@ def test_a_file_with_the_right_checksum_is_not_believed_either(change: Any, run:
     forge(newest(run), change)
     with pytest.raises(CheckpointError):
         load(newest(run), wanted)
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.canary,))
+
+
+@pytest.mark.parametrize("name", [".metadata", "rng.pt", "rank-00000.safetensors"])
+def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_path: Path) -> None:
+    wanted, canary, folder = shards(run), tmp_path / "canary", newest(run)
+    pickled = pickle.dumps(Payload(canary))
+    (folder / name).write_bytes(pickled)
+    if name in read_manifest(folder).files:  # in a shard's place, and with its checksum
+        reseal(folder, lambda fields: fields["files"].update({name: file_entry(folder / name)}))
+        with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
+            load(folder, wanted)
+    else:
+        load(folder, wanted)
+    survey(run)
+    assert not canary.exists()
+    pickle.loads(pickled)
+    assert canary.exists()
 
 
 def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
