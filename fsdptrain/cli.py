@@ -85,7 +85,7 @@ def run(
 
         work(plan)
     started = time.monotonic()
-    with _alone_in(rundir), Screen() as screen, contextlib.ExitStack() as stack:
+    with _alone_in(rundir, plan.recipe.launch.nnodes), Screen() as screen, contextlib.ExitStack() as stack:
         calibration = None
         if plan.recipe.log.forecast:
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
@@ -275,11 +275,16 @@ def _check_folder(plan: Any, rundir: Any, fresh: bool) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(rundir: Any) -> Iterator[None]:
-    """Hold the run folder: two runs in one folder would overwrite each other's plan and checkpoints."""
+def _alone_in(rundir: Any, nodes: int) -> Iterator[None]:
+    """Hold the run folder: two runs in one folder would overwrite each other's plan and checkpoints.
+
+    The nodes of one run share the folder, so there the lock is one of this machine only.
+    """
+    import socket
+
     from filelock import FileLock, Timeout
 
-    lock = FileLock(rundir.logs / "lock")
+    lock = FileLock(rundir.logs / ("lock" if nodes == 1 else f"lock-{socket.gethostname()}"))
     try:
         lock.acquire(timeout=0)
     except Timeout:

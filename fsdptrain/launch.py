@@ -24,7 +24,7 @@ from types import FrameType
 
 from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
 from fsdptrain.plan import Plan
-from fsdptrain.report import Screen, Tail
+from fsdptrain.report import Screen, Tail, cut_half_a_line
 from fsdptrain.rundir import RunDir
 
 POLL_S = 0.1
@@ -88,6 +88,8 @@ class Attempt:
 
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
         self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
+        for path in (rundir.metrics, rundir.progress):
+            cut_half_a_line(path)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._ended = ""  # why we ended the workers ourselves, if we did

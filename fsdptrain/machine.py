@@ -141,16 +141,20 @@ def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]
     """That there is too little room, with what takes it."""
     if facts["free_bytes"] < facts["needed_bytes"]:
         yield CheckpointError(
-            f"output_dir: {disk_line(facts)} on the disk of {plan.run_dir}: lower checkpoint.keep, or choose another"
+            f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
+            f"of {plan.run_dir} ({_holdings(facts)}): lower checkpoint.keep, or choose another"
         )
 
 
 def disk_line(facts: dict[str, Any]) -> str:
     """The disk's facts for the person."""
+    return f"{size(facts['needed_bytes'])} needed ({_holdings(facts)}), {size(facts['free_bytes'])} free"
+
+
+def _holdings(facts: dict[str, Any]) -> str:
     return (
-        f"{size(facts['needed_bytes'])} needed (at most {facts['checkpoints']} checkpoints of "
-        f"{size(facts['checkpoint_bytes'])} at a time, an export of {size(facts['export_bytes'])}), "
-        f"{size(facts['free_bytes'])} free"
+        f"at most {facts['checkpoints']} checkpoints of {size(facts['checkpoint_bytes'])} at a time, an export of "
+        f"{size(facts['export_bytes'])}"
     )
 
 

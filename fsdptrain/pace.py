@@ -90,18 +90,15 @@ class Pace:
 
         What counts is a rank's distance to the median rank, and of that the median step: a hiccup is no straggler.
         """
-        alone = {"input": data_s, "compute": [WHOLE_STEP * seconds for seconds in compute_s]}
-        self._costs.append(
-            {
-                (rank, cause): (seconds - statistics.median_low(ranks)) / step_s
-                for cause, ranks in alone.items()
-                for rank, seconds in enumerate(ranks)
-            }
-        )
+        usual = {"input": statistics.median_low(data_s), "compute": statistics.median_low(compute_s)}
+        costs = {(rank, "input"): (own - usual["input"]) / step_s for rank, own in enumerate(data_s)}
+        for rank, own in enumerate(compute_s):  # backward is taken to be as late; but no step is all lateness
+            late = own - usual["compute"]
+            costs[rank, "compute"] = min(WHOLE_STEP * late / step_s, late / own if own else 0.0)
+        self._costs.append(costs)
         if len(self._costs) < STEPS:
             return None
-        costs, self._costs = self._costs, []
-        worst = max(
-            (Straggler(*key, statistics.median(c[key] for c in costs)) for key in costs[0]), key=lambda s: s.cost
-        )
+        steps, self._costs = self._costs, []
+        found = [Straggler(*key, statistics.median(costs[key] for costs in steps)) for key in steps[0]]
+        worst = max(found, key=lambda straggler: straggler.cost)
         return worst if worst.cost > COST else None

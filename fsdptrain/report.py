@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,12 @@ class Reporter:
         numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
         values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
+
+
+def cut_half_a_line(path: Path) -> None:
+    """Cut off what a full disk or a lost process left at the end of a JSON-lines file, while nobody writes to it."""
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def _finite(record: Record) -> Record:

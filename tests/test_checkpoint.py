@@ -124,7 +124,7 @@ def test_only_complete_checkpoints_count_as_kept(saves: Any) -> None:
 
 def test_a_run_without_room_for_its_checkpoints_is_refused_before_anything_is_loaded(saves: Any) -> None:
     for seen in saves[1]:
-        assert re.search(r"output_dir: .* needed .*, 4\.9 KiB free", seen["at the start"])
+        assert re.search(r"output_dir: no space: needs .*, has 4\.9 KiB", seen["at the start"])
 
 
 def test_a_resume_passes_over_a_damaged_checkpoint_whatever_is_in_the_way(saves: Any) -> None:

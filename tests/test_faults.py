@@ -439,7 +439,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_run(
     small_disk.ballast(free=2**20)
     recipe = small_disk.recipe()
     ended = Running(recipe, prefix=small_disk.prefix).wait()
-    problems = ended.problems(6, "output_dir: .* needed .* free on the disk")
+    problems = ended.problems(6, "no space: needs .*, has .* on the disk of")
     problems += [f"step {step} was made" for step in curve(small_disk.outside / "run")]
     problems += goes_on_with_room(small_disk, recipe, reference)
     settle(fault_table, "disk full before the run", problems)
