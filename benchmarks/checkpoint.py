@@ -104,10 +104,11 @@ def measure(rounds: int, folder: Path) -> None:
     from fsdptrain.recipe import load
     from fsdptrain.report import Reporter
     from fsdptrain.rundir import RunDir
+    from fsdptrain.watchdog import Watchdog
     from fsdptrain.worker import assemble
 
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
-    run, bare = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest())
+    run, bare = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
     ways = ways_of(run, folder)
     times: dict[str, list[Times]] = {way: [] for way in ways}
     first = 0.0
