@@ -1,4 +1,4 @@
-"""What the benchmarks share: who is compared takes turns, each in fresh processes; medians; the machine and versions."""
+"""What the benchmarks share: who is compared takes turns, each in fresh processes; the machine and its versions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alternate(contenders: dict[str, Callable[[], T]], rounds: int) -> dict[str, 
 
 
 def ranks(script: Path, world: int, *words: str, **environment: str) -> list[Any]:
-    """Run `python script words` once for each rank, as torchrun does, with one thread each; what each left by `tell`."""
+    """Run `python script words` once for each rank, with the cores divided; what each rank left by `tell`."""
     with tempfile.TemporaryDirectory() as folder:
         common = os.environ | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
