@@ -48,10 +48,10 @@ class Reporter:
             self._board = EventFileWriter(str(rundir.tensorboard))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event; `step` and `eval` events also go to TensorBoard, a scalar a number."""
+        """Write one event and when it was (`at`, seconds since 1970); `step` and `eval` go to TensorBoard too."""
         if self._metrics is None:
             return
-        record = {"event": kind, **fields}
+        record = {"event": kind, "at": round(time.time(), 3), **fields}
         self._metrics.write(json.dumps(_finite(record)) + "\n")
         if self._screen:
             self._screen.show(record)

@@ -55,14 +55,15 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
             shutil.rmtree(folder, ignore_errors=True)
             progress("tokenizer", 0, 1)
             scratch = folder.with_suffix(f".{os.getpid()}")
-            _train_bpe(_texts(plan), size).save_pretrained(scratch)
+            train_bpe(_texts(plan), size).save_pretrained(scratch)
             seal(scratch)
             scratch.rename(folder)
             progress("tokenizer", 1, 1)
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
+def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` tokens, an end-of-text token among them, trained on these texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -27,7 +27,7 @@ from fsdptrain.hub import checkpoint_files
 from fsdptrain.model import LIMITS, load_config, position_limit, save_assets, skeleton
 from fsdptrain.plan import Plan, find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.tokenizer import _train_bpe, load_tokenizer
+from fsdptrain.tokenizer import train_bpe, load_tokenizer
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -41,7 +41,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with its tokenizer, as any export is."""
     folder = tmp_path_factory.mktemp("sound") / "model"
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
-    tokenizer = _train_bpe(iter(["hello there"]), 300)
+    tokenizer = train_bpe(iter(["hello there"]), 300)
     tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder

@@ -73,9 +73,9 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
 
 
 def tokenizer_of(tmp: Path) -> Any:
-    from fsdptrain.tokenizer import _train_bpe
+    from fsdptrain.tokenizer import train_bpe
 
-    _train_bpe(iter(["some text to train on"] * 3), 300).save_pretrained(tmp / "tokenizer")
+    train_bpe(iter(["some text to train on"] * 3), 300).save_pretrained(tmp / "tokenizer")
     return AutoTokenizer.from_pretrained(tmp / "tokenizer")
 
 
