@@ -3,7 +3,7 @@
     python benchmarks/throughput.py [--shapes small vocabulary gsm8k] [--rounds 3] [--steps 8]
 
 Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings) from scratch in the bf16 policy, with the same
-rows, batch and optimizer. In every round each contender has its turn, in processes of its own. A step's time is the time
+rows, batch and optimizer. In every round each contender has its turn, in processes of its own. A step takes the time
 from the end of the step before to its own end, as the wall clock has it; the first two steps of a turn are left out.
 
     ours      `fsdptrain run`, as it comes

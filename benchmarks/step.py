@@ -1,0 +1,122 @@
+"""Where the time of a step goes: a trace for chrome://tracing or Perfetto, and a table.
+
+    python benchmarks/step.py [RECIPE] [key=value ...] [--steps 5] [--out runs/profile]
+
+Runs the recipe's ranks on this machine (the default is the shape that benchmarks/throughput.py calls `small`), makes
+some steps, and then writes down what rank 0 does in the next ones, with torch's profiler. Self times of operators are
+summed by kind; `Python` is what is left of a step: the interpreter's own, in our code, transformers' and torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, machine, ranks, tell
+
+FIRST = 3
+KINDS = {  # the first kind one of whose words an operator's name contains
+    "collectives": ("c10d", "gloo", "all_gather", "reduce_scatter", "AllGather", "fsdp", "wait"),
+    "optimizer": ("adam", "Optimizer", "foreach"),
+    "attention": ("attention", "causal"),
+    "matrix products": ("mm", "linear", "matmul"),
+    "softmax and loss": ("softmax", "nll", "cross_entropy"),
+    "copies and casts": ("copy", "clone", "contiguous", "cat", "split", "chunk", "empty", "zero", "fill", "to"),
+    "elementwise": ("mul", "add", "div", "silu", "gelu", "rsqrt", "pow", "mean", "neg", "sum", "norm", "exp", "sub"),
+}
+SMALL = """
+model:
+  config: {model_type: llama, vocab_size: 8192, hidden_size: 512, intermediate_size: 1408, num_hidden_layers: 6,
+           num_attention_heads: 8, tie_word_embeddings: true}
+  tokenizer: {train: 8192}
+  init: random
+data: {path: ROOT/recipes/data/tinyshakespeare.txt, seq_len: 512, packing: concat}
+train: {steps: 100, global_batch_size: 8, micro_batch_size: 4}
+checkpoint: {every: null}
+launch: {nproc_per_node: 2}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path)
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="where the trace goes")
+    asked = parser.parse_args()
+    from fsdptrain.plan import find_topology, make_plan
+    from fsdptrain.recipe import load
+
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = asked.recipe
+        if path is None:
+            path = Path(folder) / "recipe.yaml"
+            path.write_text(SMALL.replace("ROOT", str(ROOT)))
+        written = load(path, [f"output_dir={folder}/run", *asked.overrides])
+        plan = make_plan(written, find_topology(written.recipe, {}))
+        (Path(folder) / "plan.json").write_text(plan.to_json())
+        words = (folder, str(asked.steps), str(asked.out.resolve()))
+        told = ranks(Path(__file__), plan.topology.nproc_per_node, *words, FSDPTRAIN_CACHE=f"{folder}/cache")
+    print(machine())
+    print(f"a step of rank 0: {told[0]['step_s']:.3f} s, with the profiler {told[0]['profiled_s']:.3f} s")
+    for kind, share in sorted(told[0]["shares"].items(), key=lambda item: -item[1]):
+        print(f"{kind:34}{share:7.1%}")
+    print(told[0]["table"])
+    print(f"trace: {asked.out / 'trace.json'}")
+
+
+def measure(folder: Path, steps: int, out: Path) -> None:
+    """One rank: the rooms as the worker assembles them, a few steps, and then profiled ones."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from fsdptrain.launch import StopRequest
+    from fsdptrain.plan import Plan
+    from fsdptrain.report import Reporter
+    from fsdptrain.rundir import RunDir
+    from fsdptrain.watchdog import Watchdog
+    from fsdptrain.worker import assemble, one_step
+
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    run, _ = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    plainly = statistics.median(seconds(one_step, run, step) for step in range(FIRST + steps))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.world.device.type == "cuda" else [])]
+    with profile(activities=activities) as recorded:
+        profiled = [seconds(one_step, run, step) for step in range(FIRST + steps, FIRST + 2 * steps)]
+    if run.world.rank:
+        tell(None)
+    recorded.export_chrome_trace(str(out / "trace.json"))
+    averages = recorded.key_averages()
+    table = averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
+    tell({
+        "step_s": plainly, "profiled_s": statistics.median(profiled), "table": table,
+        "shares": shares(averages, sum(profiled)),
+    })  # fmt: skip
+
+
+def seconds(work: Any, *given: Any) -> float:
+    started = time.perf_counter()
+    work(*given)
+    return time.perf_counter() - started
+
+
+def shares(averages: Any, wall_s: float) -> dict[str, float]:
+    """Shares of the wall time by kind of operator; what is in no operator is Python's."""
+    found = dict.fromkeys([*KINDS, "other operators"], 0.0)
+    for event in averages:
+        kind = next((kind for kind, words in KINDS.items() if any(w in event.key for w in words)), "other operators")
+        found[kind] += event.self_cpu_time_total / 1e6 / wall_s
+    return found | {"Python": 1 - sum(found.values())}
+
+
+if __name__ == "__main__":
+    if "TOLD" in os.environ:
+        measure(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()
