@@ -56,12 +56,10 @@ def main() -> None:
         folder = Path(name)
         count = write_rows(asked.rows, folder)
         train_tokenizer(folder)
-        turns = {
-            f"{who}, {cores}": partial(turn, folder, who, CORES[cores]) for who in ("ours", "TRL") for cores in CORES
-        }
+        who_where = [(who, cores) for who in ("ours", "TRL") for cores in CORES]
+        turns = {f"{who}, {cores}": partial(turn, folder, who, CORES[cores]) for who, cores in who_where}
         found = common.alternate(turns, asked.rounds)
-    print(common.machine())
-    print(f"{count:,} rows, a vocabulary of {VOCABULARY:,}, {asked.rounds} rounds")
+    print(f"{common.machine()}\n{count:,} rows, a vocabulary of {VOCABULARY:,}, {asked.rounds} rounds")
     for length in LENGTHS:
         report(found, str(length))
 
@@ -95,9 +93,8 @@ def turn(folder: Path, who: str, cores: int) -> Found:
         "TOKENIZERS_PARALLELISM": "true" if cores > 1 else "false", "TOLD": f"{folder}/told.json",
         "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
-    found = {}
+    words, found = [sys.executable, __file__, who, str(cores), str(folder)], {}
     for cache in ("cold", "warm"):
-        words = [sys.executable, __file__, who, str(cores), str(folder)]
         subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True)
         found[cache] = json.loads((folder / "told.json").read_text())
     return found
@@ -172,8 +169,7 @@ def theirs(cores: int, folder: Path) -> dict[int, dict[str, float]]:
 
 def timed(work: Callable[..., T], *given: Any) -> tuple[float, T]:
     """The seconds that it takes, and what it gives."""
-    started = time.perf_counter()
-    result = work(*given)
+    started, result = time.perf_counter(), work(*given)
     return time.perf_counter() - started, result
 
 
@@ -191,8 +187,7 @@ def report(found: dict[str, list[Found]], length: str) -> None:
         print(f"{name:9}{tokens:11,.0f}{tokens / seconds:11,.0f}{seconds:9.2f}{share:14.2%}{warm:21.3f}")
     for label, (cores, their_cores) in PAIRS.items():
         mine, other = f"ours, {cores}", f"TRL, {their_cores}"
-        cold = median(other, "cold", "prepare") / median(mine, "cold", "prepare")
-        warm = median(other, "warm", "first") / median(mine, "warm", "first")
+        cold, warm = (median(other, *what) / median(mine, *what) for what in (("cold", "prepare"), ("warm", "first")))
         print(f"{label}: TRL's seconds to ours {cold:.2f}, to the first batch from a warm cache {warm:.1f}")
     near, far = (1000 * median("ours, all", "warm", place) for place in ("near", "far"))
     print(f"one sequence of ours: {near:.3f} ms in epoch 0, {far:.3f} ms in epoch {FAR:,}: {far / near:.2f}")
@@ -200,6 +195,5 @@ def report(found: dict[str, list[Found]], length: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["ours"], ["TRL"]):
-        who = ours if sys.argv[1] == "ours" else theirs
-        common.tell(who(int(sys.argv[2]), Path(sys.argv[3])))
+        common.tell((ours if sys.argv[1] == "ours" else theirs)(int(sys.argv[2]), Path(sys.argv[3])))
     main()
