@@ -20,7 +20,7 @@ import signal
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +42,8 @@ SUMS = "sums.json"
 TEMPLATE_S = 30  # seconds that a chat template may take over one conversation, and bytes beyond those in use before
 TEMPLATE_BYTES = 2**32
 IGNORED = -100  # the label of a position that carries no loss
-Segments = list[tuple[str, bool]]  # (text, whether its tokens are trained)
+TRAINED = 1  # in the flags of a row
+Row = tuple[list[int], bytes]  # tokens; a byte for each, 1 where it is to be predicted
 Progress = Callable[[str, int, int], None]
 Batch = dict[str, torch.Tensor]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -264,13 +265,13 @@ def _write_corpus(
     total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
     encode = Encoder(tokenizer, data)
-    ends, done = [0], 0
+    ends, done = array("q", [0]), 0
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
         for source in sources:
             for batch in read(source, data, None if max_rows is None else max_rows - done):
                 for ids, mask in encode(batch):
-                    tokens.write(ids.astype(np.uint32).tobytes())
-                    trained.write(mask.astype(np.bool_).tobytes())
+                    tokens.write(array("I", ids))
+                    trained.write(mask)
                     ends.append(ends[-1] + len(ids))
                 done += len(batch)
                 progress("tokenise", done, total)
@@ -289,20 +290,21 @@ def _write_corpus(
 
 
 class Encoder:
-    """Rows of one format → (token ids, trained flags), with the counts of what was cut or dropped."""
+    """Rows of one format → (token ids, trained flags, a byte each), with the counts of what was cut or dropped."""
 
     def __init__(self, tokenizer: Any, data: Data) -> None:
         self.tokenizer, self.data = tokenizer, data
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
         if tokenizer.eos_token_id is None:
             raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
         self.eos = int(tokenizer.eos_token_id)
-        empty = tokenizer("", add_special_tokens=True).input_ids
+        empty = tokenizer("", add_special_tokens=True).input_ids  # also turns truncation and padding off in the backend
         self.bos = [int(empty[0])] if empty and empty[0] == tokenizer.bos_token_id else []
         self.marks = tuple(tokenizer.get_added_vocab())
         self.lengths = array("I")  # tokens of each row, before the cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0, "untrained turns": 0}
 
-    def __call__(self, rows: list[dict[str, Any]]) -> Iterator[tuple[Ints, Any]]:
+    def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in getattr(self, f"_{self.data.format}")(rows):
             self.lengths.append(len(ids))
@@ -311,37 +313,37 @@ class Encoder:
             elif len(ids) > self.data.seq_len and self.data.packing != "concat":
                 ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
                 self.counts["cut"] += 1
-            if any(mask[1:]):
-                yield np.array(ids, np.int64), np.array(mask, np.bool_)
+            if TRAINED in mask[1:]:
+                yield ids, mask
             else:
                 self.counts["dropped"] += 1
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
+        if self.backend is not None:  # without offsets and attention masks, which nobody asks for, in half the time
+            return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         return encoded
 
-    def _framed(self, parts: list[tuple[list[int], bool]]) -> tuple[list[int], list[bool]]:
-        """Join parts, with one begin-of-sequence token where the tokenizer wants it and a trained end."""
-        ids = [token for part, _ in parts for token in part]
-        mask = [trained for part, trained in parts for _ in part]
-        if self.bos and ids[:1] != self.bos:
-            ids, mask = self.bos + ids, [False, *mask]
-        if ids[-1:] != [self.eos]:
-            ids, mask = [*ids, self.eos], [*mask, True]
-        return ids, mask
+    def _framed(self, ids: list[int], mask: bytes) -> Row:
+        """A row with one begin-of-sequence token where the tokenizer wants it, and a trained end."""
+        ids, mask = self._begun(ids, mask)
+        return (ids, mask) if ids[-1:] == [self.eos] else ([*ids, self.eos], mask + b"\1")
 
-    def _text(self, rows: list[dict[str, Any]]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _begun(self, ids: list[int], mask: bytes) -> Row:
+        return (self.bos + ids, b"\0" + mask) if self.bos and ids[:1] != self.bos else (ids, mask)
+
+    def _text(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         for ids in self._ids([row["text"] for row in rows]):
-            yield self._framed([(ids, True)])
+            yield self._framed(ids, b"\1" * len(ids))
 
-    def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         prompts = self._ids([_with_gap(row["prompt"], row["completion"]) for row in rows])
         completions = self._ids([row["completion"] for row in rows])
-        everything = self.data.train_on == "all"
+        asked = b"\1" if self.data.train_on == "all" else b"\0"
         for prompt, completion in zip(prompts, completions, strict=True):
-            yield self._framed([(prompt, everything), (completion, True)])
+            yield self._framed(prompt + completion, asked * len(prompt) + b"\1" * len(completion))
 
-    def _chat(self, rows: list[dict[str, Any]]) -> Iterator[tuple[list[int], list[bool]]]:
+    def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         rendered = [self._rendered(row["messages"]) for row in rows]
         encoded = self.tokenizer(
             [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -349,19 +351,17 @@ class Encoder:
         for ids, offsets, (text, spans) in zip(encoded.input_ids, encoded.offset_mapping, rendered, strict=True):
             edges = {edge for span in spans for edge in span}
             if all(edges.isdisjoint(range(start + 1, end)) for start, end in offsets):
-                mask = [end > start and any(a <= start < b for a, b in spans) for start, end in offsets]
+                mask = bytes(end > start and any(a <= start < b for a, b in spans) for start, end in offsets)
             else:
                 ids, mask = self._in_parts(text, spans)
-            if self.bos and ids[:1] != self.bos:
-                ids, mask = self.bos + ids, [False, *mask]
-            yield ids, mask
+            yield self._begun(ids, mask)
 
-    def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> Row:
         """Tokens of a text that are never partly inside a span, as when the model continues a generation prompt."""
         bounds = sorted({0, len(text), *(edge for span in spans for edge in span)})
         parts = [(text[a:b], any(x <= a < y for x, y in spans)) for a, b in pairwise(bounds)]
-        encoded = self._ids([part for part, _ in parts])
-        mask = [trained for ids, (_, trained) in zip(encoded, parts, strict=True) for _ in ids]
+        encoded = list(self._ids([part for part, _ in parts]))
+        mask = bytes(trained for ids, (_, trained) in zip(encoded, parts, strict=True) for _ in ids)
         return [token for ids in encoded for token in ids], mask
 
     def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
@@ -469,9 +469,10 @@ def cut(ends: Ints, data: Data) -> Ints:
 
 def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
     """Label tokens of each piece: the trained tokens its positions are to predict, which all lie in the same row."""
-    before = np.concatenate([[0], np.cumsum(trained, dtype=np.int64)])
+    flags = np.asarray(trained)  # of a memory map, too: slicing those takes ten times as long
     start, length, end = pieces.T
-    return np.asarray(before[np.minimum(start + length + 1, end)] - before[np.minimum(start + 1, end)])
+    wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
+    return np.array([np.count_nonzero(flags[a:b]) for a, b in wanted], np.int64)
 
 
 def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
