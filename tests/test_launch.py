@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support import TINY, write_recipe
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
@@ -97,7 +97,7 @@ def judged(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
         if "type" in facts:
             file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
         found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=facts["code"], error_file=str(file))
-    chosen = first_failure(ChildFailedError("worker", found))
+    chosen = first_failure(found)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
 
