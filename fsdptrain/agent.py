@@ -18,11 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple
 
 from fsdptrain.errors import WorkerLost
 from fsdptrain.launch import POLL_S, STOP_WORKER, die_with_parent
@@ -32,18 +30,8 @@ LEAVE_S = 30.0  # how long the others may take to end once one has failed, as in
 WORKER = "fsdptrain.worker"
 
 
-class Failure(Protocol):
-    """How a worker ended: its exit code (negative: killed by that signal), and the file it may have written why to."""
-
-    @property
-    def exitcode(self) -> int: ...
-    @property
-    def error_file(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The failure of a worker that this agent has started."""
+class Failure(NamedTuple):
+    """How a worker ended: its exit code (negative: killed by that signal), and where it may have written why."""
 
     exitcode: int
     error_file: str
@@ -68,7 +56,7 @@ def main() -> None:
             sys.exit(1)
 
 
-def run_here(plan: Plan, plan_path: Path, scratch: Path) -> Mapping[int, Failure]:
+def run_here(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
     """One worker a rank, until all have ended or one has failed, which ends the others; the failures by rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
@@ -83,7 +71,7 @@ def run_here(plan: Plan, plan_path: Path, scratch: Path) -> Mapping[int, Failure
     while None in (codes := [worker.poll() for worker in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
     end(list(workers.values()))
-    return {rank: Ended(code, files[rank]) for rank, worker in workers.items() if (code := worker.returncode)}
+    return {rank: Failure(code, files[rank]) for rank, worker in workers.items() if (code := worker.returncode)}
 
 
 def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dict[str, str]:
@@ -118,7 +106,7 @@ def end(workers: list[subprocess.Popen[bytes]]) -> None:
             worker.kill()
 
 
-def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> Mapping[int, Failure]:
+def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
     """This node's part of a run on several nodes; the failures by rank."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser
@@ -139,11 +127,11 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> Mapping[int, Fai
     try:
         torchrun(get_args_parser().parse_args([*words, "-m", WORKER, str(plan_path)]))
     except ChildFailedError as error:
-        return error.failures
+        return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
     return {}
 
 
-def first_failure(failures: Mapping[int, Failure]) -> dict[str, object]:
+def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
     """Who failed first, and how: `{rank, exitcode, signal, record}`; `record` is what the worker itself wrote.
 
     A worker that was killed comes first, for the others fail of its silence; then one that did not lose its peers, and
