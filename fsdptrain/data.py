@@ -41,6 +41,7 @@ SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is ke
 SUMS = "sums.json"
 TEMPLATE_S = 30  # seconds that a chat template may take over one conversation, and bytes beyond those in use before
 TEMPLATE_BYTES = 2**32
+COUNTED = 2**20  # tokens whose labels are counted in one go
 IGNORED = -100  # the label of a position that carries no loss
 Segments = list[tuple[str, bool]]  # (text, whether its tokens are trained)
 Progress = Callable[[str, int, int], None]
@@ -264,7 +265,7 @@ def _write_corpus(
     total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
     encode = Encoder(tokenizer, data)
-    ends, done = [0], 0
+    ends, done = array("q", [0]), 0
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
         for source in sources:
             for batch in read(source, data, None if max_rows is None else max_rows - done):
@@ -469,9 +470,20 @@ def cut(ends: Ints, data: Data) -> Ints:
 
 def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
     """Label tokens of each piece: the trained tokens its positions are to predict, which all lie in the same row."""
-    before = np.concatenate([[0], np.cumsum(trained, dtype=np.int64)])
     start, length, end = pieces.T
-    return np.asarray(before[np.minimum(start + length + 1, end)] - before[np.minimum(start + 1, end)])
+    first, last = np.minimum(start + 1, end), np.minimum(start + length + 1, end)
+    return _trained_before(last, trained) - _trained_before(first, trained)
+
+
+def _trained_before(places: Ints, trained: np.ndarray[Any, Any]) -> Ints:
+    """How many trained tokens stand before each of these ascending places; counted in parts, for corpora are large."""
+    counts, total = np.zeros(len(places), np.int64), 0
+    for at in range(0, len(trained) + 1, COUNTED):
+        sums = np.concatenate([[0], np.cumsum(trained[at : at + COUNTED], dtype=np.int64)])
+        here = slice(*np.searchsorted(places, [at, at + COUNTED]))
+        counts[here] = total + sums[places[here] - at]
+        total += int(sums[-1])
+    return counts
 
 
 def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
