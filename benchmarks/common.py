@@ -76,16 +76,17 @@ def train(recipe: str, folder: Path, *overrides: str, **environment: str) -> lis
 
 def peak_rss() -> int:
     """The most memory this process ever had resident, in bytes."""
-    return _status("VmHWM")
+    return status("VmHWM")
 
 
 def rss() -> int:
     """The memory this process has resident, in bytes."""
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+def status(name: str, process: str = "self") -> int:
+    """One of the kernel's figures of a process's memory (VmRSS, RssAnon …), in bytes."""
+    line = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 

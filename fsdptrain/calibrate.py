@@ -34,11 +34,14 @@ class Calibration:
         self._thread.start()
 
     def _foresee(self, events: Tail) -> None:
-        """Forecast this run once its workers have said what they run on."""
+        """Forecast this run once its workers have said what they run on, and made a step: the first is waited for."""
+        start: dict[str, Any] | None = None
         while not self._ended:
             for event in events.read():
                 if event["event"] == "start":
-                    self._ask(event)
+                    start = event
+                elif event["event"] == "step" and start is not None:
+                    self._ask(start)
                     return
             time.sleep(0.5)
 

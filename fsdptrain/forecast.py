@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import FsdptrainError, from_record
@@ -76,6 +77,9 @@ class Forecaster:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=child_environment(),
             start_new_session=True,  # the terminal's Ctrl-C is for us to act on
         )  # fmt: skip
+        if self._niceness:  # Linux may share the cores among sessions first, where a process's own niceness is nothing
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{self._process.pid}/autogroup").write_text(str(self._niceness))
 
     def ask(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
         """The forecast of a plan; on a fake CPU device where the pretended accelerator fails.

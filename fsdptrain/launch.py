@@ -1,6 +1,6 @@
-"""The torchrun workers of a run: start, watch, explain the first failure, stop, restart. No torch in this process.
+"""The workers of a run: start, watch, explain the first failure, stop, restart. No torch in this process.
 
-    this process ── agent (torch.distributed.run) ── one worker a rank
+    this process ── agent ────────────────────────── one worker a rank
          │  SIGTERM once: stop at the next step, save       │
          ├──────── a pipe: how the first worker failed ─────┤
          └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘

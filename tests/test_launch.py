@@ -16,11 +16,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support import TINY, write_recipe
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
-from fsdptrain.agent import first_failure
+from fsdptrain.agent import Failure, first_failure
 from fsdptrain.launch import explain, explain_hang
 from fsdptrain.pace import COST, STEPS, WHOLE_STEP, BlockClock, Pace
 from fsdptrain.plan import Plan, find_topology, make_plan
@@ -96,8 +95,8 @@ def judged(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
         file = tmp_path / f"{rank}.json"
         if "type" in facts:
             file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
-        found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=facts["code"], error_file=str(file))
-    chosen = first_failure(ChildFailedError("worker", found))
+        found[rank] = Failure(facts["code"], str(file))
+    chosen = first_failure(found)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
 

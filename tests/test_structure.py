@@ -13,10 +13,10 @@ from support import ROOT, environment
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
     "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "closed_form",
-    "allocator", "timing", "plot", "verify", "launch", "forecast", "outlook", "calibrate", "advise", "cli",
+    "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
-    "agent", "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "pace", "engine",
+    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "pace", "engine",
     "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
     "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip

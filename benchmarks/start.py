@@ -1,0 +1,163 @@
+"""How long one waits: for help, for a refusal, and for the first step of a run, beside a bare FSDP2 script.
+
+    python benchmarks/start.py [--rounds 5]
+
+The run is a Llama of 22 million parameters on two gloo ranks with bfloat16 compute, from `fsdptrain run` to the `step`
+event of its first step; `cold` has nothing prepared, `warm` has the tokenizer and the tokens in the cache. The bare
+script is started as one process a rank, without a launcher. It imports what any such trainer must, and makes the same
+first step of the same model on random tokens: no recipe, no data, no checkpoints, no file written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+
+WORLD, ROWS, LENGTH = 2, 4, 512
+SHAPE = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+RECIPE = f"""
+model:
+  config: {json.dumps({"model_type": "llama", **SHAPE})}
+  tokenizer: {{train: {SHAPE["vocab_size"]}}}
+  init: random
+data: {{path: {common.ROOT}/recipes/data/tinyshakespeare.txt, seq_len: {LENGTH}}}
+train: {{steps: 1, global_batch_size: {ROWS * WORLD}, micro_batch_size: {ROWS}}}
+checkpoint: {{every: null}}
+export: {{at_end: false}}
+launch: {{nproc_per_node: {WORLD}}}
+"""
+BROKEN = RECIPE.replace("micro_batch_size", "micro_batch").replace("random", "none").replace("steps: 1", "steps: one")
+Times = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        contenders: dict[str, Callable[[], Times]] = {
+            "--help": lambda: command("--help", expected=0),
+            "three errors": lambda: command(
+                "run", written(folder / "broken.yaml", BROKEN), expected=2, said="3 problems"
+            ),
+            "bare": bare,
+            "ours, warm": functools.partial(first_step, folder, folder / "warm"),
+            "ours, cold": functools.partial(first_step, folder),
+        }
+        first_step(folder, folder / "warm")  # fills the cache
+        found = common.alternate(contenders, rounds)
+    report(found)
+
+
+def report(found: dict[str, list[Times]]) -> None:
+    """Medians over the rounds, and what stands in relation to what."""
+    middle = {
+        name: {what: statistics.median(each[what] for each in times) for what in times[0]}
+        for name, times in found.items()
+    }
+    print(f"{common.machine()}\n{len(found['bare'])} rounds, medians in seconds\n")
+    print(f"{'':14}{'ready':>8}{'(lowest, highest)':>20}{'step begins':>13}{'ready, to bare':>16}")
+    for name, times in found.items():
+        ready = [each["ready"] for each in times]
+        row = f"{name:14}{middle[name]['ready']:8.2f}{f'({min(ready):.2f}, {max(ready):.2f})':>20}"
+        if "begins" in middle[name]:
+            row += f"{middle[name]['begins']:13.2f}{middle[name]['ready'] / middle['bare']['ready']:14.2f} x"
+        print(row)
+
+
+def written(path: Path, text: str) -> str:
+    """The path as a word, with the text in it."""
+    path.write_text(text)
+    return str(path)
+
+
+def command(*words: str, expected: int, said: str = "") -> Times:
+    """`fsdptrain words` to its end."""
+    started = time.time()
+    done = subprocess.run([sys.executable, "-m", "fsdptrain", *words], capture_output=True, text=True)
+    if done.returncode != expected or said not in done.stderr:
+        sys.exit(f"fsdptrain {' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return {"ready": time.time() - started}
+
+
+def first_step(folder: Path, cache: Path | None = None) -> Times:
+    """`fsdptrain run`, until its metrics hold the first step; without a `cache`, with an empty one of its own."""
+    output = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    cache = cache or output.parent / "cache"
+    words = ["run", written(output.parent / "recipe.yaml", RECIPE), f"output_dir={output}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FSDPTRAIN_CACHE": str(cache)}
+    started = time.time()
+    run = subprocess.Popen(
+        [sys.executable, "-m", "fsdptrain", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    ready = None
+    while ready is None and run.poll() is None:
+        time.sleep(0.01)
+        ready = step_of(output / "metrics.jsonl")
+    ended = time.time()
+    said = run.communicate()[0].decode()
+    if ready is None or run.returncode:
+        sys.exit(f"the run ended with {run.returncode}:\n{said}")
+    return {"ready": ended - started, "begins": ended - started - ready}
+
+
+def step_of(metrics: Path) -> float | None:
+    """The seconds of the first step, once it is there."""
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return next((event["step_s"] for event in events if event["event"] == "step"), None)
+
+
+def bare() -> Times:
+    """Fresh ranks of `be_bare`; the slower one counts."""
+    started = time.time()
+    told = common.ranks(Path(__file__), WORLD)
+    return {what: max(each[what] for each in told) - started for what in told[0]}
+
+
+def be_bare() -> None:
+    """One rank of the bare script; tells at what time its first step began and was ready."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    rotary = model.model.rotary_emb
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(rotary)(model.config)  # its buffers are in no state, and were on the meta device
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    begins = time.time()
+    tokens = torch.randint(SHAPE["vocab_size"], (ROWS, LENGTH))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+    common.tell({"ready": time.time(), "begins": begins})
+
+
+if __name__ == "__main__":
+    be_bare() if "RANK" in os.environ else main()
