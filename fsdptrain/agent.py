@@ -26,6 +26,9 @@ from fsdptrain.errors import WorkerLost
 from fsdptrain.launch import POLL_S, STOP_WORKER, die_with_parent
 from fsdptrain.plan import Plan
 
+# On a CPU tensors come from malloc, which by itself gives large ones back to the system as soon as they are freed, so
+# that every step waits for the same pages again. Told so, it keeps what it has, and asks for huge pages.
+KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=8589934592"
 LEAVE_S = 30.0  # how long the others may take to end once one has failed, as in torchrun
 WORKER = "fsdptrain.worker"
 
@@ -47,6 +50,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _pass_on)
     signal.signal(STOP_WORKER, signal.SIG_IGN)  # inherited: a worker that is still importing must not die of it
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+    if plan.topology.device == "cpu":
+        os.environ.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: what a hang is explained with
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         run = run_here if plan.topology.nnodes == 1 else run_torchrun

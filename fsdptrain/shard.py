@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fsdptrain import attention
 from fsdptrain.dist import World
 from fsdptrain.loss import compute_in_chunks
 from fsdptrain.model import Unit, blocks_of, skeleton, units_of
@@ -27,7 +28,7 @@ KEPT = [  # what selective checkpointing does not recompute: matrix products and
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_attention_math.default,
+    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default,
 ]  # fmt: skip
 
 
@@ -35,6 +36,8 @@ def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
     """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
     recipe = plan.recipe
     model = skeleton(config, recipe.model)
+    if world.device.type == "cpu":
+        attention.install()
     units = units_of(model, recipe.fsdp.wrap)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model)

@@ -16,7 +16,7 @@ ABOVE = (
     "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "weights", "shard", "optim", "pace", "engine",
+    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace", "engine",
     "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
     "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip
