@@ -28,7 +28,7 @@ from fsdptrain.plan import Plan
 
 # On a CPU tensors come from malloc, which by itself gives large ones back to the system as soon as they are freed, so
 # that every step waits for the same pages again. Told so, it keeps what it has, and asks for huge pages.
-KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=8589934592"
+KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:glibc.malloc.trim_threshold=8589934592"
 LEAVE_S = 30.0  # how long the others may take to end once one has failed, as in torchrun
 WORKER = "fsdptrain.worker"
 

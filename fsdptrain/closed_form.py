@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.ledger import Level
-from fsdptrain.plan import Plan, loss_chunks
+from fsdptrain.plan import Plan, loss_chunks, loss_rows
 from fsdptrain.trace import Category
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -93,6 +93,7 @@ class _Step:
         fsdp, self.shape = recipe.fsdp, shape_of(config)
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
             raise FsdptrainError("no closed form for the memory of other units than `auto`'s, or of eager attention")
+        self.device = plan.topology.device
         self.master = BYTES[recipe.model.dtype]
         self.compute = BYTES[fsdp.mixed_precision.param_dtype]
         self.reduce = BYTES[fsdp.mixed_precision.reduce_dtype]
@@ -249,8 +250,8 @@ class _Step:
         buffers: Parts = {"communication buffers": arrived, "temporaries": hidden}
         # Of the weight's gradient there is nothing, a chunk's product, or from the second chunk on a float32 sum.
         sums = 0 if count == 1 else c * weight if count == 2 else 4 * weight
-        softmax = (12 if c == 4 else 10) + (c if count > 1 else 0)  # the gradient of the chunk before is still there
-        yield "forward of head", (buffers, {"logits and loss": softmax * chunk, "gradients": sums})
+        rows = s.vocab * min(loss_rows(s.vocab, self.device), -(-self.tokens // count))  # that are float32, twice
+        yield "forward of head", (buffers, {"logits and loss": c * chunk + 8 * rows, "gradients": sums})
         adding = c * weight if count == 1 else 4 * weight + (2 * c * weight if c < 4 else 0)
         yield "forward of head", (buffers, {"logits and loss": c * chunk, "gradients": adding})
         narrowing = c * weight + (4 * weight if count > 1 and c < 4 else 0)

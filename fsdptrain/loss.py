@@ -1,8 +1,8 @@
 """The loss over chunks of tokens: logits of a whole micro-batch never exist.
 
 Plainly, T tokens and a vocabulary of V cost 12·V·T bytes: float32 logits, their log-softmax and its gradient. Here a
-chunk's gradient is computed right after its loss, as Liger-Kernel does (Hsu et al., arXiv:2410.10989), and only its
-products with the weight and with the hidden states are kept.
+chunk's gradient is computed right after its loss, as Liger-Kernel does (Hsu et al., arXiv:2410.10989), in the memory of
+its logits and a few rows at a time, and only its products with the weight and with the hidden states are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fsdptrain.data import IGNORED
 from fsdptrain.errors import RecipeError
-from fsdptrain.plan import loss_chunks
+from fsdptrain.plan import loss_chunks, loss_rows
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 
@@ -180,8 +180,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         of_hidden: list[torch.Tensor] = []
         of_weight = of_bias = None
         for h, t in _chunks(hidden, weight, labels):
-            loss, grad = _loss_and_grad(functional.linear(h, weight, bias), t, divisor, after)
-            total += loss
+            grad = functional.linear(h, weight, bias)
+            total += _to_gradients(grad, t, divisor, after)
             if needs_hidden:
                 of_hidden.append(grad @ weight)
             if needs_weight:
@@ -189,6 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_bias:
                 part = grad.sum(dim=0, dtype=torch.float32)
                 of_bias = part if of_bias is None else of_bias.add_(part)
+            del grad  # else it would still be there beside the next chunk's logits
         ctx.save_for_backward(torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias)
         ctx.dtype = hidden.dtype
         return total / divisor
@@ -201,22 +202,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _loss_and_grad(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a chunk; and the gradient of that over `divisor`, for the head's output `logits` [n, V].
+def _to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
+    """The summed loss of a chunk; the head's output `logits` [n, V] becomes the gradient of that over `divisor`.
 
-    The gradient of a cross-entropy is softmax minus one-hot, and the softmax takes the log-softmax's memory.
+    The gradient of a cross-entropy is softmax minus one-hot. Float32 is only ever a few rows of it.
     """
-    with torch.enable_grad():
-        logits.requires_grad_()
-        final = after(logits)
-    log_probs = _log_softmax(final.detach())
-    loss = functional.nll_loss(log_probs, labels, **SUM)
-    grad = log_probs.exp_()
-    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= (labels != IGNORED)[:, None] / divisor
-    return loss, torch.autograd.grad(final, logits, grad.to(final.dtype))[0]
+    rows = loss_rows(logits.shape[1], logits.device.type)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    for piece, wanted in zip(logits.split(rows), labels.split(rows), strict=True):
+        with torch.enable_grad():
+            leaf = piece.detach().requires_grad_()
+            final = after(leaf)
+        log_probs = _log_softmax(final.detach())
+        total += functional.nll_loss(log_probs, wanted, **SUM)
+        grad = log_probs.exp_()
+        grad[torch.arange(len(wanted), device=wanted.device), wanted.clamp(min=0)] -= 1
+        grad *= (wanted != IGNORED)[:, None] / divisor
+        piece.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
+    return total
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

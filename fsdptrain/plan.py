@@ -169,13 +169,19 @@ def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
 def loss_chunks(tokens: int, vocab: int, hidden: int) -> int:
     """How many chunks of a micro-batch's tokens the chunked loss takes one after the other.
 
-    A chunk has as many tokens as 256 MiB of float32 logits hold, and never fewer than a quarter of `hidden`: it reads
-    the weight twice and adds to its gradient once, whatever its length, so short ones are slow. Where a whole
-    micro-batch's logits (8 bytes each, in all) take no more than a chunk's beside the float32 sum of the weight's
-    gradient that several chunks need (4 bytes more for each weight), it stays in one piece.
+    Of n chunks each has logits of 2·V·T/n bytes (in bf16), and where there are several the weight's gradient is a
+    float32 sum, with a product to be added: 6·V·H. So up to 6·H tokens one chunk takes the least memory, and it is the
+    quickest; beyond, a chunk is as long as its logits take what the sum does.
     """
-    chunk = max(2**26 // vocab, hidden // 4, 1)
-    return 1 if tokens <= chunk + hidden // 2 else -(-tokens // chunk)
+    return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
+
+
+def loss_rows(vocab: int, device: str) -> int:
+    """Of how many tokens at a time the chunked loss has float32 logits.
+
+    On a CPU as many as stay in its caches (4 MiB); on a GPU enough to keep it busy (256 MiB).
+    """
+    return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:
