@@ -22,7 +22,11 @@ PATIENCE_S = 60.0  # for a forecast that is not ready when the run is
 
 
 class Calibration:
-    """Watches a run from the launcher's side. The forecast takes the time that the workers leave over."""
+    """Watches a run from the launcher's side.
+
+    On GPUs the forecast takes the time that the workers leave the CPU. On a CPU they leave none, and its speed, which
+    the forecast measures, is theirs: there it is made at the end.
+    """
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
         self._plan, self._rundir = plan, rundir
@@ -41,7 +45,8 @@ class Calibration:
                 if event["event"] == "start":
                     start = event
                 elif event["event"] == "step" and start is not None:
-                    self._ask(start)
+                    if start["device"] != "cpu":
+                        self._ask(start)
                     return
             time.sleep(0.5)
 
@@ -70,6 +75,9 @@ class Calibration:
         if start is None or len(steps) < ENOUGH:
             return
         with screen.busy("forecast"):
+            if start["device"] == "cpu":
+                self._thread = threading.Thread(target=self._ask, args=(start,), daemon=True)
+                self._thread.start()
             self._thread.join(PATIENCE_S)
         if self._forecast is None:
             screen.say(f"no forecast to compare with: {self._why_not}")
