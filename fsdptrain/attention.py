@@ -8,7 +8,7 @@ FlashAttention (Dao et al., arXiv:2205.14135).
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ def attend(
     What tiles cannot do, or torch's kernel does faster, is left to transformers' own function.
     """
     special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    special = special or query.device.type != "cpu"  # an accelerator that is pretended after a CPU was
     same = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3] == value.shape[3]
     if attention_mask is None:  # in float32 torch is faster where half of all pairs are to be computed
         causal = others.get("is_causal")
@@ -61,14 +62,15 @@ def attention(
     """softmax(scale · q kᵀ) v: [B, S, H, D] of q's dtype.
 
     `q` is [B, H, S, D], `k` and `v` [B, G, S, D], where each of the G heads serves H / G of q's; `mask` says what a
-    query sees, bool [B, 1, S, S], and without one it is causal. Products are taken in the dtype of q, k and v: in bf16
-    scores are rounded to bf16, as in transformers' eager attention.
+    query sees, bool [B, 1, S, S], at least one key each, and is never written to; without one it is causal. Products
+    are taken in the dtype of q, k and v: in bf16 scores are rounded to bf16, as in transformers' eager attention.
     """
     out = q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
     k, v = k.contiguous(), v.contiguous()
     for tile in tiles(q, mask):
         weights = _weights(tile, tile.queries_of(q, k), k, scale)
         tile.put(out.transpose(1, 2), weights @ tile.keys_of(v))
+        del weights  # else it is there beside the next tile's
     return out
 
 
@@ -93,6 +95,7 @@ def attention_backward(
         tile.put(of_q, of_scores @ tile.keys_of(k))
         tile.keys_of(of_k).add_(of_scores.mT @ queries)
         tile.keys_of(of_v).add_(weights.mT @ of_out)
+        del weights, of_weights, of_scores  # else they are there beside the next tile's
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
@@ -144,7 +147,7 @@ class Tile:
 
 def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """The softmax of a tile's scores: [B·G, H/G·queries, keys]."""
-    scores = (queries @ tile.keys_of(k).mT).mul_(scale)
+    scores = torch.baddbmm(queries.new_empty(()), queries, tile.keys_of(k).mT, beta=0, alpha=scale)  # rounded once
     part = scores.unflatten(1, (-1, len(tile.hidden)))[..., tile.clear - tile.keys.start :]
     part.masked_fill_(tile.hidden, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1)
@@ -165,9 +168,10 @@ def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
     return found
 
 
-@functools.lru_cache(maxsize=4)
 def _causal_tiles(rows: int, length: int) -> list[Tile]:
-    return _tiles_of(slice(0, rows), torch.ones(length, length, dtype=torch.bool).tril())
+    later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
+    ends = [(at, min(at + QUERIES, length)) for at in range(0, length, QUERIES)]
+    return [Tile(slice(0, rows), slice(at, end), slice(0, end), at, later[: end - at, : end - at]) for at, end in ends]
 
 
 def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
@@ -192,3 +196,22 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 @register_flop_formula(torch.ops.fsdptrain.attention_backward)
 def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return sdpa_backward_flop_count(q, q, k, v)
+
+
+def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> int:
+    """Bytes that an operator needs beside arguments and results, for the last tile where all rows see all before it.
+
+    No mask's contents are known ahead; most need less. Of scores there are two in forward, three in backward.
+    """
+    tile = len(q) * q.shape[1] * min(QUERIES, q.shape[2])
+    copies = sum(x.numel() for x in (k, v) if not x.is_contiguous())
+    size = q.element_size() * ((3 if backward else 2) * tile * k.shape[2] + 2 * tile * q.shape[3] + copies)
+    if backward:  # what is added to the gradients of k and v; in bf16 these and it are float32
+        size += k.numel() * (4 if k.element_size() == 4 else 3 * 4 - k.element_size())
+    return size
+
+
+WORKSPACE: dict[Any, Callable[..., int]] = {  # nothing is seen of what happens within an operator: see `recorder`
+    torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: _workspace(q, k, v, backward=False),
+    torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: _workspace(q, k, v, backward=True),
+}

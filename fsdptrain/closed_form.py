@@ -100,9 +100,12 @@ class _Step:
         self.rows, self.length = recipe.train.micro_batch_size, recipe.data.seq_len
         self.tokens = self.rows * self.length
         self.masked = recipe.data.packing != "none"
-        # Masks, and float32 on a GPU, mean a kernel that has no groups: keys and values are repeated for every query.
-        repeated = self.masked or (plan.topology.device == "cuda" and self.compute == 4)
+        on_gpu = plan.topology.device == "cuda"
+        # On a GPU, masks and float32 mean a kernel that has no groups: keys and values are repeated for every query.
+        repeated = on_gpu and (self.masked or self.compute == 4)
         self.keys = self.shape.queries if repeated else self.shape.keys
+        # On a CPU our own tiles take the mask as it is, and save no logarithms of sums: see `attention`.
+        self.tiled = not on_gpu and (self.masked or self.compute == 2)
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1
         self.accumulates = plan.accumulation > 1
         self.holds = self.accumulates and fsdp.accumulation == "hold"
@@ -195,8 +198,8 @@ class _Step:
     # -------------------------------------------------------------------------------------------------- activations
 
     def saved(self, size: float) -> Parts:
-        """Activations saved in forward; where blocks are recomputed, they keep the mask, a byte an entry."""
-        mask = self.rows * self.length**2 if self.masked and self.kind != "none" else 0
+        """Activations saved in forward; tiles, and blocks that are recomputed, keep the mask, a byte an entry."""
+        mask = self.rows * self.length**2 if self.masked and (self.tiled or self.kind != "none") else 0
         tables = 2 * self.compute * self.shape.head_dim * self.tokens
         return {"saved activations": size + mask, "temporaries": tables}
 
@@ -207,8 +210,8 @@ class _Step:
     def whole(self) -> float:
         """All that a block saves if nothing is recomputed."""
         s, c = self.shape, self.compute
-        attention = c * (2 * s.queries + 2 * self.keys) + 4 * s.heads
-        mask = c * self.rows * self.length**2 if self.masked else 0
+        attention = c * (2 * s.queries + 2 * self.keys) + self.sums()
+        mask = c * self.rows * self.length**2 if self.masked and not self.tiled else 0
         return 2 * self.norm() + self.tokens * (4 * c * s.inner + attention) + mask
 
     def of_block(self, i: int) -> float:
@@ -217,8 +220,12 @@ class _Step:
         if not self.recomputed(i):
             return self.whole()
         if self.kind == "selective":
-            return self.tokens * (c * (2 * s.inner + 3 * s.hidden + 2 * s.queries + 2 * s.keys) + 4 * s.heads)
+            return self.tokens * (c * (2 * s.inner + 3 * s.hidden + 2 * s.queries + 2 * s.keys) + self.sums())
         return self.tokens * c * s.hidden
+
+    def sums(self) -> int:
+        """A fused kernel's logarithms of the sums of its weights: bytes a token."""
+        return 0 if self.tiled else 4 * self.shape.heads
 
     def recomputed(self, i: int) -> bool:
         """Whether block i is recomputed in backward."""

@@ -76,7 +76,7 @@ KNOWN = {
 }
 CPU = Hardware(  # memory and rates are measured where it is used: see `estimate`
     "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
-    product_share=0.6, attention_share=(0.12, 0.12), launch_s=5e-6, spread=0.4,
+    product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
 )  # fmt: skip
 CARDS = {"H100": "h100-80gb", "H200": "h200-141gb", "L40S": "l40s-48gb", "4090": "rtx4090-24gb", "B200": "b200-192gb"}
 CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")

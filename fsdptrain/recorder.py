@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdptrain import pretend
+from fsdptrain.attention import WORKSPACE
 from fsdptrain.trace import HOST, HOST_STREAM, Alloc, Category, Collective, Event, Free, Kernel, Moment, Storage, Trace
 
 LOSS_BACKWARD = "backward of the loss"
@@ -164,6 +165,10 @@ class Recorder(TorchDispatchMode):
         link = _bytes(result) if len(devices) > 1 else 0
         if devices == {HOST} != {self.device}:
             stream = HOST_STREAM
+        if func in WORKSPACE:
+            workspace = Storage(self.device, "temporaries")
+            self.write(Alloc(workspace, WORKSPACE[func](*args, **kwargs), stream))
+            self.write(Free(workspace))
         self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
 
     def _new(self, storage: Any, device: str, category: Category) -> None:

@@ -41,7 +41,7 @@ class Model:
     init: Literal["pretrained", "random"] = key("pretrained", "read the weights, or draw them from `seed`")
     dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer's state")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
-        "sdpa", "the attention kernel, as transformers names it"
+        "sdpa", "the attention kernel, as transformers names it; on a CPU `sdpa` is in tiles of our own where these pay"
     )
 
 

@@ -27,7 +27,7 @@ from fsdptrain.hub import checkpoint_files
 from fsdptrain.model import LIMITS, load_config, position_limit, save_assets, skeleton
 from fsdptrain.plan import Plan, find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.tokenizer import train_bpe, load_tokenizer
+from fsdptrain.tokenizer import load_tokenizer, train_bpe
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 

@@ -16,8 +16,8 @@ ABOVE = (
     "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace", "engine",
-    "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
+    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
+    "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
     "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW

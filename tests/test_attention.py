@@ -1,0 +1,362 @@
+"""Attention in tiles is attention: the numbers of torch's kernels, and nothing that a mask hides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fsdptrain import attention
+from fsdptrain.attention import QUERIES, Tile, attend, tiles
+from fsdptrain.shard import KEPT
+
+Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
+op = torch.ops.fsdptrain.attention
+
+
+# --- masks: bool [rows, 1, length, length], True where a query sees a key -------------------------------------------
+
+
+def causal(length: int) -> torch.Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def documents(*rows: list[int]) -> torch.Tensor:
+    """Rows of documents of these lengths."""
+    apart = []
+    for lengths in rows:
+        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        apart.append(number[:, None] == number)
+    return (torch.stack(apart) & causal(sum(rows[0])))[:, None]
+
+
+def window(length: int, width: int) -> torch.Tensor:
+    return (causal(length) & causal(length).triu(1 - width)).expand(2, 1, length, length)
+
+
+def scattered(length: int, share: float, seed: int, alike: bool = False) -> torch.Tensor:
+    """Any pairs whatever, later keys too; but every query sees itself."""
+    chosen = torch.rand(1 if alike else 2, 1, length, length, generator=torch.Generator().manual_seed(seed)) < share
+    return (chosen | torch.eye(length, dtype=torch.bool)).expand(2, 1, length, length)
+
+
+MASKS: dict[str, tuple[int, torch.Tensor | None]] = {
+    "one": (1, None),
+    "five": (5, None),
+    "causal 128": (128, None),
+    "causal 300": (300, None),
+    "rows alike": (300, documents([100, 7, 193], [100, 7, 193])),
+    "rows that differ": (300, documents([100, 7, 193], [300])),
+    "short documents": (200, documents([1] * 200, [3, 5] * 25)),
+    "window 40": (300, window(300, 40)),
+    "window 200": (300, window(300, 200)),
+    "both ways": (200, scattered(200, 0.5, 1)),
+    "few": (300, scattered(300, 0.01, 2)),
+    "few, alike": (300, scattered(300, 0.01, 3, alike=True)),
+    "everything": (130, torch.ones(2, 1, 130, 130, dtype=torch.bool)),
+}
+
+
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+def inputs(length: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Made:
+    """q, k, v as a model makes them, heads behind positions in memory, and a gradient of the output."""
+    made = torch.Generator().manual_seed(length + heads + groups + size)
+    q, k, v, grad = (
+        torch.randn(2, length, count, size, generator=made).to(dtype) for count in (heads, groups, groups, heads)
+    )
+    return [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grad]
+
+
+def differentiated(function: Callable[..., torch.Tensor], qkv: Made, grad: torch.Tensor) -> Made:
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def in_tiles(mask: torch.Tensor | None, scale: float) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v: op(q, k, v, mask, scale)
+
+
+def of_torch(mask: torch.Tensor | None, scale: float) -> Callable[..., torch.Tensor]:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+
+    return function
+
+
+def errors(found: Made, exact: Made) -> list[float]:
+    """Relative to the size of what is exact, where that is not zero."""
+    differences = ((a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True) if b.norm() > 1e-9)
+    return [float(difference) for difference in differences]
+
+
+def compared(
+    mask: torch.Tensor | None, length: int, heads: int, groups: int, size: int, dtype: torch.dtype
+) -> tuple[list[float], list[float]]:
+    """The errors of ours and of torch's own kernel in this dtype, against float64."""
+    *qkv, grad = inputs(length, heads, groups, size, dtype)
+    scale = 0.8 * size**-0.5
+    exact = differentiated(of_torch(mask, scale), [x.double() for x in qkv], grad.double())
+    ours = differentiated(in_tiles(mask, scale), qkv, grad)
+    assert [x.dtype for x in ours] == [dtype] * 4
+    assert [x.shape for x in ours] == [grad.shape, *(x.shape for x in qkv)]
+    return errors(ours, exact), errors(differentiated(of_torch(mask, scale), qkv, grad), exact)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (4, 2, 64), (6, 1, 80)])
+def test_it_is_attention(name: str, heads: int, groups: int, size: int) -> None:
+    length, mask = MASKS[name]
+    assert max(compared(mask, length, heads, groups, size, torch.float32)[0]) < 1e-5
+    ours, others = compared(mask, length, heads, groups, size, torch.bfloat16)
+    assert all(a <= 2 * b for a, b in zip(ours, others, strict=True)), (ours, others)
+
+
+@given(st.integers(1, 2 * QUERIES + 5), st.floats(0, 1), st.integers(0, 99), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_it_is_attention_whatever_the_mask(length: int, share: float, seed: int, alike: bool) -> None:
+    mask = scattered(length, share, seed, alike)
+    assert max(compared(mask, length, 4, 2, 16, torch.float32)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("deviation", [1.0, 4.0])
+def test_bf16_is_about_as_near_as_eager_attention(deviation: float) -> None:
+    """The larger scores are, the more it costs to round them, which torch's own kernel does not do and eager does."""
+
+    def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # as in transformers
+        hidden = torch.zeros(300, 300, dtype=q.dtype).masked_fill(~causal(300), torch.finfo(q.dtype).min)
+        weights = (q @ k.mT * 0.125 + hidden).softmax(-1, dtype=torch.float32).to(q.dtype)
+        return (weights @ v).transpose(1, 2)
+
+    *qkv, grad = inputs(300, 4, 4, 64, torch.bfloat16)
+    qkv[0] = qkv[0] * deviation
+    exact = differentiated(of_torch(None, 0.125), [x.double() for x in qkv], grad.double())
+    ours, others = (errors(differentiated(f, qkv, grad), exact) for f in (in_tiles(None, 0.125), eager))
+    assert all(a < 1.25 * b for a, b in zip(ours, others, strict=True)), (ours, others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, documents([9, 4], [6, 7])])
+def test_torch_finds_the_operator_well_made(mask: torch.Tensor | None, dtype: torch.dtype) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in inputs(13, 4, 2, 16, dtype))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op.default, (q, k, v, mask, 0.25), test_utils=tests, rtol=2e-2, atol=2e-2)
+
+
+def test_its_arithmetic_is_counted() -> None:
+    *qkv, grad = inputs(32, 4, 2, 16, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        differentiated(in_tiles(None, 0.25), qkv, grad)
+    product = 2 * 2 * 4 * 32 * 32 * 16  # two of them in forward, five in backward; hidden pairs too, as torch counts
+    assert counter.get_total_flops() == 7 * product
+
+
+def needed(operator: Any, *args: Any) -> int:
+    """Bytes that an operator allocates at most at a time, its results among them."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        operator(*args)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 4, 16), (6, 6, 64)])
+def test_the_memory_it_works_in_is_foreseen(dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
+    q, k, v, grad = inputs(512, heads, groups, size, dtype)
+    mask = documents([300, 212], [512])
+    for operator, args, results in [
+        (op.default, (q, k, v), [q]),
+        (torch.ops.fsdptrain.attention_backward.default, (grad, q, k, v), [q, k, v]),
+    ]:
+        foreseen = attention.WORKSPACE[operator](*args) + sum(x.nbytes for x in results)
+        assert foreseen == pytest.approx(needed(operator, *args, None, 0.25), rel=0.05)
+        tiles(q, mask)  # made once for a model
+        assert needed(operator, *args, mask, 0.25) < foreseen
+
+
+# --- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def pairs(found: list[Tile]) -> int:
+    """How many pairs of a query and a key are computed."""
+    return sum(
+        (t.rows.stop - t.rows.start) * (t.queries.stop - t.queries.start) * (t.keys.stop - t.keys.start) for t in found
+    )
+
+
+def tiles_of(mask: torch.Tensor | None, length: int) -> list[Tile]:
+    return tiles(torch.empty(2, 4, length, 16), mask)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_cover_what_is_seen_and_hide_the_rest(name: str) -> None:
+    length, mask = MASKS[name]
+    seen = torch.zeros(2, length, length, dtype=torch.int)
+    for tile in tiles_of(mask, length):
+        assert tile.keys.start <= tile.clear <= tile.keys.stop
+        part = torch.ones(len(tile.hidden), tile.keys.stop - tile.keys.start, dtype=torch.int)
+        part[:, tile.clear - tile.keys.start :] = ~tile.hidden
+        seen[tile.rows, tile.queries, tile.keys] += part
+    expected = causal(length).expand(2, 1, -1, -1) if mask is None else mask
+    assert torch.equal(seen, expected[:, 0].int())
+
+
+def test_what_is_hidden_is_left_out() -> None:
+    every = 2 * 1024**2
+    assert pairs(tiles_of(None, 1024)) == every * 9 // 16  # half of it, and half of the squares on the diagonal
+    packed = pairs(tiles_of(documents([256] * 4, [256] * 4), 1024))
+    assert packed == 2 * 4 * (128 * 128 + 128 * 256)
+    uneven = documents([300, 100, 400, 224], [50, 450, 324, 200])
+    assert int(uneven.sum()) < pairs(tiles_of(uneven, 1024)) < every // 3
+    assert pairs(tiles_of(window(1024, 128), 1024)) < every // 4
+
+
+def test_rows_that_see_the_same_are_computed_at_once() -> None:
+    same, other = documents([100, 200], [100, 200]), documents([100, 200], [200, 100])
+    assert [tile.rows for tile in tiles_of(same, 300)] == [slice(0, 2)] * 3
+    assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 3 + [slice(1, 2)] * 3
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 40},
+    "gpt_neox": {"num_key_value_heads": 4},
+}
+PACKED = torch.cat([torch.arange(90), torch.arange(110)]), torch.cat([torch.arange(150), torch.arange(50)])
+
+
+@pytest.fixture
+def installed() -> Any:
+    attention.install()
+    yield
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every mask whose tiles were made."""
+    made: list[int] = []
+    before = attention._tiles_of
+    monkeypatch.setattr(attention, "_tiles_of", lambda *args: made.append(1) or before(*args))
+    return made
+
+
+def model_of(kind: str, kernel: str = "sdpa") -> Any:
+    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel)
+
+
+def trained(model: Any, rows: tuple[torch.Tensor, ...] = PACKED) -> dict[str, torch.Tensor]:
+    """The logits of packed rows, and every gradient."""
+    positions = torch.stack(rows)
+    ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    model.zero_grad()
+    logits.logsumexp(-1).square().mean().backward()
+    return {"logits": logits.detach()} | {name: param.grad for name, param in model.named_parameters()}
+
+
+def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("rows", [PACKED, PACKED[:1] * 2], ids=["differ", "alike"])
+def test_a_model_computes_what_it_does_with_eager_attention(
+    kind: str, rows: tuple[torch.Tensor, ...], installed: None, calls: list[int]
+) -> None:
+    assert_alike(trained(model_of(kind), rows), trained(model_of(kind, "eager"), rows))
+    assert calls
+
+
+def test_blocks_share_the_tiles_of_a_mask(installed: None, calls: list[int]) -> None:
+    trained(model_of("llama"))
+    assert len(calls) == 2  # one for each row: not for each block, nor for forward and backward
+    recomputed = model_of("llama")
+    for block in recomputed.model.layers:
+        block.forward = in_checkpoint(block.forward, {})
+    trained(recomputed)
+    assert len(calls) == 4
+
+
+def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputing_blocks_changes_no_gradient(kind: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(model_of("llama"))
+    model = model_of("llama")
+    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
+    for block in model.model.layers:
+        block.forward = in_checkpoint(block.forward, options)
+    times = []
+    weights = attention._weights
+    monkeypatch.setattr(attention, "_weights", lambda *args: times.append(1) or weights(*args))
+    found = trained(model)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    tile_count = 3 * sum(len(tiles_of(documents(row), 200)) for row in ([90, 110], [150, 50]))
+    assert len(times) == tile_count * (2 if kind == "selective" else 3)  # kept, attention is not computed again
+
+
+@pytest.mark.soak
+def test_compiled_blocks_compute_the_same(installed: None) -> None:
+    expected = trained(model_of("llama"))
+    model = model_of("llama")
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward)
+    assert_alike(trained(model), expected)
+
+
+class Module(torch.nn.Module):
+    num_key_value_groups = 2
+    is_causal = True
+
+
+def fell_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.Tensor | None, **options: Any) -> bool:
+    q, k, v, _ = inputs(8, 4, 2, 16, dtype)
+    asked = []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **o: asked.append(1) or (q, None))
+    attend(Module(), q, k, v, mask, **options)
+    return bool(asked)
+
+
+def test_what_tiles_cannot_do_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, bf16, wide = documents([3, 5], [8]), torch.bfloat16, torch.float32
+    bias = torch.zeros(2, 1, 8, 8, dtype=bf16)
+    for dtype, seen, options in [
+        (bf16, None, {"dropout": 0.1}),
+        (bf16, mask, {"softcap": 30.0}),
+        (bf16, mask, {"position_bias": bias}),
+        (bf16, None, {"is_causal": False}),
+        (bf16, bias, {}),  # a mask that is added to scores
+        (bf16, mask.expand(2, 4, 8, 8), {}),  # one for each head
+        (bf16, mask[:1], {}),
+        (wide, None, {}),  # torch's own is faster
+    ]:
+        assert fell_back(monkeypatch, dtype, seen, **options), options
+    for dtype, seen in [(bf16, None), (bf16, mask), (wide, mask)]:
+        assert not fell_back(monkeypatch, dtype, seen)
