@@ -294,6 +294,9 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
     vocabulary, _ = SHAPES[shape]
     rate = statistics.median(sum(turn) for turn in found.pop("matrix"))
     flops = flops_per_token(vocabulary)
+    for name, turns in found.items():
+        each = [f"{sum(turn[0]['tokens']) / sum(turn[0]['step_s']):,.0f}" for turn in turns]
+        print(f"{shape}: tokens/s of {name} by round: {' '.join(each)}", file=sys.stderr)
     print(f"\n{shape}: bf16 matrix product {rate / 1e9:.0f} GFLOP/s on {WORLD} ranks")
     print(f"{'':10}{'tokens/s':>10}{'of limit':>10}{'ours is':>9}{'peak MiB':>10}{'own MiB':>9}{'ours is':>9}")
     medians = {}

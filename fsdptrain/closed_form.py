@@ -189,6 +189,10 @@ class _Step:
         divided, narrowed = whole * (self.ranks == 1), self.shard(parameters) * (self.master != self.reduce)
         result = whole / self.ranks + max(divided, narrowed)
         own = parameters * self.compute
+        if self.device == "cpu" and self.ranks > 1:  # what the others sent is there, too
+            alone = not self.shape.tied and (last or parameters == self.shape.head)  # let go of later than a block's
+            late = own if alone and not self.holds else 0
+            return {"communication buffers": 2 * whole, "gradients": late + whole / self.ranks}
         if self.holds:
             own = max(0.0, result - whole)
         else:

@@ -26,6 +26,7 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
     c10d._allgather_base_.default: ("all-gather", 0),
     c10d.allgather_.default: ("all-gather", 0),
     c10d._reduce_scatter_base_.default: ("reduce-scatter", 1),
+    c10d.alltoall_base_.default: ("reduce-scatter", 1),  # see shard.GlooReduceScatter
     c10d.allreduce_.default: ("all-reduce", 0),
     c10d.broadcast_.default: ("broadcast", 0),
 }
@@ -144,6 +145,11 @@ class Recorder(TorchDispatchMode):
         elif func is c10d._reduce_scatter_base_.default:
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "gradients")
+        elif func is c10d.alltoall_base_.default:
+            self.tag(args[1], "communication buffers")
+            self.tag(args[0], "communication buffers")
+        elif func is aten.sum.IntList_out and args[0].numel() > kwargs["out"].numel() > 1:
+            self.tag(kwargs["out"], "gradients")
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A collective or a kernel, on the current stream."""

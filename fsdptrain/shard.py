@@ -7,10 +7,11 @@ gathered once in backward, before its recomputation, and parameter names stay as
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -68,7 +69,28 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         if isinstance(module, FSDPModule):  # the loss is divided by the global batch's tokens: gradients are plain sums
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if world.device.type == "cpu":
+                module.set_custom_reduce_scatter(GlooReduceScatter())
     set_prefetch([unit.modules[0] for unit in units], fsdp)
+
+
+class GlooReduceScatter:
+    """Sends every rank its part and adds up what comes, in the order of the ranks.
+
+    gloo's own reduce-scatter is an all-reduce of a copy of everything, and takes three times as long.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where FSDP puts what it reduces."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor` [n] becomes this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
 def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:

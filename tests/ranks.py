@@ -325,7 +325,7 @@ def collectives(events: Any) -> tuple[list[Any], list[Any]]:
     """[kind, bytes of the full buffer] of what torch called, and [name, bytes] of what gloo then did."""
     width = {"float": 4, "c10::BFloat16": 2, "double": 8}
     kinds = {
-        "c10d::_allgather_base_": ("all-gather", 0), "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+        "c10d::_allgather_base_": ("all-gather", 0), "c10d::alltoall_base_": ("reduce-scatter", 1),
         "c10d::allreduce_": ("all-reduce", None), "c10d::allgather_": ("all-gather", None),
     }  # fmt: skip
     calls, gloo = [], []
