@@ -1,10 +1,10 @@
-# make demo · make check · make test · make soak: each from a fresh clone, each installs what it needs into .venv
+# make demo · check · test · soak · bench · profile: each from a fresh clone, each installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPU := $(wildcard /proc/driver/nvidia/gpus/*)
 
-.PHONY: install demo check test soak clean
+.PHONY: install demo check test soak bench profile clean
 
 install: .venv/installed
 
@@ -33,6 +33,19 @@ test: install
 
 soak: install
 	$(BIN)/python -m pytest -m soak -s
+
+# Every figure of docs/measurements.md that has a peer; three quarters of an hour on two cores that do nothing else.
+bench: install
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/growth.py
+
+profile: install
+	$(BIN)/python benchmarks/step.py
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -70,7 +70,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if world.device.type == "cpu":
-                module.set_custom_reduce_scatter(GlooReduceScatter())
+                module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
     set_prefetch([unit.modules[0] for unit in units], fsdp)
 
 
