@@ -12,10 +12,11 @@ from the end of the step before to its own end, as the wall clock has it; the fi
     trainer   the transformers Trainer: DDP, for it has no FSDP on a CPU
     trl       TRL's SFTTrainer with its best-fit packing: DDP too
 
-Shapes: `small` (vocabulary 8,192, 4 sequences of 512 a micro-batch, one document each), `vocabulary` (131,072, 2 a
-micro-batch), `gsm8k` (`small` with packed GSM8K rows, counted in tokens that are no padding). The share of the limit is
-6·N·T + 12·L·A·S·T FLOPs (arXiv:2204.02311) over the rate of a bf16 matrix product of the MLP's shape, measured on all
-ranks at once in the same rounds. Memory is the most a rank ever had resident, and what of it came after its imports.
+Shapes: `small` (vocabulary 8,192, 4 sequences of 512 a micro-batch, each a part of one document), `vocabulary`
+(131,072, 2 a micro-batch), `gsm8k` (`small` with packed GSM8K rows, counted in tokens that are no padding). The share
+of the limit is 6·N·T + 12·L·A·S·T FLOPs (arXiv:2204.02311) over the rate of a bf16 matrix product of the MLP's shape,
+on all ranks at once and in the same rounds. Memory is the most a rank had resident, and what of it came after its
+imports.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
         wanted = steps * WORLD * SHAPES[shape][1]
         texts = [whole[i * 4999 % (len(whole) - 5000) :][:5000] for i in range(wanted)]  # each longer than 512 tokens
         rows = [{"text": text} for text in texts]
+        (place / "whole.jsonl").write_text(json.dumps({"text": whole}) + "\n")  # ours cuts it into full blocks itself
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train_bpe(iter(texts), 8192).save_pretrained(place / "tokenizer")
     (place / "steps").write_text(str(steps))
@@ -104,8 +106,8 @@ def ours(shape: str, place: Path) -> list[dict[str, Any]]:
     steps = int((place / "steps").read_text())
     recipe = RECIPE.format(
         config=json.dumps(LLAMA | {"vocab_size": vocabulary}), tokenizer=place / "tokenizer",
-        rows=place / "rows.jsonl", format="prompt_completion" if packed else "text",
-        packing="bfd" if packed else "none", steps=steps, batch=WORLD * micro_batch, micro_batch=micro_batch,
+        rows=place / ("rows.jsonl" if packed else "whole.jsonl"), format="prompt_completion" if packed else "text",
+        packing="bfd" if packed else "concat", steps=steps, batch=WORLD * micro_batch, micro_batch=micro_batch,
     )  # fmt: skip
     events = train(recipe, place)
     start = next(event for event in events if event["event"] == "start")
