@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="where the trace goes")
     asked = parser.parse_args()
+    from fsdptrain.agent import KEEP_MEMORY
     from fsdptrain.plan import find_topology, make_plan
     from fsdptrain.recipe import load
 
@@ -63,7 +64,8 @@ def main() -> None:
         plan = make_plan(written, find_topology(written.recipe, {}))
         (Path(folder) / "plan.json").write_text(plan.to_json())
         words = (folder, str(asked.steps), str(asked.out.resolve()))
-        told = ranks(Path(__file__), plan.topology.nproc_per_node, *words, FSDPTRAIN_CACHE=f"{folder}/cache")
+        settings = {"FSDPTRAIN_CACHE": f"{folder}/cache", "GLIBC_TUNABLES": KEEP_MEMORY}  # as in a run on a CPU
+        told = ranks(Path(__file__), plan.topology.nproc_per_node, *words, **settings)
     print(machine())
     print(f"a step of rank 0: {told[0]['step_s']:.3f} s, with the profiler {told[0]['profiled_s']:.3f} s")
     for kind, share in sorted(told[0]["shares"].items(), key=lambda item: -item[1]):
