@@ -34,7 +34,7 @@ test: install
 soak: install
 	$(BIN)/python -m pytest -m soak -s
 
-# Every figure of docs/measurements.md that has a peer; three quarters of an hour on two cores that do nothing else.
+# Every figure of docs/measurements.md that has a peer; for a machine that does nothing else meanwhile.
 bench: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py

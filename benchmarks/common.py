@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
+LLAMA = {  # 23 million parameters with a vocabulary of 8,192
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
 T = TypeVar("T")
 
 

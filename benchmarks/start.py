@@ -25,13 +25,10 @@ from pathlib import Path
 import common
 
 WORLD, ROWS, LENGTH = 2, 4, 512
-SHAPE = {
-    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
+SHAPE = common.LLAMA | {"vocab_size": 8192}
 RECIPE = f"""
 model:
-  config: {json.dumps({"model_type": "llama", **SHAPE})}
+  config: {json.dumps(SHAPE)}
   tokenizer: {{train: {SHAPE["vocab_size"]}}}
   init: random
 data: {{path: {common.ROOT}/recipes/data/tinyshakespeare.txt, seq_len: {LENGTH}}}
@@ -135,13 +132,13 @@ def be_bare() -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.model.layers:
         fully_shard(block, mp_policy=policy)

@@ -4,12 +4,14 @@
 
 Runs the recipe's ranks on this machine (the default is the shape that benchmarks/throughput.py calls `small`), makes
 some steps, and then writes down what rank 0 does in the next ones, with torch's profiler. Self times of operators are
-summed by kind; `Python` is what is left of a step: the interpreter's own, in our code, transformers' and torch's.
+summed by kind (attention in tiles is products and softmax); `Python` is what is left of a step: the interpreter's own,
+in our code, transformers' and torch's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -18,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, ranks, tell
+from common import LLAMA, ROOT, machine, ranks, tell
 
 FIRST = 3
 KINDS = {  # the first kind one of whose words an operator's name contains
@@ -31,11 +33,7 @@ KINDS = {  # the first kind one of whose words an operator's name contains
     "elementwise": ("mul", "add", "div", "silu", "gelu", "rsqrt", "pow", "mean", "neg", "sum", "norm", "exp", "sub"),
 }
 SMALL = """
-model:
-  config: {model_type: llama, vocab_size: 8192, hidden_size: 512, intermediate_size: 1408, num_hidden_layers: 6,
-           num_attention_heads: 8, tie_word_embeddings: true}
-  tokenizer: {train: 8192}
-  init: random
+model: {config: LLAMA, tokenizer: {train: 8192}, init: random}
 data: {path: ROOT/recipes/data/tinyshakespeare.txt, seq_len: 512, packing: concat}
 train: {steps: 100, global_batch_size: 8, micro_batch_size: 4}
 checkpoint: {every: null}
@@ -59,12 +57,15 @@ def main() -> None:
         path = asked.recipe
         if path is None:
             path = Path(folder) / "recipe.yaml"
-            path.write_text(SMALL.replace("ROOT", str(ROOT)))
+            config = json.dumps(LLAMA | {"vocab_size": 8192})
+            path.write_text(SMALL.replace("LLAMA", config).replace("ROOT", str(ROOT)))
         written = load(path, [f"output_dir={folder}/run", *asked.overrides])
         plan = make_plan(written, find_topology(written.recipe, {}))
         (Path(folder) / "plan.json").write_text(plan.to_json())
         words = (folder, str(asked.steps), str(asked.out.resolve()))
         settings = {"FSDPTRAIN_CACHE": f"{folder}/cache", "GLIBC_TUNABLES": KEEP_MEMORY}  # as in a run on a CPU
+        if plan.topology.device == "cuda":
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(plan.topology.nproc_per_node)))
         told = ranks(Path(__file__), plan.topology.nproc_per_node, *words, **settings)
     print(machine())
     print(f"a step of rank 0: {told[0]['step_s']:.3f} s, with the profiler {told[0]['profiled_s']:.3f} s")

@@ -33,14 +33,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, machine, peak_rss, ranks, rss, tell, train
+from common import LLAMA, ROOT, alternate, machine, peak_rss, ranks, rss, tell, train
 
 WORLD, LEFT_OUT = 2, 2
 SEQ_LEN = 512
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
 SHAPES = {"small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4)}  # vocabulary, sequences a micro-batch
 PEERS = {"small": ("plain", "native", "trainer"), "vocabulary": ("plain", "native", "trainer"), "gsm8k": ("trl",)}
 RECIPE = """

@@ -100,7 +100,7 @@ class _Step:
         self.rows, self.length = recipe.train.micro_batch_size, recipe.data.seq_len
         self.tokens = self.rows * self.length
         self.masked = recipe.data.packing != "none"
-        on_gpu = plan.topology.device == "cuda"
+        on_gpu = self.device == "cuda"
         # On a GPU, masks and float32 mean a kernel that has no groups: keys and values are repeated for every query.
         repeated = on_gpu and (self.masked or self.compute == 4)
         self.keys = self.shape.queries if repeated else self.shape.keys

@@ -88,6 +88,7 @@ class GlooReduceScatter:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """`output_tensor` [n] becomes this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
+        assert op == dist.ReduceOp.SUM, "the mean is taken of the loss"
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)

@@ -153,7 +153,8 @@ def test_bf16_is_about_as_near_as_eager_attention(deviation: float) -> None:
 def test_torch_finds_the_operator_well_made(mask: torch.Tensor | None, dtype: torch.dtype) -> None:
     q, k, v, _ = (x.requires_grad_() for x in inputs(13, 4, 2, 16, dtype))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op.default, (q, k, v, mask, 0.25), test_utils=tests, rtol=2e-2, atol=2e-2)
+    found = torch.library.opcheck(op.default, (q, k, v, mask, 0.25), test_utils=tests, rtol=2e-2, atol=2e-2)
+    assert found == dict.fromkeys(tests, "SUCCESS")
 
 
 def test_its_arithmetic_is_counted() -> None:
