@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -123,6 +123,13 @@ class Tail:
                     yield json.loads(line)
 
 
+class _Count(ProgressColumn):
+    """`done/total`; nothing for a task whose total is unknown."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
+
+
 class Screen:
     """Shows records to the person: live bars on a terminal, plain lines in a pipe."""
 
@@ -137,7 +144,7 @@ class Screen:
         self._bars = Progress(
             TextColumn("{task.description:>9}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            _Count(),
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(compact=True),
             console=self.console,

@@ -1,0 +1,99 @@
+"""A command on a real (pseudo-)terminal, and what a person sees on it: pyte interprets the escape sequences."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from typing import Any
+
+import pyte
+from support import environment
+
+
+class Terminal:
+    """Runs `fsdptrain WORDS` on a terminal of `columns` × `rows`; use as a context manager.
+
+    `stdout` and `stderr` may be redirected alone, as `> file` and `2> file` do; the other streams stay on the terminal,
+    which is also the controlling one, so that `press_ctrl_c` reaches every process in the foreground.
+    """
+
+    def __init__(
+        self, *words: object, columns: int = 80, rows: int = 24, stdout: Any = None, stderr: Any = None, **extra: str
+    ) -> None:
+        self._screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
+        self._stream = pyte.ByteStream(self._screen)
+        self.raw = b""
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        env = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fsdptrain", *map(str, words)],
+            stdin=slave, stdout=stdout or slave, stderr=stderr or slave, env=env | {"TERM": "xterm-256color"} | extra,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def lines(self) -> list[str]:
+        """Every line that was ever scrolled away, then those on the screen; right-stripped, without empty ends."""
+        width = self._screen.columns
+        past = ["".join(line[x].data for x in range(width)).rstrip() for line in self._screen.history.top]
+        return [*past, *(line.rstrip() for line in self._screen.display)]
+
+    def text(self) -> str:
+        """Those lines as one text."""
+        return "\n".join(self.lines()).strip()
+
+    def wait_for(self, text: str, timeout: float = 90) -> None:
+        """Read until `text` is seen, now or in a line scrolled away; fails with the screen after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while text not in self.text():
+            assert time.monotonic() < end and (self._pump() or self.process.poll() is None), (
+                f"no {text!r}:\n{self.text()}"
+            )
+
+    def press_ctrl_c(self) -> None:
+        """What a person does who wants it to stop."""
+        os.write(self._master, b"\x03")
+
+    def wait(self, timeout: float = 180) -> int:
+        """Read to the end of the process; its exit code."""
+        end = time.monotonic() + timeout
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"still running:\n{self.text()}"
+            self._pump()
+        while self._pump():
+            pass
+        return self.process.returncode
+
+    def _pump(self) -> bool:
+        """Feed what was written within a tenth of a second to the screen; whether there was anything."""
+        if not select.select([self._master], [], [], 0.1)[0]:
+            return False
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # every process has closed the terminal
+            return False
+        self.raw += data
+        self._stream.feed(data)
+        return bool(data)
+
+
+def seen(*words: object, columns: int = 80, timeout: float = 180, **extra: Any) -> tuple[int, str]:
+    """Run a command on a terminal to its end: (exit code, all it showed)."""
+    with Terminal(*words, columns=columns, **extra) as terminal:
+        return terminal.wait(timeout), terminal.text()
