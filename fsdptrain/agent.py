@@ -1,6 +1,6 @@
 """The agent, in its own process: starts the workers, passes a stop on, writes down how the first one failed.
 
-`python -m fsdptrain.agent PLAN PIPE` does on one node what torchrun does, with the environment that torchrun gives, and
+Called with PLAN and PIPE, it does on one node what torchrun does, with the environment that torchrun gives, and
 without importing torch: the workers start a second or two earlier. They meet on loopback, so that no port is open to
 the network. On several nodes it is `torch.distributed.run`. In both cases SIGTERM becomes a wish to the workers, who
 save and leave by themselves, however long that takes; and how the first worker failed goes into a pipe to the launcher,
@@ -23,13 +23,14 @@ from types import FrameType
 from typing import NamedTuple
 
 from fsdptrain.errors import WorkerLost
-from fsdptrain.launch import POLL_S, STOP_WORKER, die_with_parent
+from fsdptrain.launch import POLL_S, STOP_WORKER
 from fsdptrain.plan import Plan
+from fsdptrain.processes import child_command, child_words
 
 # On a CPU tensors come from malloc, which by itself gives large ones back to the system as soon as they are freed, so
 # that every step waits for the same pages again. Told so, it keeps what it has, and asks for huge pages.
 KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:glibc.malloc.trim_threshold=8589934592"
-LEAVE_S = 30.0  # how long the others may take to end once one has failed, as in torchrun
+LEAVE_S = 2  # seconds that the others may take to end once one has failed: no SIGTERM is heard by one that is stopped
 WORKER = "fsdptrain.worker"
 
 
@@ -42,9 +43,8 @@ class Failure(NamedTuple):
 
 def main() -> None:
     """Run the workers of the plan named on the command line; exit 1 when one failed."""
-    die_with_parent()
     plan_path, pipe = Path(sys.argv[1]), int(sys.argv[2])
-    plan = Plan.from_json(plan_path.read_text())
+    plan = Plan.from_json(plan_path.read_text(encoding="utf-8"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_passing_on)
     signal.signal(signal.SIGALRM, _pass_on)
@@ -57,7 +57,8 @@ def main() -> None:
         run = run_here if plan.topology.nnodes == 1 else run_torchrun
         failures = run(plan, plan_path, Path(scratch))
         if failures:
-            os.write(pipe, json.dumps(first_failure(failures)).encode())
+            with os.fdopen(pipe, "w", encoding="utf-8") as launcher:
+                json.dump(first_failure(failures), launcher)
             sys.exit(1)
 
 
@@ -65,7 +66,7 @@ def run_here(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
     """One worker a rank, until all have ended or one has failed, which ends the others; the failures by rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    words = [sys.executable, "-u", "-m", WORKER, str(plan_path)]
+    words = child_command(WORKER, plan_path)
     files = {rank: str(scratch / f"error-{rank}.json") for rank in range(plan.topology.world_size)}
     workers = {
         rank: subprocess.Popen(
@@ -129,8 +130,9 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
         f"--rdzv-endpoint={launch.rdzv_endpoint}",
         f"--rdzv-id={plan.recipe.name}",
     ]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(LEAVE_S))
     try:
-        torchrun(get_args_parser().parse_args([*words, "-m", WORKER, str(plan_path)]))
+        torchrun(get_args_parser().parse_args([*words, *child_words(WORKER, plan_path)]))
     except ChildFailedError as error:
         return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
     return {}
@@ -146,7 +148,7 @@ def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
     found = []
     for rank, failure in failures.items():
         path = Path(failure.error_file)
-        record = json.loads(path.read_text())["message"]["extraInfo"] if path.is_file() else {}
+        record = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"] if path.is_file() else {}
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
         killed = name not in (None, "SIGTERM")
         facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
@@ -166,7 +168,3 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(child), STOP_WORKER)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.processes import child_command, child_environment, exit_printed, open_streams, watch_parent
 
 app = typer.Typer(
     help="Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder.",
@@ -41,16 +42,34 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 def main() -> None:
     """The `fsdptrain` command: every error of ours ends in one message and its exit code, never in a traceback."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker under somebody else's torchrun
+        watch_parent(os.getppid())
+    open_streams()
     try:
-        app()
+        with _errors_of_the_system():
+            app()
     except FsdptrainError as error:
         print(f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error), file=sys.stderr)
         sys.exit(error.exit_code)
+    except SystemExit as ended:
+        if ended.code or sys.argv[1:2] == ["run"]:  # what a run prints is not its result
+            raise
+        exit_printed(0)
+
+
+@contextlib.contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """Raise what the system refuses as an error with its way out, where one is known."""
+    try:
+        yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"fsdptrain: no space: {error}", file=sys.stderr)
-        sys.exit(CheckpointError.exit_code)
+        raise CheckpointError(f"no space: {error}") from None
+    except UnicodeEncodeError as error:
+        raise RecipeError(
+            f"{error.object[:200]!r} cannot be the name of a file in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
+        ) from None
 
 
 def _listed(error: RecipeError) -> str:
@@ -118,7 +137,6 @@ def validate(
     try:
         written = _load(recipe, overrides)
         from fsdptrain.hardware import parse
-        from fsdptrain.launch import child_environment
         from fsdptrain.plan import draft_plan, find_topology, topology_of
         from fsdptrain.plot import refuse_undrawable
 
@@ -134,12 +152,14 @@ def validate(
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
             sys.exit(error.exit_code)
         raise
-    words = [sys.executable, "-m", "fsdptrain.validate", *(f"--problem={problem}" for problem in problems)]
+    words = [f"--problem={problem}" for problem in problems]
     asked = {"--json": as_json, "--no-build": no_build, "--advise": advise}
     words += [flag for flag, on in asked.items() if on]
     values = {"--hardware": hardware, "--plot": plot}
     words += [f"{option}={value}" for option, value in values.items() if value is not None]
-    done = subprocess.run(words, input=plan.to_json(), text=True, check=False, env=child_environment())
+    done = subprocess.run(
+        child_command("fsdptrain.validate", *words), input=plan.to_json().encode(), check=False, env=child_environment()
+    )
     if done.returncode:
         sys.exit(done.returncode)
 

@@ -1,6 +1,6 @@
 """The forecasting process: plans come in on standard input, a line each, and forecasts go out.
 
-`python -m fsdptrain.estimate`; `forecast.Forecaster` is the other side.
+`forecast.Forecaster` starts it, and is the other side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fsdptrain.engine import model_flops
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import Forecast
 from fsdptrain.hardware import Hardware
-from fsdptrain.launch import die_with_parent
 from fsdptrain.model import load_config, skeleton
 from fsdptrain.plan import Plan
 from fsdptrain.pretend import PRETEND
@@ -144,13 +143,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer every line; nothing else goes to standard output."""
-    die_with_parent()
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line))) + "\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 from fsdptrain.errors import FsdptrainError, from_record
 from fsdptrain.hardware import Hardware
-from fsdptrain.launch import child_environment
 from fsdptrain.plan import Plan
+from fsdptrain.processes import child_command, child_environment
 from fsdptrain.trace import Category
 
 
@@ -70,16 +69,17 @@ class Forecaster:
         self._start()
 
     def _start(self) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        words = [sys.executable, "-m", "fsdptrain.estimate"]
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        words = child_command("fsdptrain.estimate")
         self._process = subprocess.Popen(
             ["nice", "-n", str(self._niceness), *words] if self._niceness else words,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=child_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, encoding="utf-8",
+            env=child_environment(),
             start_new_session=True,  # the terminal's Ctrl-C is for us to act on
         )  # fmt: skip
         if self._niceness:  # Linux may share the cores among sessions first, where a process's own niceness is nothing
             with contextlib.suppress(OSError):
-                Path(f"/proc/{self._process.pid}/autogroup").write_text(str(self._niceness))
+                Path(f"/proc/{self._process.pid}/autogroup").write_bytes(str(self._niceness).encode())
 
     def ask(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
         """The forecast of a plan; on a fake CPU device where the pretended accelerator fails.

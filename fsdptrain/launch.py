@@ -5,32 +5,31 @@
          ├──────── a pipe: how the first worker failed ─────┤
          └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
 
-Nobody outlives this process: the agent and the workers ask the kernel to die with their parent.
+Nobody outlives this process: the agent ends with it, and the workers with the agent (see `processes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
 from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
 from fsdptrain.plan import Plan
+from fsdptrain.processes import child_command, child_environment
 from fsdptrain.report import Screen, Tail, cut_half_a_line
 from fsdptrain.rundir import RunDir
 
 POLL_S = 0.1
 FRUITLESS = 2  # restarts without a new checkpoint, after which there is no further one
 HANG_REPORTS_S = 5.0  # how long after the first rank that hangs the others may take to say where they stand
-PR_SET_PDEATHSIG = 1
 STOP_WORKER = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
 
 
@@ -38,7 +37,9 @@ class StopRequest:
     """Counts the stop signals this process gets while it is entered: one asks, the second means now."""
 
     def __init__(self, *signals: signal.Signals) -> None:
-        self.signals = signals or (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as nohup makes it
+        own = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if hung_up else ()))
+        self.signals = signals or own
         self.count = 0
         self.name = ""
         self._before: dict[signal.Signals, object] = {}
@@ -97,13 +98,18 @@ class Attempt:
     def run(self) -> None:
         """Start the workers and watch them to their end; raises what `launch` does."""
         read, write = os.pipe()
-        words = [sys.executable, "-m", "fsdptrain.agent", str(self.rundir.plan), str(write)]
-        with os.fdopen(read, "rb") as failure, self.rundir.launcher_log.open("ab") as log:
+        with (
+            os.fdopen(read, "rb") as pipe,
+            self.rundir.launcher_log.open("ab") as log,
+            ThreadPoolExecutor(1) as reader,  # meanwhile: a pipe holds 64 KiB, and whoever writes more waits
+        ):
             agent = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
+                child_command("fsdptrain.agent", self.rundir.plan, write),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
                 env=child_environment(),
             )  # fmt: skip
             os.close(write)
+            failure = reader.submit(pipe.read)
             try:
                 self._watch(agent)
             finally:
@@ -111,7 +117,7 @@ class Attempt:
                     agent.kill()
                     agent.wait()
             self._show_news()
-            self._judge(agent.returncode, failure.read())
+            self._judge(agent.returncode, failure.result())
 
     def _show_news(self) -> None:
         for tail in self._tails:
@@ -166,7 +172,7 @@ class Attempt:
             raise Stopped(f"stopped {self._ended}; {lost}; run the same command to go on")
         if hung := self._hung():
             raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._last_step()))
-        if failure:
+        if failure and code >= 0:  # else the agent was killed, maybe while it wrote
             raise explain(json.loads(failure), self.rundir, self._last_step())
         if "stop" in self.screen.last:
             step, name = self.screen.last["stop"]["step"], self.stop.name or self.screen.last["stop"]["signal"]
@@ -181,13 +187,6 @@ class Attempt:
     def _last_step(self) -> str:
         step = self.screen.last.get("step", {}).get("step")
         return f"after step {step}" if step else "before its first step was done"
-
-
-def child_environment() -> dict[str, str]:
-    """Our environment, for a `python -m` that finds this package but no module that lies in the working folder."""
-    package = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
 
 def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainError:
@@ -215,10 +214,11 @@ def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
         if rank not in hung:
             where = "does not answer: it is stopped, or its machine cannot be reached"
         elif report.exists():
-            facts = json.loads(report.read_text())
+            facts = json.loads(report.read_text(encoding="utf-8"))
             where = f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
         else:
-            where = f"is in {_stuck_in(rundir.stuck(rank).read_text())}, in native code that lets no Python run"
+            stacks = rundir.stuck(rank).read_text(encoding="utf-8", errors="replace")
+            where = f"is in {_stuck_in(stacks)}, in native code that lets no Python run"
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
     told = "; ".join(f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups)
@@ -251,12 +251,3 @@ def _stuck_in(dump: str) -> str:
 def _where(record: dict[str, str], log: Path) -> str:
     frames = [line.strip() for line in record.get("traceback", "").splitlines() if line.strip().startswith("File ")]
     return (f"{frames[-1]}\n" if frames else "") + f"the whole traceback: {log}"
-
-
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) to kill this process when its parent dies, so that no worker trains on as an orphan."""
-    if sys.platform.startswith("linux"):
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent or (parent == 1 and "TORCHELASTIC_RUN_ID" in os.environ):
-            os._exit(WorkerError.exit_code)

@@ -51,6 +51,7 @@ from fsdptrain.outlook import (
 )
 from fsdptrain.plan import Plan
 from fsdptrain.plot import memory_bar
+from fsdptrain.processes import exit_printed
 from fsdptrain.report import Screen, size
 from fsdptrain.rows import data_files, peek
 from fsdptrain.schema import FORMAT_FIELDS
@@ -309,7 +310,7 @@ def hardware_here(plan: Plan) -> Hardware | None:
 
 
 def main() -> None:
-    """`python -m fsdptrain.validate [option]…`, the options of the command line, with the plan on stdin."""
+    """Look at the plan on standard input; the options are those of the command line."""
     parser = argparse.ArgumentParser()
     for flag in ("--json", "--advise", "--no-build"):
         parser.add_argument(flag, action="store_true")
@@ -327,8 +328,4 @@ def main() -> None:
     if words.json:
         print(found.to_json())
     found.tell_problems()
-    sys.exit(found.exit_code)
-
-
-if __name__ == "__main__":
-    main()
+    exit_printed(found.exit_code)

@@ -1,4 +1,4 @@
-"""Watches one rank from a thread of its own: ends it with its parent, and says where it stands when nothing moves.
+"""Watches one rank from a thread of its own, and says where it stands when nothing moves.
 
 `Watchdog.beat` says that something was done: a micro-batch, a tensor read, a block exported. When nothing was for
 `launch.timeout_s` seconds, every thread's stack goes to the rank's log, its last collectives to a file beside it, and
@@ -67,10 +67,8 @@ class Watchdog:
         self._until = time.monotonic() + patience + disk_bytes / SLOWEST_DISK
 
     def _watch(self) -> None:
-        parent, looked, armed = os.getppid(), time.monotonic(), 0.0
+        looked, armed = time.monotonic(), 0.0
         while not self._ended.wait(LOOK_S):
-            if os.getppid() != parent:  # the kernel's own signal (see die_with_parent) is Linux's alone
-                os._exit(WorkerLost.exit_code)
             now = time.monotonic()
             if now - looked > PAUSE_S:  # the whole process stood still: a scheduler's pause is not a hang
                 self._until += now - looked

@@ -41,7 +41,7 @@ from fsdptrain.errors import (
 )
 from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files
-from fsdptrain.launch import STOP_WORKER, StopRequest, die_with_parent
+from fsdptrain.launch import STOP_WORKER, StopRequest
 from fsdptrain.machine import disk_facts, disk_problems
 from fsdptrain.model import load_config, save_assets, skeleton
 from fsdptrain.nonfinite import find_sources
@@ -442,15 +442,10 @@ def record_failure(plan: Plan, error: FsdptrainError) -> None:
 
 
 def main() -> None:
-    """`python -m fsdptrain.worker PLAN`, started by the agent: one rank, with its output in a file of its own."""
-    die_with_parent()
-    plan = Plan.from_json(Path(sys.argv[1]).read_text())
+    """Be one rank of the plan that the agent names, with the output in a file of its own."""
+    plan = Plan.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     log = RunDir(Path(plan.run_dir)).rank_log(int(os.environ["RANK"]))
     with log.open("ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     work(plan)
-
-
-if __name__ == "__main__":
-    main()

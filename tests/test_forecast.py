@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -219,13 +220,9 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
 ) -> None:
     answer = dataclasses.asdict(forecaster.ask(gpu_plan(tmp_path), H100))
-    script = tmp_path / "fsdptrain" / "estimate.py"
-    script.parent.mkdir()
+    script = tmp_path / "estimate.py"
     script.write_text(ABORTS.replace("ANSWER", repr(answer)))
-    (script.parent / "__init__.py").touch()
-    monkeypatch.setattr(
-        forecast_room, "child_environment", lambda: {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    )
+    monkeypatch.setattr(forecast_room, "child_command", lambda _: [sys.executable, str(script)])
     with Forecaster() as process:
         found = process.ask(gpu_plan(tmp_path), H100)
     assert "the pretended accelerator failed (RuntimeError: no such stream)" in found.notes[0]

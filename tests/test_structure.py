@@ -12,8 +12,9 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger", "closed_form",
-    "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "cli",
+    "errors", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger",
+    "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate",
+    "advise", "cli",
 )  # fmt: skip
 BELOW = (
     "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",

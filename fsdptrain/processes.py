@@ -1,0 +1,148 @@
+"""The processes of a command and their streams: a child ends with its parent, and nobody ends for what it prints.
+
+`python -m fsdptrain.processes PARENT MODULE [argument]…` calls `main` of a module of ours in a child of process PARENT.
+It binds the child to its parent first, and imports the module, which may take ten seconds, only then.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import errno
+import importlib
+import io
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+LOOK_S = 0.25  # how often a process looks whether its parent lives, where the kernel does not tell
+ORPHANED = 5  # the exit code of a process that lost its parent: WorkerLost's
+FULL = 6  # and of one whose output is lost: that of a full disk
+UNWANTED = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
+# What we print, for an encoding that has no such characters; others are escaped.
+PLAIN: dict[str, str] = {
+    "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "─": "-", "━": "-", "│": "|",
+    **{chr(spinner): "*" for spinner in range(0x2800, 0x2900)},
+}  # fmt: skip
+
+
+def child_command(module: str, *words: object) -> list[bytes]:
+    """The command that calls `main` of a module of ours in a child of this process, which ends when this one does.
+
+    Start it from a thread that lives as long as the child should: the kernel counts the end of that thread as the
+    parent's. As bytes, for a locale's own encoding may lack what the words hold; children read UTF-8.
+    """
+    return [word.encode("utf-8", "surrogateescape") for word in (sys.executable, *child_words(module, *words))]
+
+
+def child_words(module: str, *words: object) -> list[str]:
+    """That command without the interpreter, for those who start a child in our stead."""
+    return ["-m", "fsdptrain.processes", str(os.getpid()), module, *map(str, words)]
+
+
+def child_environment() -> dict[str, str]:
+    """Our environment, for a child that finds this package but no module that lies in the working folder.
+
+    In every locale it reads and writes files as UTF-8; its standard streams have the encoding of ours.
+    """
+    package = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding}
+    return {**os.environ, **ours}
+
+
+def end_with(parent: int) -> None:
+    """End this process as soon as `parent`, which started it, is gone; at once if it is gone already.
+
+    Linux kills a process when its parent dies, even one that hangs in C; elsewhere a thread looks.
+    """
+    linux = sys.platform.startswith("linux")
+    if not linux or ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
+        watch_parent(parent)
+    if os.getppid() != parent:  # before we asked. Not "is 1 now": a subreaper adopts orphans too
+        os._exit(ORPHANED)
+
+
+def watch_parent(parent: int) -> None:
+    """End this process soon after `parent` is gone, from a thread of its own.
+
+    For a process that somebody else has started, maybe from a thread that ends long before its process does.
+    """
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os._exit(ORPHANED)
+
+    threading.Thread(target=look, name="parent", daemon=True).start()
+
+
+class Lasting(io.FileIO):
+    """A descriptor that is printed to. What cannot be written is dropped, and the first reason why is kept."""
+
+    lost: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write some of the data, waiting where a descriptor does not block; say how many bytes are dealt with."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            self.lost = self.lost or error
+            return memoryview(data).nbytes
+
+
+def open_streams() -> None:
+    """Let standard output and error print whatever they are given, wherever they lead, without ever raising.
+
+    A descriptor that is closed leads nowhere from now on: the next file that is opened would take its place, and then
+    what is printed. Characters that an encoding lacks are spelled out.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    codecs.register_error("fsdptrain.plain", _spelled_out)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
+        raw = io.BufferedWriter(Lasting(descriptor, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, encoding, "fsdptrain.plain", line_buffering=True))
+
+
+def exit_printed(code: int) -> NoReturn:
+    """Leave a process whose result is what it printed: with `code`, but with FULL where a success cannot be read."""
+    sys.stdout.flush()
+    lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
+    if lost and lost.errno not in UNWANTED and not code:
+        print(f"fsdptrain: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+        code = FULL
+    sys.exit(code)
+
+
+def _spelled_out(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = "".join(PLAIN.get(character, character) for character in error.object[error.start : error.end])
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
+def main() -> None:
+    """Be a child: bound to its parent, with streams that last, then whatever the module does."""
+    parent, module, *words = sys.argv[1:]
+    end_with(int(parent))
+    open_streams()
+    sys.argv = [module, *words]
+    importlib.import_module(module).main()
+
+
+if __name__ == "__main__":
+    main()
