@@ -165,6 +165,6 @@ def _start_passing_on(number: int, frame: FrameType | None) -> None:
 def _pass_on(number: int, frame: FrameType | None) -> None:
     """Ask every worker to stop. SIGTERM itself ends the others once one has failed."""
     me = os.getpid()
-    for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+    for child in Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(child), STOP_WORKER)

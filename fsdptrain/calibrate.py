@@ -83,7 +83,7 @@ class Calibration:
             screen.say(f"no forecast to compare with: {self._why_not}")
             return
         found = compare(self._forecast, start, steps)
-        self._rundir.forecast.write_text(json.dumps(found, indent=2))
+        self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
         screen.say(in_words(found))
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, WorkerError
 from fsdptrain.processes import child_command, child_environment, exit_printed, open_streams, watch_parent
 
 app = typer.Typer(
@@ -113,7 +114,7 @@ def run(
         except FsdptrainError:
             raise
         except Exception as error:
-            (rundir.logs / "defect.txt").write_text(traceback.format_exc())
+            (rundir.logs / "defect.txt").write_text(traceback.format_exc(), encoding="utf-8")
             raise FsdptrainError(f"a defect of ours: {error!r}; the traceback: {rundir.logs / 'defect.txt'}") from error
         screen.summary(time.monotonic() - started)
         if calibration:
@@ -160,8 +161,10 @@ def validate(
     done = subprocess.run(
         child_command("fsdptrain.validate", *words), input=plan.to_json().encode(), check=False, env=child_environment()
     )
-    if done.returncode:
-        sys.exit(done.returncode)
+    if done.returncode < 0:
+        hint = " (often: out of host memory)" if done.returncode == -signal.SIGKILL else ""
+        raise WorkerError(f"the dry run was killed by {signal.Signals(-done.returncode).name}{hint}")
+    sys.exit(done.returncode)
 
 
 @app.command()
@@ -225,14 +228,16 @@ def schema() -> None:
 def list_recipes() -> None:
     """Name every shipped recipe, with its first line."""
     for path in _shipped_recipes():
-        first = next((line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")), "")
+        first = next(
+            (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
+        )
         print(f"{path.stem:36} {first}")
 
 
 @shipped.command("show")
 def show_recipe(name: str) -> None:
     """Print a shipped recipe."""
-    print(_find_shipped(name).read_text(), end="")
+    print(_find_shipped(name).read_text(encoding="utf-8"), end="")
 
 
 @shipped.command("copy")
@@ -243,7 +248,7 @@ def copy_recipe(name: str, dest: Path) -> None:
     copies = {source: dest}
     data = source.parent / "data"
     for path in data.iterdir() if data.is_dir() else ():
-        if f"data/{path.name}" in source.read_text():
+        if f"data/{path.name}" in source.read_text(encoding="utf-8"):
             copies[path] = dest.parent / "data" / path.name
     taken = [str(path) for path in copies.values() if path.exists()]
     if taken:
@@ -318,9 +323,9 @@ def _alone_in(rundir: Any, nodes: int) -> Iterator[None]:
 def _write_folder(plan: Any, rundir: Any, recipe_text: str) -> None:
     try:
         rundir.logs.mkdir(parents=True, exist_ok=True)
-        rundir.recipe.write_text(recipe_text)
+        rundir.recipe.write_text(recipe_text, encoding="utf-8")
         aside = rundir.plan.with_suffix(".tmp")  # several nodes write the same plan while others read it
-        aside.write_text(plan.to_json())
+        aside.write_text(plan.to_json(), encoding="utf-8")
         aside.replace(rundir.plan)
     except OSError as error:
         if error.errno == errno.ENOSPC:

@@ -11,6 +11,7 @@ copy and a second run starts at once. Words used here:
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ import torch
 from filelock import FileLock
 
 from fsdptrain import __version__
-from fsdptrain.errors import DataError
+from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
@@ -193,8 +194,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
         "max_rows": max_rows, "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on],
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_dir() / "data" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = cache_dir("data") / name
     with FileLock(f"{folder}.lock"):
         if not is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -211,7 +211,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
                 shutil.rmtree(scratch, ignore_errors=True)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     flat = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
-    notes = json.loads((folder / "notes.json").read_text())
+    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content)
 
@@ -220,21 +220,36 @@ _ARRAYS = ("pieces", "blocks", "labels", "lengths")
 _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 
 
-def cache_dir() -> Path:
-    """Where prepared data and tokenizers are kept: $FSDPTRAIN_CACHE, else fsdptrain/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FSDPTRAIN_CACHE") or Path(base) / "fsdptrain")
+def cache_dir(kind: str) -> Path:
+    """The folder that keeps what is prepared of a kind, made if need be: data, or tokenizers.
+
+    It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError where none can be had.
+    """
+    wanted, base = os.environ.get("FSDPTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(wanted or Path(base or Path.home() / ".cache") / "fsdptrain") / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        where = f"{folder}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
+        raise RecipeError(
+            f"the cache for prepared {kind} cannot be written ({where}); set FSDPTRAIN_CACHE to a folder that can be"
+        ) from None
+    return folder
 
 
 def seal(folder: Path) -> None:
     """Write down what is in a prepared folder."""
-    (folder / SUMS).write_text(json.dumps(_sums(folder)))
+    (folder / SUMS).write_text(json.dumps(_sums(folder)), encoding="utf-8")
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a prepared folder holds what it held when it was sealed; a damaged one is made again."""
     try:
-        return bool(json.loads((folder / SUMS).read_text()) == _sums(folder))
+        return bool(json.loads((folder / SUMS).read_text(encoding="utf-8")) == _sums(folder))
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -286,7 +301,7 @@ def _write_corpus(
     for name, values in zip(_ARRAYS, (pieces, blocks, block_labels, np.array(encode.lengths)), strict=True):
         np.save(folder / f"{name}.npy", values)
     notes = {"rows": done, **encode.counts, "tokens": int(ends[-1]), "label_tokens": int(block_labels.sum())}
-    (folder / "notes.json").write_text(json.dumps(notes))
+    (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
 
 class Encoder:
@@ -421,7 +436,7 @@ def _bounded() -> Iterator[None]:
     def late(signum: int, frame: Any) -> None:
         raise TimeoutError(f"it takes longer than {TEMPLATE_S} s")
 
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    in_use = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = min(limit for limit in (in_use + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY)
     clock = threading.current_thread() is threading.main_thread()

@@ -19,7 +19,11 @@ that the person sees the failing rank's own words and the shell sees the right c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+LONGEST = 8000  # characters of a message or a traceback that crosses to another process
+MOST = 30  # names in a list that a message shows
 
 
 class FsdptrainError(Exception):
@@ -122,8 +126,23 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
 
 
 def to_record(error: BaseException) -> dict[str, str]:
-    """The two facts that travel between processes: `{"type": class name, "message": text}`."""
-    return {"type": type(error).__name__, "message": str(error)}
+    """The two facts that travel between processes: `{"type": class name, "message": text}`, the text shortened."""
+    return {"type": type(error).__name__, "message": shortened(str(error), LONGEST)}
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """A text of at most so many characters and a mark: its beginning, and of what is left out the end."""
+    if len(text) <= longest:
+        return text
+    tail = longest // 4
+    return f"{text[: longest - tail]} […] {text[-tail:]}"
+
+
+def listed(names: Iterable[object], most: int = MOST) -> str:
+    """Names for a message: `a, b, c`, or the first of them and how many more there are."""
+    words = [shortened(str(name)) for name in names]
+    more = len(words) - most
+    return ", ".join(words) if more <= 0 else f"{', '.join(words[:most])}, and {more:,} more"
 
 
 def from_record(record: dict[str, str]) -> FsdptrainError:

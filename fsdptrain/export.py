@@ -93,7 +93,7 @@ class Writer:
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(weight_map.items()))}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def _flush(self) -> None:
         if not self._held:
@@ -229,7 +229,7 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
 def _plan_of(rundir: RunDir) -> Plan:
     """The plan of a run folder that may be a stranger's; raises CheckpointError when it is not one of ours."""
     try:
-        text = rundir.plan.read_text()
+        text = rundir.plan.read_text(encoding="utf-8")
         if "${" in text:  # OmegaConf would read the environment into it; the plans we write are resolved
             raise ValueError("it has a reference in it")
         return Plan.from_json(text)

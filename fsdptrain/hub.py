@@ -38,7 +38,7 @@ def read_json(plan: Plan, name: str) -> dict[str, Any]:
     with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
         where = {"revision": model.revision or "main"}
         found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
-        value = json.loads(Path(found).read_text()) if found else {}
+        value = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
     if not isinstance(value, dict):
         raise RecipeError(f"model.id: {name} of {model.id} is not a JSON object")
     return value
@@ -141,7 +141,7 @@ def checkpoint_files(plan: Plan) -> list[str]:
 def _shards_of(plan: Plan, index: str) -> list[str]:
     model = plan.recipe.model
     with recipe_errors(f"model.id: cannot read {index}"):
-        names = set(json.loads(Path(index).read_text())["weight_map"].values())
+        names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
         outside = [name for name in names if name != Path(name).name]
     if outside:
         raise RecipeError(f"model.id: {index} names files outside its folder")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
-from fsdptrain.errors import DataError, NoData, Problem, RecipeError
+from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
 from fsdptrain.hardware import Hardware
 from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
@@ -291,11 +291,6 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
         return
     except OSError as error:
         raise DataError(f"data.path: {folder} cannot be read: {error.strerror}") from None
-
-
-def shortened(text: str) -> str:
-    """A text for a message, cut at 200 characters."""
-    return text if len(text) <= 200 else text[:200] + "…"
 
 
 def seed_of(*parts: object) -> int:

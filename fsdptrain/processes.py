@@ -27,7 +27,8 @@ FULL = 6  # and of one whose output is lost: that of a full disk
 UNWANTED = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
 # What we print, for an encoding that has no such characters; others are escaped.
 PLAIN: dict[str, str] = {
-    "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "─": "-", "━": "-", "│": "|",
+    "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "▏": "|", "│": "|",
+    "─": "-", "━": "-",
     **{chr(spinner): "*" for spinner in range(0x2800, 0x2900)},
 }  # fmt: skip
 

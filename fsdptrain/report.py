@@ -40,8 +40,8 @@ class Reporter:
         if rundir is None:
             return
         rundir.logs.mkdir(parents=True, exist_ok=True)
-        self._metrics = rundir.metrics.open("a", buffering=1)
-        self._progress = rundir.progress.open("a", buffering=1)
+        self._metrics = rundir.metrics.open("a", buffering=1, encoding="utf-8")
+        self._progress = rundir.progress.open("a", buffering=1, encoding="utf-8")
         if tensorboard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fsdptrain.errors import DataError, NoData
+from fsdptrain.errors import DataError, NoData, listed
 from fsdptrain.plan import DATA_SUFFIXES, matches, shortened
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
@@ -282,7 +282,7 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
     if missing:
         raise DataError(
             f"{source.name}: no column {missing[0]!r}, which format {data.format} reads; there are: "
-            f"{', '.join(source.columns)}. "
+            f"{listed(source.columns)}. "
             f"Name yours in data.columns: {{{next(f for f, c in columns.items() if c == missing[0])}: …}}"
         )
     if twice := [name for name in columns.values() if source.columns.count(name) > 1]:
@@ -299,7 +299,7 @@ def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _check_text(row: dict[str, Any], column: str, place: str) -> str:
     if column not in row:
-        raise DataError(f"{place}: no {column!r} here; there are: {', '.join(row)}")
+        raise DataError(f"{place}: no {column!r} here; there are: {listed(row)}")
     value = row[column]
     if not isinstance(value, str):
         raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a text")

@@ -48,8 +48,7 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
     data = plan.recipe.data
     content = f"{__version__} {fingerprint(plan.data_path)} {size} {data.format} {data.columns} {data.max_rows}"
-    folder = cache_dir() / "tokenizers" / hashlib.sha256(content.encode()).hexdigest()[:32]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = cache_dir("tokenizers") / hashlib.sha256(content.encode()).hexdigest()[:32]
     with FileLock(f"{folder}.lock"):
         if not is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -24,7 +24,7 @@ from fsdptrain.advise import rows as advice_rows
 from fsdptrain.advise import search
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
-from fsdptrain.errors import CheckpointError, DoesNotFit, FsdptrainError, NoData, RecipeError
+from fsdptrain.errors import CheckpointError, DoesNotFit, FsdptrainError, NoData, RecipeError, listed
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card, parse
@@ -144,7 +144,7 @@ def check_rows(plan: Plan, found: Findings) -> bool:
     needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
     facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
     pairs = ", ".join(field if field == column else f"{field} from {column}" for field, column in needed.items())
-    found.passed("data", facts, f"{data.format} rows: {pairs}; the columns there are: {', '.join(there)}")
+    found.passed("data", facts, f"{data.format} rows: {pairs}; the columns there are: {listed(there)}")
     return True
 
 

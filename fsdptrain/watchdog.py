@@ -87,9 +87,9 @@ class Watchdog:
         print(f"fsdptrain: rank {self._rank} hangs: {where}", file=sys.stderr)
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
-            self._rundir.collectives(self._rank).write_text(last_collectives())
+            self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
             aside = self._rundir.hang(self._rank).with_suffix(".tmp")
-            aside.write_text(json.dumps({"rank": self._rank, "waits": waits, "where": where}))
+            aside.write_text(json.dumps({"rank": self._rank, "waits": waits, "where": where}), encoding="utf-8")
             aside.rename(self._rundir.hang(self._rank))
         if not self._ended.wait(LEAVE_S):
             os._exit(WorkerLost.exit_code)

@@ -30,6 +30,7 @@ from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, model_flops
 from fsdptrain.errors import (
+    LONGEST,
     CheckpointError,
     FsdptrainError,
     NonFiniteError,
@@ -37,6 +38,7 @@ from fsdptrain.errors import (
     Stopped,
     WorkerError,
     WorkerLost,
+    shortened,
     to_record,
 )
 from fsdptrain.export import export_live
@@ -56,7 +58,6 @@ from fsdptrain.watchdog import Watchdog
 from fsdptrain.weights import allocate, draw_weights, read_weights
 
 GC_EVERY = 500  # steps
-MAX_WORDS = 8000  # of an error, on its way through the agent's pipe
 
 
 @dataclass
@@ -430,15 +431,14 @@ def record_failure(plan: Plan, error: FsdptrainError) -> None:
 
     In one piece: the agent may end us while we write, and torchrun fails over half a file.
     """
-    words = {name: text[-MAX_WORDS:] for name, text in to_record(error).items()}
-    stack, now = traceback.format_exc()[-MAX_WORDS:], time.time()
+    words, stack, now = to_record(error), shortened(traceback.format_exc(), LONGEST), time.time()
     record = {"py_callstack": stack, "timestamp": str(int(now)), **words, "traceback": stack, "at": now}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         aside = Path(f"{path}.tmp")
-        aside.write_text(json.dumps({"message": {"message": words["message"], "extraInfo": record}}))
+        aside.write_text(json.dumps({"message": {"message": words["message"], "extraInfo": record}}), encoding="utf-8")
         aside.replace(path)
     with contextlib.closing(Reporter(RunDir(Path(plan.run_dir)))) as reporter:
-        reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
+        reporter.event("error", rank=int(os.environ["RANK"]), **words)
 
 
 def main() -> None:

@@ -70,6 +70,11 @@ class Terminal:
         """What a person does who wants it to stop."""
         os.write(self._master, b"\x03")
 
+    def hang_up(self) -> None:
+        """What happens when the window is closed, or the connection to another machine is lost."""
+        os.close(self._master)
+        self._master = os.open(os.devnull, os.O_RDWR)
+
     def wait(self, timeout: float = 180) -> int:
         """Read to the end of the process; its exit code."""
         end = time.monotonic() + timeout

@@ -874,7 +874,7 @@ def test_max_rows_counts_over_all_files(bpe: Any, tmp_path: Path, limit: int) ->
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own."""
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
-    assert cache_dir() == tmp_path / "cache"
+    assert cache_dir("data") == tmp_path / "cache" / "data"
     return tmp_path / "cache" / "data"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,8 +13,13 @@ from typing import Any
 
 import pytest
 from conftest import FaultTable
-from injection import LEAVE_WITHIN_S, small_recipe
-from support import ROOT, environment
+from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
+from support import ROOT, environment, events, wait_for_step
+from terminal import Terminal
+
+from fsdptrain.errors import DataError
+from fsdptrain.rows import open_sources, read
+from fsdptrain.schema import Data
 
 AGENT, WORKER = "fsdptrain.agent", "fsdptrain.worker"
 FSDPTRAIN = ("-m", "fsdptrain")
@@ -60,7 +67,114 @@ def test_nobody_outlives_a_killed_process_under_torchrun(
     check_killed(tmp_path, fault_table, moment, victim, TORCHRUN)
 
 
+@pytest.mark.soak
 def test_nobody_outlives_a_killed_validate(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
     found = outlived(tmp_path / "run", "fsdptrain.estimate+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe)
     assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
+
+
+# --- what cannot be said ---------------------------------------------------------------------------------------------
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def printing(to: str, *words: object, **extra: str) -> tuple[int, str]:
+    """Run a command in a shell with its standard output redirected: its exit code and what it says of errors."""
+    line = shlex.join([sys.executable, "-m", "fsdptrain", *map(str, words)])
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {to}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, timeout=180, env=environment(**extra), check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", [("schema",), ("recipes", "list"), ("recipes", "show", "shakespeare"), ("--help",)])
+def test_a_result_that_cannot_be_written_is_no_success(words: Sequence[str]) -> None:
+    assert printing("> /dev/full", *words) == (
+        6, "fsdptrain: standard output cannot be written: No space left on device\n",
+    )  # fmt: skip
+    for nobody_reads in ("| true", ">&-", ">&- 2>&- <&-"):
+        assert printing(nobody_reads, *words) == (0, "")
+    assert printing("> /dev/null", *words, **ASCII) == (0, "")
+
+
+def test_a_verdict_stands_whoever_reads_it(tmp_path: Path) -> None:
+    code, said = printing("> /dev/full", "verify", tmp_path)
+    assert code == 6 and said == f"fsdptrain: {tmp_path}: no checkpoint\n"
+    recipe = small_recipe(tmp_path, optim__lr=-1)
+    assert printing("| true", "validate", recipe)[0] == printing("2> /dev/full", "validate", recipe)[0] == 2
+
+
+def test_what_an_encoding_lacks_is_spelled_out() -> None:
+    print_it = "from fsdptrain.processes import open_streams; open_streams(); print('2 × 2 · ⟦a⟧ → é夜\\udcff')"
+    for encoding, text in (
+        ("ascii", r"2 x 2 - [[a]] -> \xe9\u591c\udcff"),
+        ("latin-1", r"2 × 2 · [[a]] -> é\u591c\udcff"),
+    ):
+        env = environment(PYTHONIOENCODING=encoding)
+        done = subprocess.run([sys.executable, "-X", "utf8", "-c", print_it], capture_output=True, env=env, check=True)
+        assert done.stdout.decode(encoding) == text + "\n"
+
+
+def test_a_run_does_not_end_for_what_it_prints(tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path), tmp_path / "run"
+    rows = [json.dumps({"text": f"— {number} · «ночь» ⟦…⟧ 夜"}, ensure_ascii=False) for number in range(400)]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    assert printing("> /dev/full", "run", recipe, **ASCII) == (0, "")
+    assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
+    assert printing("> /dev/full", "verify", run)[0] == 6
+    assert printing(">&-", "verify", run, **ASCII) == (0, "")
+
+
+def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, train__steps=5000, checkpoint__every=None), tmp_path / "run"
+    with Terminal("run", recipe) as terminal:
+        wait_for_step(run, 2)
+        terminal.hang_up()
+        assert terminal.process.wait(60) == 75
+    assert valid_steps(run) and events(run, "stop")[-1]["signal"] == "SIGUSR1"
+
+
+def test_an_error_of_any_length_arrives(tmp_path: Path) -> None:
+    text = "ü" * 15_000 + " the end"
+    fault = {"where": "fsdptrain.data:prepare", "do": "fail", "how": {"text": text}}
+    ended = run_with(small_recipe(tmp_path), fault)
+    assert not ended.problems(5, "failed before its first step was done: RuntimeError: üüü", "the end\n")
+    assert len(ended.output) < 20_000 and len(json.dumps(events(tmp_path / "run", "error"))) < 200_000
+
+
+def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
+    names = [f"column_{number}_" + "ä" * 20 for number in range(6000)]
+    for file, text in (
+        ("wide.csv", ",".join(names) + "\n" + ",".join("x" for _ in names)),
+        ("wide.jsonl", json.dumps(dict.fromkeys(names, "x"))),
+    ):
+        path = tmp_path / file
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(DataError, match=r"no .*column_0_.*and 5,970 more") as refused:
+            list(read(open_sources(str(path))[0], Data(path=str(path)), None))
+        assert len(str(refused.value)) < 3000
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    code, said = printing("> /dev/null", "run", small_recipe(tmp_path), FSDPTRAIN_CACHE=str(cache))
+    assert code == 2 and f"{cache}/tokenizers: Not a directory" in said and "set FSDPTRAIN_CACHE" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_user_without_a_home_is_told_where_to_set_a_cache() -> None:
+    ask = "import os, pwd; from fsdptrain.data import cache_dir; os.getuid() or os.setuid(54321); cache_dir('data')"
+    env = {name: value for name, value in environment().items() if name not in ("HOME", "FSDPTRAIN_CACHE")}
+    done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
+    if os.getuid():
+        pytest.skip("only root may become a user that is not known")
+    assert "RecipeError: the cache for prepared data cannot be written" in done.stderr
+
+
+def test_a_name_that_the_locale_cannot_say_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
+    code, said = printing("> /dev/null", "run", recipe, **ASCII)
+    assert code == 2 and "set LC_ALL=C.UTF-8" in said and len(said.splitlines()) == 1
