@@ -118,6 +118,8 @@ class Attempt:
                     agent.wait()
             self._show_news()
             self._judge(agent.returncode, failure.result())
+        if self.plan.topology.nnodes == 1 and not self.rundir.launcher_log.stat().st_size:
+            self.rundir.launcher_log.unlink()
 
     def _show_news(self) -> None:
         for tail in self._tails:

@@ -59,6 +59,9 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._stuck.close()
+        stuck = self._rundir.stuck(self._rank)
+        if not stuck.stat().st_size:
+            stuck.unlink()
 
     def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
         """Something was done. Reading or writing `disk_bytes` in one go is given the time of a slow disk."""

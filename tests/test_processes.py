@@ -123,6 +123,7 @@ def test_a_run_does_not_end_for_what_it_prints(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
     assert printing("> /dev/full", "run", recipe, **ASCII) == (0, "")
     assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
+    assert not [path.name for path in (run / "logs").iterdir() if not path.stat().st_size and path.name != "lock"]
     assert printing("> /dev/full", "verify", run)[0] == 6
     assert printing(">&-", "verify", run, **ASCII) == (0, "")
 
