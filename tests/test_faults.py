@@ -496,17 +496,36 @@ def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
             command.process.kill()
 
 
+def recipe_of_two(tmp: Path, **changes: Any) -> Path:
+    """The recipe of this suite for two nodes with a worker each."""
+    return small_recipe(
+        tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400", launch__timeout_s=CUT_S,
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["command", "agent", "self"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_process_killed_on_one_node_ends_both(
+    victim: str, node: int, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
+) -> None:
+    recipe, mark = recipe_of_two(tmp_path, train__steps=5000), tmp_path / "killed"
+    fault = kill(UPDATE, rank=node, call=5, mark=mark, how={"to": victim})
+    commands = [Running(recipe, fault, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
+    ended = [command.wait() for command in commands]
+    codes = [5, 5]
+    codes[node] = -9 if victim == "command" else 5
+    problems = [problem for each, code in zip(ended, codes, strict=True) for problem in each.problems(code, within=5.0)]
+    what = {"self": "worker"}.get(victim, victim)
+    assert not settle(fault_table, f"{what} killed on node {node} of two", problems, [each.notice for each in ended])
+
+
 @pytest.mark.soak
 def test_a_cut_link_ends_both_nodes_and_they_go_on(
     reference: Path, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
 ) -> None:
-    recipe, run = (
-        small_recipe(
-            tmp_path, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400",
-            launch__timeout_s=CUT_S,
-        ),
-        tmp_path / "run",
-    )  # fmt: skip
+    recipe, run = recipe_of_two(tmp_path), tmp_path / "run"
     problems, notice = [], []
     with started_on(two_nodes, recipe) as commands:
         while last_step(run) < 5 and all(command.process.poll() is None for command in commands):
