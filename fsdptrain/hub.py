@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from fsdptrain.data import Progress
 from fsdptrain.errors import FsdptrainError, NoModel, RecipeError
 from fsdptrain.plan import HUB_ID, Plan, shortened
 from fsdptrain.recipe import is_folder
 
-ANSWER_S = 5  # how long the Hub may take to answer before a dry run does without it
+ANSWER_S = 5.0  # how long the Hub may take to answer before we do without it
 
 
 OWN_CODE = (
@@ -106,19 +108,29 @@ def _out_of_reach(error: BaseException | None) -> bool:
     return False
 
 
-def spare_retries(plan: Plan) -> None:
+def spare_retries(plan: Plan, progress: Progress) -> None:
     """Ask the Hub one short question where the plan needs it, and go on offline when it does not answer.
 
-    Without this, every file of every id is asked for six times over 23 seconds.
+    Without this, every file of every id is asked for six times over 23 seconds. The question has a thread of its own:
+    an address that is looked up, or a proxy, may take longer than any timeout of the HTTP library.
     """
-    model = plan.recipe.model
-    names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
-    names += [path for path in (plan.data_path, plan.eval_path) if path and not Path(path).is_absolute()]
-    if names and not constants.HF_HUB_OFFLINE:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
-        except Exception:  # whatever the HTTP library of the day raises
-            constants.HF_HUB_OFFLINE = True
+    names = plan.hub_names()
+    if not names or constants.HF_HUB_OFFLINE:
+        return
+    progress(f"asking the Hub for {' and '.join(names)}", 0, 0)
+    answered = threading.Event()
+    question = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
+    question.start()
+    question.join(ANSWER_S)
+    if not answered.is_set():
+        constants.HF_HUB_OFFLINE = True
+        progress("the Hub does not answer; looking into its cache", 0, 0)
+
+
+def _ask_hub(answered: threading.Event) -> None:
+    with contextlib.suppress(Exception):  # whatever the HTTP library of the day raises
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+        answered.set()
 
 
 def checkpoint_files(plan: Plan) -> list[str]:

@@ -77,6 +77,13 @@ class Plan:
         """Whether there are weights to read at the start."""
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
 
+    def hub_names(self) -> list[str]:
+        """What is read from the Hub (or its cache): the names of model, tokenizer and data that lie in no folder."""
+        model = self.recipe.model
+        names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
+        paths = [path for path in (self.data_path, self.eval_path) if path and not Path(path).is_absolute()]
+        return list(dict.fromkeys([*names, *paths]))
+
     def total_steps(self, blocks: int) -> int:
         """Optimizer steps for a data set of `blocks` sequences: every sequence is seen at least `epochs` times."""
         train = self.recipe.train

@@ -322,7 +322,7 @@ def main() -> None:
     plan = Plan.from_json(sys.stdin.read())
     with Screen(Console(stderr=True) if words.json else None) as screen, Forecaster() as forecaster:
         found = Findings(screen, words.json, elsewhere=words.hardware is not None)
-        spare_retries(plan)
+        spare_retries(plan, found.progress)
         look = Look(forecaster, words.hardware, words.plot, words.advise)
         dry_run(plan, found, words.problem, not words.no_build, look)
     if words.json:

@@ -42,7 +42,7 @@ from fsdptrain.errors import (
     to_record,
 )
 from fsdptrain.export import export_live
-from fsdptrain.hub import checkpoint_files
+from fsdptrain.hub import checkpoint_files, spare_retries
 from fsdptrain.launch import STOP_WORKER, StopRequest
 from fsdptrain.machine import disk_facts, disk_problems
 from fsdptrain.model import load_config, save_assets, skeleton
@@ -79,7 +79,8 @@ class Run:
     watchdog: Watchdog
     state_bytes: int  # of this rank's part of a checkpoint
     pace: Pace = field(default_factory=Pace)
-    tokens: int = 0  # label tokens and seconds of this process's steps so far
+    tokens: int = 0  # label tokens, positions and seconds of this process's steps so far
+    positions: int = 0
     seconds: float = 0.0
     skipped: int = 0  # steps in a row that were not finite
 
@@ -105,7 +106,7 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
             stopped = export(run, bare)
         if stopped is not None:
             reporter.event("stop", step=stopped, signal=stop.name or "another rank")
-            raise Stopped(f"stopped by {stop.name or 'another rank'} after step {stopped}, checkpoint saved")
+            raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped}, with a checkpoint")
 
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
@@ -138,18 +139,21 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         if dist.is_initialized():
             watchdog.beat()
         if stop.count:
-            raise Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
+            raise Stopped(f"stopped by {stop.by} before the first step; nothing was lost")
         reporter.progress(stage, done, total)
 
     recipe = plan.recipe
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    spare_retries(plan, progress)
     tokenizer = load_tokenizer(plan, progress)
     stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
     config = load_config(plan, vocabulary(tokenizer))
     if plan.pretrained:
+        progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
+    progress("building the model", 0, 0)
     world = World.start(plan, stop)
     watchdog.beat()
     world.agree((plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
@@ -226,6 +230,8 @@ def fill(
     if not heard:
         optimizer = make_optimizer(model, plan.recipe.optim)
         start_state(optimizer)
+        if resuming:
+            progress("reading the checkpoint", 0, 0)
         step = checkpointer.load_newest(model, optimizer) if resuming else 0
         set_step(optimizer, step)
         heard = checkpointer.world.any(stop.count)
@@ -314,7 +320,9 @@ def one_step(run: Run, step: int) -> bool:
         return not_finite(run, step, batches, label_tokens, error)
     run.watchdog.beat(step_done=True)
     run.skipped = 0
-    run.tokens, run.seconds = run.tokens + label_tokens, run.seconds + stats.step_s
+    all_positions = len(positions) * run.plan.recipe.data.seq_len
+    run.tokens, run.positions = run.tokens + label_tokens, run.positions + all_positions
+    run.seconds += stats.step_s
     if due(step + 1, run.plan.recipe.log.every) or step + 1 == run.total_steps:
         run.reporter.event(
             "step",
@@ -324,12 +332,14 @@ def one_step(run: Run, step: int) -> bool:
             grad_norm=stats.grad_norm,
             tokens=label_tokens,
             tokens_per_s=label_tokens / stats.step_s,
+            positions_per_s=all_positions / stats.step_s,
             mfu=run.flops_per_step / (stats.step_s * run.peak_flops),
             step_s=stats.step_s,
             data_s=max(stats.data_s),
             peak_memory_bytes=stats.peak_memory,
             samples=run.stream.digest(positions),
             total_tokens=run.tokens,
+            total_positions=run.positions,
             total_s=run.seconds,
         )
     if late := run.pace.see(stats.data_s, stats.compute_s, stats.step_s):
@@ -368,6 +378,7 @@ def evaluated(run: Run, done: int) -> bool:
 
 def evaluate(run: Run, done: int) -> bool:
     """Report the loss over all held-out blocks; True when a stop cut it short."""
+    run.reporter.progress("evaluating", 0, 0)
     result = run.engine.evaluate(run.eval_corpus, run.held_out, run.stops)
     if result is not None:
         loss, tokens = result
