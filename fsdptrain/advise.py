@@ -431,7 +431,7 @@ def _named(place: _Place, layers: int) -> str:
     return before if number is None else f"{before}{number % layers}{after}"
 
 
-HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tokens/s", "MFU", ""]
+HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tok/s", "MFU", ""]
 
 
 def paste(overrides: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ import typer
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, WorkerError
 from fsdptrain.processes import child_command, child_environment, exit_printed, open_streams, watch_parent
+from fsdptrain.text import fitted
 
 app = typer.Typer(
     help="Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder.",
@@ -50,7 +51,8 @@ def main() -> None:
         with _errors_of_the_system():
             app()
     except FsdptrainError as error:
-        print(f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error), file=sys.stderr)
+        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error)
+        print(fitted(message, sys.stderr), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
         if ended.code or sys.argv[1:2] == ["run"]:  # what a run prints is not its result
@@ -89,6 +91,7 @@ def run(
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
     from fsdptrain.calibrate import Calibration
+    from fsdptrain.heading import heading
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
     from fsdptrain.report import Screen
@@ -100,14 +103,17 @@ def run(
     if not topology.joined or os.environ["RANK"] == "0":
         _check_folder(plan, rundir, fresh)
         _write_folder(plan, rundir, written.text)
+        if topology.joined:
+            Screen().say(heading(plan, rundir))
     if topology.joined:
         from fsdptrain.worker import work
 
         work(plan)
     started = time.monotonic()
     with _alone_in(rundir, plan.recipe.launch.nnodes), Screen() as screen, contextlib.ExitStack() as stack:
+        screen.say(heading(plan, rundir))
         calibration = None
-        if plan.recipe.log.forecast:
+        if plan.recipe.log.forecast and topology.device != "cpu":
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
         try:
             launch(plan, screen)
@@ -116,9 +122,9 @@ def run(
         except Exception as error:
             (rundir.logs / "defect.txt").write_text(traceback.format_exc(), encoding="utf-8")
             raise FsdptrainError(f"a defect of ours: {error!r}; the traceback: {rundir.logs / 'defect.txt'}") from error
-        screen.summary(time.monotonic() - started)
         if calibration:
             calibration.tell(screen)
+        screen.summary(time.monotonic() - started)
 
 
 @app.command()

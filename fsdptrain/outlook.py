@@ -5,7 +5,8 @@ from __future__ import annotations
 from fsdptrain.errors import DoesNotFit
 from fsdptrain.forecast import Forecast
 from fsdptrain.plan import Plan
-from fsdptrain.report import duration, size
+from fsdptrain.report import size
+from fsdptrain.text import duration
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "a step", "buffers", "on the wire, a rank"]
 
@@ -58,7 +59,7 @@ def time_lines(forecast: Forecast, plan: Plan, steps: int | None) -> list[str]:
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a rank)"
     lines = [
         f"a step takes {forecast.step_s:.3g} s, give or take: {low:.3g} to {high:.3g}; "
-        f"{forecast.tokens_per_s:,.0f} tokens/s{each}, MFU {forecast.mfu:.1%}",
+        f"{forecast.tokens_per_s:,.0f} tok/s{each}, MFU {forecast.mfu:.1%}",
         f"of it compute {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
         f"attention included); collectives alone {forecast.communication_s:.3g} s; {forecast.exposed_s:.3g} s idle",
     ]

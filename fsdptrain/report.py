@@ -9,22 +9,28 @@ import contextlib
 import json
 import math
 import os
+import statistics
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted, duration, fitted, rate, wrapped
 
 Record = dict[str, Any]
 PROGRESS_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 1.0  # a piped run prints at most one step line a second
+PACES = 32  # steps whose mean time makes the ETA
 GIB = 2**30
 
 
@@ -64,13 +70,13 @@ class Reporter:
         return any(record["event"] == kind and record.get("step") == step for record in records)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is (rows, tensors or files); calls are thinned out."""
+        """Say how far a stage is (rows, tensors or files); calls are thinned out. A total of 0: nobody knows."""
         now = time.monotonic()
         last_stage, last_time = self._last_progress
         if self._progress is None or (stage == last_stage and now - last_time < PROGRESS_INTERVAL_S and done < total):
             return
         self._last_progress = (stage, now)
-        record = {"event": "progress", "stage": stage, "done": done, "total": total}
+        record = {"event": "progress", "at": time.time(), "stage": stage, "done": done, "total": total}
         self._progress.write(json.dumps(record) + "\n")
         if self._screen:
             self._screen.show(record)
@@ -123,40 +129,30 @@ class Tail:
                     yield json.loads(line)
 
 
-class _Count(ProgressColumn):
-    """`done/total`; nothing for a task whose total is unknown."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
-
-
 class Screen:
-    """Shows records to the person: live bars on a terminal, plain lines in a pipe."""
+    """Shows records to the person: on a terminal with a live line below them, else as plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
-        self.live = self.console.is_terminal
+        # Rich would take a pipe for a terminal where FORCE_COLOR is set, and fill it with a frame after the other.
+        self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty())
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.last: dict[str, Record] = {}  # the newest record of each kind
         self.peak_memory = 0
         self._said_at = 0.0
-        self._resumed = 0
-        self._tasks: dict[str, TaskID] = {}
-        self._bars = Progress(
-            TextColumn("{task.description:>9}"),
-            BarColumn(bar_width=24),
-            _Count(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            disable=not self.live,
-        )
+        self._resumed: list[int] = []  # of each start of the workers, the step it went on from
+        self._label_tokens: list[int] = []
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self._line = LiveLine()
+        self._display = Live(self._line, console=self.console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> Screen:
-        self._bars.start()
+        if self.live:
+            self._display.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        self._line.clear()
+        self._display.stop()
 
     def show(self, record: Record) -> None:
         """Show one event or progress record."""
@@ -168,11 +164,14 @@ class Screen:
             handler(record)
 
     def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        self._bars.console.print(text, markup=False)
+        """Print lines above the live line; on a terminal they are wrapped between words."""
+        if self.console.is_terminal:  # Rich takes a dumb terminal for 80 columns wide
+            dumb = self.console.is_dumb_terminal
+            text = fitted(text, self.console.file) if dumb else wrapped(text, self.console.width)
+        self.console.print(Text(text), soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
-        """Print a table above the bars: fitted to a terminal, and in full in a pipe. Numbers stand to the right."""
+        """Print a table: fitted to a terminal, and in full in a pipe. Numbers stand to the right."""
         right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
         if self.live:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -180,7 +179,7 @@ class Screen:
                 table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
             for row in rows:
                 table.add_row(*map(Text, row))
-            self._bars.console.print(table, soft_wrap=False)
+            self.console.print(table, soft_wrap=False)
             return
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
         for row in [header, *rows]:
@@ -189,58 +188,67 @@ class Screen:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Show on a live terminal that something takes a while."""
-        task = self._bars.add_task(what, total=None, note="", visible=self.live)
+        """Show on the live line that something takes a while."""
+        self.wait_for(what)
         try:
             yield
         finally:
-            self._bars.remove_task(task)
+            self._line.clear()
 
-    def _bar(self, name: str, done: float, total: float, note: str = "") -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total, note=note)
-        self._bars.update(self._tasks[name], completed=done, total=total, note=note, visible=True)
+    def wait_for(self, what: str) -> None:
+        """Show on the live line, with the seconds, what is waited for; until something else is shown there."""
+        self._line.show_work(what)
 
     def _on_progress(self, record: Record) -> None:
         done, total, stage = record["done"], record["total"], record["stage"]
-        self._bar(stage, done, total)
-        if done >= total:
-            self._bars.update(self._tasks[stage], visible=False)
-            if not self.live:
-                self.say(f"{stage}: {done:,} of {total:,}")
+        self._line.show_work(stage, done, total)
+        if done >= total > 1 and not self.live:
+            self.say(f"{stage}: {done:,} of {total:,}")
 
     def _on_start(self, record: Record) -> None:
+        for kind in ("step", "resume"):  # of workers before these
+            self.last.pop(kind, None)
+        self._resumed.append(0)
+        self._label_tokens.append(0)
         self.say(
-            f"{record['parameters']:,} parameters in {record['units']} units · {record['strategy']} over "
-            f"{record['world_size']} × {record['device']} · {record['total_steps']:,} steps\n"
-            f"{record['blocks']:,} sequences of {record['seq_len']} tokens, {record['fill']:.1%} of them real"
+            f"{record['parameters']:,} parameters in {counted(record['units'], 'unit')} on {record['device']} · "
+            f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
+            f"{record['seq_len']:,} tokens, {record['fill']:.1%} of them real"
         )
         for line in record["data_notes"]:
             self.say(f"  {line}")
+        self.wait_for("first step")
 
     def _on_resume(self, record: Record) -> None:
-        self._resumed = record["step"]
+        self._resumed[-1:] = [record["step"]]
         self.say(f"resumed after step {record['step']}")
+        for key, (old, new) in record.get("changed", {}).items():
+            self.say(f"  {key}: was {old}, is now {new}")
 
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
+        self._label_tokens[-1:] = [record["total_tokens"]]
+        self._paces.append(record["step_s"])
         step = record["step"]
         total = self.last["start"]["total_steps"] if "start" in self.last else step
-        note = (
-            f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {record['grad_norm']:.2f}  "
-            f"{record['tokens_per_s']:,.0f} tok/s  {record['peak_memory_bytes'] / GIB:.2f} GiB"
-        )
-        if self.live:
-            self._bar("train", step, total, note)
-        elif step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
+        eta = max(0, total - step) * statistics.fmean(self._paces)
+        parts = [
+            Part(1, f"loss {record['loss']:.4f}"),
+            Part(2, rate(record["positions_per_s"])),
+            Part(3, f"ETA {duration(eta)}"),
+            Part(5, f"lr {record['lr']:.2e}"),
+            Part(6, f"norm {record['grad_norm']:.2f}"),
+            Part(7, f"{record['peak_memory_bytes'] / GIB:.2f} GiB"),
+        ]
+        self._line.show_step(step, total, parts)
+        if not self.live and (step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S):
             self._said_at = time.monotonic()
-            eta = max(0, total - step) * record["total_s"] / (step - self._resumed)
-            self.say(f"step {step}/{total}  {note}  ETA {duration(eta)}")
+            self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
 
     def _on_eval(self, record: Record) -> None:
         self.say(
             f"eval at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
-            f"({record['tokens']:,} tokens)"
+            f"({record['tokens']:,} label tokens)"
         )
 
     def _on_skip(self, record: Record) -> None:
@@ -256,39 +264,39 @@ class Screen:
         self.say(f"a damaged checkpoint was set aside as {record['path']}: {'; '.join(record['problems'])}")
 
     def _on_save(self, record: Record) -> None:
-        self.say(f"checkpoint: {record['path']} ({record['bytes'] / GIB:.2f} GiB, {record['seconds']:.1f} s)")
+        self.say(f"checkpoint: {Path(record['path']).name} ({size(record['bytes'])}, {record['seconds']:.1f} s)")
 
     def _on_export(self, record: Record) -> None:
-        self.say(f"export: {record['path']} ({record['bytes'] / GIB:.2f} GiB, {record['dtype']})")
+        self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
 
     def summary(self, seconds: float) -> None:
-        """The closing lines of a finished run: time, tokens, throughput, memory, and how to load the result."""
-        step = self.last.get("step")
-        if step:
-            losses = f"training loss {step['loss']:.4f}"
-            if "eval" in self.last:
-                losses += f" · held-out loss {self.last['eval']['loss']:.4f}"
-            tokens = step["total_tokens"]
-            self.say(
-                f"\n{step['step']:,} steps in {duration(seconds)} · {tokens:,} label tokens · "
-                f"{tokens / step['total_s']:,.0f} tok/s · "
-                f"peak {self.peak_memory / GIB:.2f} GiB a rank\n{losses}"
-            )
+        """The closing lines: what was trained, how fast, and how to load the result."""
+        self._line.clear()
+        if "step" in self.last:
+            self.say("\n" + self._trained(seconds))
         if "export" in self.last:
-            path = self.last["export"]["path"]
-            self.say(
-                f"the model is in {path}\n\n"
-                f"    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-                f'    model = AutoModelForCausalLM.from_pretrained("{path}")\n'
-                f'    tokenizer = AutoTokenizer.from_pretrained("{path}")'
+            snippet = (
+                "\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+                f"folder = {json.dumps(self.last['export']['path'], ensure_ascii=False)}\n"
+                "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+                "tokenizer = AutoTokenizer.from_pretrained(folder)"
             )
+            self.console.print(Text(snippet), soft_wrap=True)  # to be copied: its lines stay whole
 
-
-def duration(seconds: float) -> str:
-    """`75` → `1:15`; hours in front where there are any."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    def _trained(self, seconds: float) -> str:
+        """Steps, speed, memory and losses of this command; steps of earlier commands are counted apart."""
+        step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
+        beside = [f"{step['step']:,} in all"] if before else []
+        beside += [counted(restarts, "restart")] if restarts else []
+        losses = [f"training loss {step['loss']:.4f}"]
+        losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
+        made = [
+            f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
+            + (f" ({', '.join(beside)})" if beside else ""),
+            rate(step["total_positions"] / step["total_s"]),
+            f"peak {self.peak_memory / GIB:.2f} GiB a rank",
+        ]
+        return " · ".join(made) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
 
 
 def size(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 import pyte
 from support import environment
+
+ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
 class Terminal:
@@ -54,6 +57,10 @@ class Terminal:
         past = ["".join(line[x].data for x in range(width)).rstrip() for line in self._screen.history.top]
         return [*past, *(line.rstrip() for line in self._screen.display)]
 
+    def display(self) -> list[str]:
+        """The lines on the screen now."""
+        return [line.rstrip() for line in self._screen.display]
+
     def text(self) -> str:
         """Those lines as one text."""
         return "\n".join(self.lines()).strip()
@@ -65,6 +72,21 @@ class Terminal:
             assert time.monotonic() < end and (self._pump() or self.process.poll() is None), (
                 f"no {text!r}:\n{self.text()}"
             )
+
+    def pieces(self) -> list[str]:
+        """Every line that was written, drawn over or not, as it would be on an endlessly wide terminal."""
+        return [piece.rstrip() for piece in re.split(r"[\r\n]+", ESCAPES.sub("", self.raw.decode())) if piece.strip()]
+
+    def resize(self, columns: int) -> None:
+        """Change the terminal's width, as a person does who drags its window."""
+        rows = self._screen.lines
+        self._screen.resize(rows, columns)
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    @property
+    def cursor_is_seen(self) -> bool:
+        """Whether the cursor is where the shell wants it: visible, at the beginning of a line."""
+        return not self._screen.cursor.hidden and self._screen.cursor.x == 0
 
     def press_ctrl_c(self) -> None:
         """What a person does who wants it to stop."""

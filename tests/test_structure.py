@@ -12,9 +12,9 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "report", "trace", "ledger",
-    "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate",
-    "advise", "cli",
+    "errors", "text", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "liveline", "report",
+    "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent",
+    "forecast", "outlook", "calibrate", "advise", "cli",
 )  # fmt: skip
 BELOW = (
     "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",

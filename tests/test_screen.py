@@ -1,0 +1,137 @@
+"""What is drawn at which width, what the first lines and the last ones say: no torch, no terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from support import ROOT, write_recipe
+
+from fsdptrain.hardware import parse
+from fsdptrain.heading import heading
+from fsdptrain.liveline import LiveLine
+from fsdptrain.plan import make_plan, topology_of
+from fsdptrain.recipe import load
+from fsdptrain.report import Screen
+from fsdptrain.rundir import RunDir
+from fsdptrain.text import rate, wrapped
+
+STARTED = {
+    "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "total_steps": 40, "blocks": 326,
+    "seq_len": 64, "fill": 0.99, "data_notes": [],
+}  # fmt: skip
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "event": "step", "step": number, "loss": 5.9941, "lr": 3e-4, "grad_norm": 0.83, "tokens": 500, "step_s": 0.5,
+        "tokens_per_s": 1000.0, "positions_per_s": 1024.0, "peak_memory_bytes": 2**30, "total_tokens": 500 * number,
+        "total_positions": 512 * number, "total_s": 0.5 * number,
+    } | changes  # fmt: skip
+
+
+def drawn(line: LiveLine, width: int) -> str:
+    """The live line as a terminal of that width gets it."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(line, end="")
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+
+@given(
+    st.integers(60, 200), st.integers(1, 99_999), st.floats(0, 9.9), st.floats(1, 9e6), st.floats(0.01, 3), st.data()
+)
+def test_the_live_line_keeps_what_matters(
+    width: int, total: int, loss: float, speed: float, step_s: float, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(1, total))
+    screen = Screen(Console(file=io.StringIO()))
+    screen.show(STARTED | {"total_steps": total})
+    screen.show(step(number, loss=loss, positions_per_s=speed, step_s=step_s))
+    shown = drawn(screen._line, width)
+    assert len(shown) <= width - 2 and "\n" not in shown  # a terminal writes ^C behind it
+    kept = rf"step {number}/{total}  .*loss {loss:.4f}  {re.escape(rate(speed))}  ETA \d+:[\d:]+(  .*)?"
+    assert re.fullmatch(kept, shown), shown
+    assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
+
+
+@given(st.integers(12, 60), st.integers(0, 3000), st.integers(0, 3000))
+def test_work_is_shown_at_any_width_and_counted_only_where_there_is_a_count(width: int, done: int, total: int) -> None:
+    line = LiveLine()
+    line.show_work("tokenise", done, total)
+    shown = drawn(line, width)
+    assert "tokenise" in shown and len(shown) <= width - 2
+    assert total > 1 or not re.search(r"\d/\d|━|\d:\d", shown)  # no count, no bar, no time left
+
+
+@given(st.lists(st.text("abc/·", min_size=1, max_size=30), min_size=1, max_size=20), st.integers(8, 80), st.booleans())
+def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled: bool) -> None:
+    text = ("label  " if labelled else "") + " ".join(words)
+    lines = wrapped(text, width).split("\n")
+    assert " ".join(lines).split() == text.split()
+    assert all(len(line) <= width or len(line.split()) == 1 or line.startswith("label  ") for line in lines)
+    assert not labelled or all(line.startswith(" " * min(7, width // 3)) for line in lines[1:])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> None:
+    written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
+    plan = make_plan(written, topology_of(written.recipe, *parse("h100-80gb")), elsewhere=True)
+    lines = dict(line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run")).splitlines())
+    assert lines["run"] == f"{written.recipe.name}: new, in {tmp_path / 'run'}"
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
+    size, ranks, micro_batches, micro_batch, tokens = numbers
+    assert size == ranks * micro_batches * micro_batch == written.recipe.train.global_batch_size
+    assert tokens == size * written.recipe.data.seq_len
+    assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]
+    assert ("hub" in lines) == (written.recipe.model.id is not None)
+
+
+def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
+    written = load(write_recipe(tmp_path), [])
+    plan = make_plan(written, topology_of(written.recipe, *parse("cpu")))
+    rundir = RunDir(Path(plan.run_dir))
+    said = []
+    for made in (None, 2, 4):
+        if made:
+            rundir.checkpoint(made).mkdir(parents=True)
+        said.append(heading(plan, rundir).splitlines()[0].split(": ")[1].split(",")[0])
+    assert said == ["new", "resumes after step 2", "finished (4 steps)"]
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([STARTED, step(40)], "40 steps in 1:15 · 1,024 tok/s · peak 1.00 GiB a rank\n20,000 label tokens"),
+        (
+            [STARTED, {"event": "resume", "step": 16}, step(17), step(40, total_tokens=12_000)],
+            "24 steps in 1:15 (40 in all) · 1,024 tok/s · peak 1.00 GiB a rank\n12,000 label tokens",
+        ),
+        (
+            [STARTED, step(7), STARTED, {"event": "resume", "step": 6}, step(40, total_tokens=17_000)],
+            "40 steps in 1:15 (1 restart) · 1,024 tok/s · peak 1.00 GiB a rank\n20,500 label tokens",
+        ),
+    ],
+)
+def test_the_summary_tells_this_command_from_the_whole_run(records: list[dict[str, Any]], says: str) -> None:
+    screen = Screen(Console(file=io.StringIO(), width=80))
+    for record in records:
+        screen.show(record)
+    screen.summary(75.0)
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"\n{says} · training loss 5.9941\n" in shown
+
+
+def test_a_pipe_is_no_terminal_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Screen() as screen:
+        screen.show(STARTED)
+        screen.show(step(40))
+    assert "\x1b" not in capsys.readouterr().out
