@@ -26,6 +26,7 @@ from fsdptrain.plan import Plan
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.report import Screen, Tail, cut_half_a_line
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted
 
 POLL_S = 0.1
 FRUITLESS = 2  # restarts without a new checkpoint, after which there is no further one
@@ -56,6 +57,11 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.name = signal.Signals(number).name
+
+    @property
+    def by(self) -> str:
+        """What asked last, in words: `Ctrl-C` or the signal's name; empty when nothing did."""
+        return "Ctrl-C" if self.name == "SIGINT" else self.name
 
 
 def launch(plan: Plan, screen: Screen) -> None:
@@ -111,6 +117,7 @@ class Attempt:
             os.close(write)
             failure = reader.submit(pipe.read)
             try:
+                self.screen.wait_for(f"starting {counted(self.plan.topology.world_size, 'worker')}")
                 self._watch(agent)
             finally:
                 if agent.poll() is None:  # the workers must not go on alone
@@ -122,9 +129,9 @@ class Attempt:
             self.rundir.launcher_log.unlink()
 
     def _show_news(self) -> None:
-        for tail in self._tails:
-            for record in tail.read():
-                self.screen.show(record)
+        news = [record for tail in self._tails for record in tail.read()]
+        for record in sorted(news, key=lambda record: float(record.get("at", 0))):
+            self.screen.show(record)
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Show what the workers report and pass stop signals on, until they have ended or must be ended."""
@@ -133,15 +140,13 @@ class Attempt:
             self._show_news()
             if self.stop.count and asked_at == float("inf"):
                 asked_at = time.monotonic()
-                self.screen.say(
-                    f"{self.stop.name}: saving a checkpoint at the end of this step; once more to stop at once"
-                )
+                self.screen.say(f"{self.stop.by}: {self._what_a_stop_does()}")
                 agent.terminate()
             if self.stop.count > 1:
-                self._ended = f"at once by a second {self.stop.name}"
+                self._ended = f"at once by a second {self.stop.by}"
                 return
             if time.monotonic() - asked_at > grace:
-                self._ended = f"by {self.stop.name} and then ended, for the {grace:g} s of launch.grace_s were over,"
+                self._ended = f"by {self.stop.by}, then killed: not done within launch.grace_s ({grace:g} s)"
                 return
             if self._hung() and self._wait_for_hung():
                 return
@@ -166,25 +171,53 @@ class Attempt:
             time.sleep(POLL_S)
         return bool(self._hung())  # after a pause of the whole machine there may be nobody left who hangs
 
+    def _what_a_stop_does(self) -> str:
+        """What the first stop signal brings about, and what a second one would cost."""
+        made, kept, last = self._steps_made(), self._kept(), self.screen.last
+        if "step" not in last:
+            return f"stopping; nothing has been trained {f'since step {made}' if made else 'yet'}"
+        if made >= last["start"]["total_steps"]:
+            return "stopping; all steps are made, only what follows them is left out"
+        cost = f" and lose the work {f'since step {kept}' if kept else 'so far'}" if made > kept else ""
+        return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
+
+    def _steps_made(self) -> int:
+        """The steps of this run that are known of: those reported, or those it went on from."""
+        last = self.screen.last
+        return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("step", "resume"))
+
+    def _kept(self) -> int:
+        """The step of the newest checkpoint; 0 where there is none."""
+        return max(self.rundir.checkpoint_steps(), default=0)
+
     def _judge(self, code: int, failure: bytes) -> None:
         """Raise what this attempt ended with, if it is not a finished run."""
-        kept = max(self.rundir.checkpoint_steps(), default=0)
         if self._ended:
-            lost = f"the newest checkpoint is that of step {kept}" if kept else "there is no checkpoint yet"
-            raise Stopped(f"stopped {self._ended}; {lost}; run the same command to go on")
+            raise Stopped(f"stopped {self._ended}; {self._lost()}; run the same command to go on")
         if hung := self._hung():
             raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._last_step()))
         if failure and code >= 0:  # else the agent was killed, maybe while it wrote
             raise explain(json.loads(failure), self.rundir, self._last_step())
         if "stop" in self.screen.last:
-            step, name = self.screen.last["stop"]["step"], self.stop.name or self.screen.last["stop"]["signal"]
-            what = f"after step {step}, checkpoint saved" if step else "before the first step, nothing was lost"
-            raise Stopped(f"stopped by {name} {what}; run the same command to go on")
+            step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
+            when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
+            raise Stopped(f"stopped by {by} {when}; run the same command to go on")
+        if code == -signal.SIGTERM and self.stop.count:  # ours, before the agent could heed it, let alone start workers
+            raise Stopped(f"stopped by {self.stop.by} before the first step; nothing was lost")
         if code < 0:
             name = signal.Signals(-code).name
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._last_step()}; so the workers ended too")
         if code:
             raise WorkerError(f"the launcher exited with {code}; see {self.rundir.launcher_log}")
+
+    def _lost(self) -> str:
+        """What of the work is in no checkpoint, and which one is the newest."""
+        made, kept = self._steps_made(), self._kept()
+        there_is = f"the newest checkpoint is that of step {kept}" if kept else "there is no checkpoint yet"
+        if made <= kept:
+            return there_is
+        steps = f"step {made} is" if made == kept + 1 else f"steps {kept + 1} to {made} are"
+        return f"{steps} lost, {there_is}"
 
     def _last_step(self) -> str:
         step = self.screen.last.get("step", {}).get("step")
