@@ -1,4 +1,8 @@
-"""Forecast beside reality: a run is forecast while it goes, and at its end the two are compared."""
+"""Forecast beside reality: a run on GPUs is forecast while it goes, and at its end the two are compared.
+
+On a CPU there is nothing to compare: a step is forecast by the speed that the machine has meanwhile, which is the
+run's own, and the measured memory is that of the process, in which tensors are the smaller part.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,29 @@ import dataclasses
 import json
 import statistics
 import threading
-import time
 from typing import Any
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast import Forecast, Forecaster
-from fsdptrain.hardware import CPU, Hardware, card
+from fsdptrain.hardware import card
 from fsdptrain.plan import Plan
 from fsdptrain.report import Screen, Tail, size
 from fsdptrain.rundir import RunDir
 
 WARM_UP = 3  # steps that do not count: the first ones compile, connect and fill caches
+POLL_S = 0.5
+NICENESS = 19  # of the forecast: the workers come first
 ENOUGH = 8  # steps from which on a speed is worth comparing
-PATIENCE_S = 60.0  # for a forecast that is not ready when the run is
 
 
 class Calibration:
-    """Watches a run from the launcher's side.
-
-    On GPUs the forecast takes the time that the workers leave the CPU. On a CPU they leave none, and its speed, which
-    the forecast measures, is theirs: there it is made at the end.
-    """
+    """Watches a run on GPUs from the launcher's side, and forecasts it in the time that the workers leave the CPU."""
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
         self._plan, self._rundir = plan, rundir
-        self._events, self._ended = Tail(rundir.metrics), False
+        self._events, self._ended = Tail(rundir.metrics), threading.Event()
         self._forecast: Forecast | None = None
-        self._why_not = "it was not ready in time"
+        self._why_not = ""
         self._forecaster: Forecaster | None = None
         self._thread = threading.Thread(target=self._foresee, args=(Tail(rundir.metrics),), daemon=True)
         self._thread.start()
@@ -40,22 +40,22 @@ class Calibration:
     def _foresee(self, events: Tail) -> None:
         """Forecast this run once its workers have said what they run on, and made a step: the first is waited for."""
         start: dict[str, Any] | None = None
-        while not self._ended:
+        while not self._ended.wait(POLL_S):
             for event in events.read():
                 if event["event"] == "start":
                     start = event
                 elif event["event"] == "step" and start is not None:
-                    if start["device"] != "cpu":
-                        self._ask(start)
+                    self._ask(start)
                     return
-            time.sleep(0.5)
 
     def _ask(self, start: dict[str, Any]) -> None:
-        hardware = hardware_of(start)
+        hardware = card(start["device"], start["device_memory_bytes"])
         if hardware is None:
             self._why_not = f"no figures are known of {start['device']}"
             return
-        self._forecaster = Forecaster(niceness=19)
+        self._forecaster = Forecaster(NICENESS)
+        if self._ended.is_set():  # `close` may not have seen it
+            self._forecaster.close()
         try:
             self._forecast = self._forecaster.ask(self._plan, hardware, config_dir=str(self._rundir.model))
         except (FsdptrainError, OSError, ValueError) as error:
@@ -63,41 +63,28 @@ class Calibration:
 
     def close(self) -> None:
         """Stop forecasting."""
-        self._ended = True
+        self._ended.set()
         if self._forecaster:
             self._forecaster.close()
+        self._thread.join()
 
     def tell(self, screen: Screen) -> None:
-        """Compare on screen and in the run folder; nothing is said of a run too short to compare."""
+        """Compare on screen and in the run folder; nothing is said of a run that ended before there was enough to."""
         events = list(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]
         start = next((event for event in reversed(events) if event["event"] == "start"), None)
         if start is None or len(steps) < ENOUGH:
             return
-        with screen.busy("forecast"):
-            if start["device"] == "cpu":
-                self._thread = threading.Thread(target=self._ask, args=(start,), daemon=True)
-                self._thread.start()
-            self._thread.join(PATIENCE_S)
-        if self._forecast is None:
+        if self._forecast is not None:
+            found = compare(self._forecast, start, steps)
+            self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
+            screen.say(in_words(found))
+        elif self._why_not:
             screen.say(f"no forecast to compare with: {self._why_not}")
-            return
-        found = compare(self._forecast, start, steps)
-        self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
-        screen.say(in_words(found))
-
-
-def hardware_of(start: dict[str, Any]) -> Hardware | None:
-    """The hardware a run's `start` event names; None for a card we have no figures of."""
-    return CPU if start["device"] == "cpu" else card(start["device"], start["device_memory_bytes"])
 
 
 def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was foreseen and what was measured; a ratio is measured over foreseen.
-
-    On a GPU the memory is what torch allocated at most; on a CPU it is the growth of the resident memory over what the
-    process had before the model, gloo's copies included.
-    """
+    """What was foreseen and what was measured (of memory: what torch allocated); a ratio is measured over foreseen."""
     peak = max(step["peak_memory_bytes"] for step in steps) - start["baseline_memory_bytes"]
     seconds = statistics.median(step["step_s"] for step in steps)
     pairs = {"peak_bytes": (forecast.peak_bytes, peak), "step_s": (forecast.step_s, seconds)}

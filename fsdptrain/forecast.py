@@ -65,10 +65,12 @@ class Forecaster:
     """A process that forecasts one plan after the other. It starts to import at once and waits for the first."""
 
     def __init__(self, niceness: int = 0) -> None:
-        self._niceness = niceness
+        self._niceness, self._closed = niceness, False
         self._start()
 
     def _start(self) -> None:
+        if self._closed:
+            raise FsdptrainError("the forecast was given up")
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         words = child_command("fsdptrain.estimate")
         self._process = subprocess.Popen(
@@ -119,11 +121,15 @@ class Forecaster:
         return said.removeprefix("[rank0]: ")[:200]
 
     def _restart(self) -> None:
-        self.close()
+        self._end()
         self._start()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; a forecast that another thread waits for is given up."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):

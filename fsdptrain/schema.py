@@ -178,7 +178,7 @@ class Log:
 
     every: int = key(1, "steps between `step` events", at_least=1)
     tensorboard: bool = key(True, "write TensorBoard events as well")
-    forecast: bool = key(True, "forecast the run beside it, and compare at its end")
+    forecast: bool = key(True, "on GPUs: forecast the run beside it, and compare at its end")
 
 
 @dataclass

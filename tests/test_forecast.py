@@ -15,16 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from support import TINY, events, fsdptrain, write_recipe
+from support import TINY
 from test_simulate import SMALL, plan_of
 
+from fsdptrain import calibrate
 from fsdptrain import forecast as forecast_room
+from fsdptrain.calibrate import Calibration
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecaster
 from fsdptrain.hardware import CPU, GIB, KNOWN, card, parse
+from fsdptrain.model import load_config
 from fsdptrain.plan import Plan, topology_of
 from fsdptrain.report import Screen
+from fsdptrain.rundir import RunDir
 from fsdptrain.schema import Recipe
 from fsdptrain.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
 from fsdptrain.trace import Collective, Kernel, Record, Synchronize, Wait
@@ -253,12 +257,28 @@ def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, fore
     assert "TOO MUCH" in shown and "verdict" not in shown
 
 
-def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train__steps=11, log__forecast=True, checkpoint__every=None)
-    done = fsdptrain("run", recipe)
-    assert done.returncode == 0, done.stderr
-    assert "forecast and reality: memory" in done.stdout
-    found = json.loads((tmp_path / "run" / "forecast.json").read_text())
-    steps = sorted(event["step_s"] for event in events(tmp_path / "run", "step")[3:])
-    assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == (steps[3] + steps[4]) / 2
-    assert found["compared"]["peak_bytes"]["forecast"] == found["forecast"]["peak_bytes"]
+def test_a_run_on_gpus_is_compared_with_its_forecast_where_that_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events are those that a worker on a GPU writes, the forecast is a real one."""
+    monkeypatch.setattr(calibrate, "NICENESS", 0)
+    plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
+    rundir.root.mkdir()
+    load_config(plan, 512).save_pretrained(rundir.model)
+    device = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory, "baseline_memory_bytes": 7}
+    waiting, soon = Calibration(plan, rundir), Calibration(plan, rundir)
+    with rundir.metrics.open("w") as metrics:
+        for event in [{"event": "start", **device}, *({"event": "step", "step": n} for n in range(1, 12))]:
+            measured = {"step_s": event.get("step", 0) / 10, "peak_memory_bytes": 10**9 + 7}
+            metrics.write(json.dumps(event | measured) + "\n")
+    screen = Screen(Console(file=io.StringIO()))
+    soon.tell(screen)  # a run that ends before there is a forecast does not wait for one
+    soon.close()
+    assert not rundir.forecast.exists() and not screen.console.file.getvalue()  # type: ignore[attr-defined]
+    waiting._thread.join()
+    waiting.tell(screen)
+    waiting.close()
+    found = json.loads(rundir.forecast.read_text())
+    assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == pytest.approx(0.75)
+    assert found["compared"]["peak_bytes"]["measured"] == 10**9 and found["forecast"]["hardware"] == "h100-80gb"
+    assert "forecast and reality: memory" in screen.console.file.getvalue()  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ LLAMA_1B = {
 @pytest.mark.parametrize("recomputation", ["none", "full"])
 def test_the_forecast_is_met(tmp_path: Path, recomputation: str) -> None:
     recipe = write_recipe(
-        tmp_path, model__config=LLAMA_1B, data__seq_len=2048, train__steps=12, log__forecast=True,
+        tmp_path, model__config=LLAMA_1B, data__seq_len=2048, train__steps=150, log__forecast=True,
         launch={"nproc_per_node": 1}, fsdp={"activation_checkpointing": recomputation}, checkpoint__every=None,
         export__at_end=False, data__packing="concat",
     )  # fmt: skip
