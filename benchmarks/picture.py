@@ -1,0 +1,40 @@
+"""README's picture: a finished run, shown again on a recorded terminal, with its live line as it was at half time.
+
+    (cd /tmp && fsdptrain run shakespeare) && python benchmarks/picture.py /tmp/runs/shakespeare > docs/terminal.svg
+
+The run lies elsewhere, so that the heading calls it new; its folder's name is shortened.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdptrain.heading import heading
+from fsdptrain.plan import Plan
+from fsdptrain.report import Screen, Tail
+from fsdptrain.rundir import RunDir
+
+
+def main(run: Path) -> None:
+    """Print the picture of a run folder as SVG."""
+    console = Console(record=True, file=io.StringIO(), width=96, force_terminal=True, highlight=False, soft_wrap=True)
+    screen, rundir = Screen(console), RunDir(run)
+    plan = Plan.from_json(rundir.plan.read_text())
+    events = list(Tail(rundir.metrics, from_end=False).read())
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    screen.say(f"$ fsdptrain run {plan.recipe.name}")
+    screen.say(heading(plan, RunDir(Path.cwd() / "runs" / plan.recipe.name)))
+    for event in events:
+        screen.show(event)
+        if event["event"] == "step" and event["step"] == steps[len(steps) // 2]:
+            console.print(screen._line, soft_wrap=False)
+    screen.summary(events[-1]["at"] - events[0]["at"])
+    print(console.export_svg(title="fsdptrain").replace(str(run.parent.parent) + "/", ""))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
