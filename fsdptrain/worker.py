@@ -177,6 +177,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         checkpointer.all_or_none(next(short, None))
     state_bytes = 3 * params * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size
     watchdog.beat(disk_bytes=2 * state_bytes)  # to verify a checkpoint, and to read it
+    if checkpointer.newest_step():
+        reporter.progress("reading the checkpoint", 0, 0)
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, stop, progress)
     watchdog.beat()
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
@@ -230,8 +232,6 @@ def fill(
     if not heard:
         optimizer = make_optimizer(model, plan.recipe.optim)
         start_state(optimizer)
-        if resuming:
-            progress("reading the checkpoint", 0, 0)
         step = checkpointer.load_newest(model, optimizer) if resuming else 0
         set_step(optimizer, step)
         heard = checkpointer.world.any(stop.count)
