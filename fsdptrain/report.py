@@ -223,7 +223,7 @@ class Screen:
         self._resumed[-1:] = [record["step"]]
         self.say(f"resumed after step {record['step']}")
         for key, (old, new) in record.get("changed", {}).items():
-            self.say(f"  {key}: was {old}, is now {new}")
+            self.say(f"  {key}: {old} → {new}")
 
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])

@@ -7,6 +7,8 @@ import re
 import textwrap
 from typing import IO
 
+HARD_SPACE = "\u00a0"
+
 
 def fitted(text: str, stream: IO[str]) -> str:
     """The text for a stream: wrapped where that is a terminal, else as it is."""
@@ -25,11 +27,12 @@ def _wrapped(line: str, width: int) -> str:
     indent = re.match(r"\s*(?:\S+ {2,})?", line)
     assert indent is not None
     hanging = " " * min(indent.end(), width // 3)
+    whole = indent[0].replace(" ", HARD_SPACE)  # a label stays with its first word, be that as long as it may
     found = textwrap.wrap(
-        line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False,
+        whole + line[indent.end() :], width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False,
         replace_whitespace=False, expand_tabs=False,
     )  # fmt: skip
-    return "\n".join(found)
+    return "\n".join(found).replace(HARD_SPACE, " ")
 
 
 def counted(count: int, what: str, plural: str = "s") -> str:

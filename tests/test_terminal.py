@@ -34,7 +34,8 @@ def assert_tidy(terminal: Terminal, *widths: int) -> None:
     assert "Traceback" not in text and terminal.cursor_is_seen, text
     for piece in terminal.pieces():  # what is too long is one word (a path), with its label at most
         assert len(piece) <= max(widths) or len(piece.split()) == 1 or re.match(r'(\w+ +|folder = ")\S+$', piece), piece
-    assert not re.search(r"━|ETA \d|^[-\\|/]  ", "\n".join(terminal.display()), re.MULTILINE), text  # no leftover line
+    dumb = b"\x1b" not in terminal.raw
+    assert dumb or not re.search(r"━|ETA \d|^[-\\|/]  ", "\n".join(terminal.display()), re.MULTILINE), text  # left over
 
 
 def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
@@ -46,8 +47,7 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         assert not events(run)  # the heading is there before any worker has said a word
         lines = fresh.lines()
         assert all(line in lines for line in HEADING.format("new", run).splitlines()[1:]), fresh.text()
-        fresh.wait_for("checkpoint: step-00000005")
-        fresh.wait_for("step 6/400")
+        fresh.wait_for("checkpoint: step-00000010")
         fresh.press_ctrl_c()
         assert fresh.wait() == 75
         assert_tidy(fresh, 60)
@@ -63,10 +63,11 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
 
     with Terminal("run", recipe, columns=120, NO_COLOR="1") as resumed:  # its window dragged, stopped twice
         resumed.wait_for(f"run: resumes after step {stopped}, in {run}")
-        resumed.wait_for(f"step {stopped + 2}/400")
-        assert "GiB" in live_frames(resumed)[-1]
+        ahead = [f"checkpoint: step-{(stopped // 5 + more) * 5:08}" for more in (2, 4)]
+        resumed.wait_for(ahead[0])
+        assert any("GiB" in frame for frame in live_frames(resumed))
         resumed.resize(60)
-        resumed.wait_for(f"step {stopped + 4}/400")
+        resumed.wait_for(ahead[1])
         assert len(live_frames(resumed)[-1]) <= 60
         resumed.press_ctrl_c()
         resumed.wait_for("stopping after this step")
