@@ -111,7 +111,6 @@ def run(
         work(plan)
     started = time.monotonic()
     with _alone_in(rundir, plan.recipe.launch.nnodes), Screen() as screen, contextlib.ExitStack() as stack:
-        screen.say(heading(plan, rundir))
         calibration = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))

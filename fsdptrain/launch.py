@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
+from fsdptrain.heading import heading
 from fsdptrain.plan import Plan
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.report import Screen, Tail, cut_half_a_line
@@ -73,6 +74,7 @@ def launch(plan: Plan, screen: Screen) -> None:
     rundir = RunDir(Path(plan.run_dir))
     restarts = fruitless = 0
     with StopRequest() as stop:
+        screen.say(heading(plan, rundir))  # from here on Ctrl-C has its answer
         while True:
             before = rundir.checkpoint_steps()
             try:
@@ -203,7 +205,9 @@ class Attempt:
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
             raise Stopped(f"stopped by {by} {when}; run the same command to go on")
         if code == -signal.SIGTERM and self.stop.count:  # ours, before the agent could heed it, let alone start workers
-            raise Stopped(f"stopped by {self.stop.by} before the first step; nothing was lost")
+            raise Stopped(
+                f"stopped by {self.stop.by} before the first step; nothing was lost; run the same command to go on"
+            )
         if code < 0:
             name = signal.Signals(-code).name
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._last_step()}; so the workers ended too")
