@@ -149,7 +149,8 @@ def validate(
         if plot is not None:
             refuse_undrawable(plot)
         if hardware is not None:
-            topology = topology_of(written.recipe, *parse(hardware))
+            cards = parse(hardware)
+            topology = topology_of(written.recipe, cards.count, cards.hardware)
         else:  # the levels themselves say what is not here, all of it at once
             topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
         plan, problems = draft_plan(written, topology, elsewhere=True, trust_remote_code=trust_remote_code)

@@ -1,6 +1,7 @@
 """What a card and its links can do: published figures, and the shares of them that real training reaches.
 
-Nothing here was tuned on the runs it is compared with in docs/measurements.md.
+Nothing here was tuned on the runs it is compared with in docs/measurements.md. FLOP/s and memory bandwidths are from
+NVIDIA's data sheets and, for the RTX 3090 and A6000, from its GA102 white paper.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fsdptrain.errors import Problem, RecipeError
@@ -16,8 +18,9 @@ GIB = 2**30
 
 # Dense bf16 FLOP/s by device name, as the vendors publish them (no sparsity); the longest matching name wins.
 PEAK_FLOPS = {
-    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12,
-    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
+    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "GH200": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12,
+    "A10G": 70e12, "RTX A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -49,6 +52,7 @@ class Hardware:
     memory_share: float = 0.80
     launch_s: float = 6e-6
     spread: float = 0.2
+    bf16: bool = True  # has matrix units for it
 
     @property
     def is_cpu(self) -> bool:
@@ -72,34 +76,88 @@ KNOWN = {
         _gpu("l40s-48gb", "L40S", 44.4, 91.6e12, 864e9, 18e9, 10e9),
         _gpu("rtx4090-24gb", "RTX 4090", 23.6, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
         _gpu("b200-192gb", "B200", 178.3, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
+        _gpu(  # trays of four; the network between them is counted, although NVLink reaches across a rack
+            "gb200-186gb",
+            "GB200",
+            184.0,
+            80e12,
+            8.0e12,
+            650e9,
+            45e9,
+            pcie_bw=150e9,
+            product_share=0.65,
+            gpus_per_node=4,
+        ),
+        _gpu("h20-96gb", "H20", 95.1, 44e12, 4.0e12, 330e9, 45e9, pcie_bw=45e9, product_share=0.85),
+        _gpu("a6000-48gb", "RTX A6000", 47.5, 38.7e12, 768e9, 18e9, 3e9),
+        _gpu("rtx3090-24gb", "RTX 3090", 23.7, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
+        _gpu("l4-24gb", "L4", 22.0, 30.3e12, 300e9, 18e9, 1.5e9),
+        _gpu("a10g-24gb", "A10G", 22.0, 35e12, 600e9, 9e9, 1.5e9),
+        Hardware("v100-32gb", int(31.7 * GIB), 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
     )
 }
 CPU = Hardware(  # memory and rates are measured where it is used: see `estimate`
     "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
     product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
 )  # fmt: skip
-CARDS = {"H100": "h100-80gb", "H200": "h200-141gb", "L40S": "l40s-48gb", "4090": "rtx4090-24gb", "B200": "b200-192gb"}
 CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
+FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?")  # words of a name that decide nothing
+OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
 
 
-def parse(text: str) -> tuple[int | None, Hardware]:
-    """`--hardware`: `[COUNTx]NAME`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`; the count, where one is given.
+@dataclass(frozen=True)
+class Asked:
+    """What `--hardware` asks for: so many cards (None: as many as the recipe says), which, and what was assumed."""
 
-    Raises RecipeError with the names there are.
+    count: int | None
+    hardware: Hardware
+    note: str | None = None
+
+
+def parse(text: str) -> Asked:
+    """Read `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
+
+    A name is read as people write it: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with the
+    names there are, and the nearest.
     """
     if "=" in text:
-        return None, _custom(text)
-    match = re.fullmatch(r"(?:(\d+)[x×])?(.+)", text.strip().lower())
-    assert match
-    count, name = match.groups()
-    if name == "cpu":
-        return int(count) if count else None, CPU
-    if name not in KNOWN or count == "0":
-        raise RecipeError(
-            f"--hardware: {text!r} is not known; there are {', '.join([*KNOWN, 'cpu'])}, any with a count in front "
-            f"(8xh100-80gb), or give {','.join(f'{key}=…' for key in CUSTOM)}"
-        )
-    return int(count) if count else None, KNOWN[name]
+        return Asked(None, _custom(text))
+    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+?)(?::(\d+))?", text.strip().lower())
+    before, name, after = match.groups() if match else ("", text, "")
+    number = before or after
+    count = int(number) if number else None
+    found = [CPU] if name == "cpu" else _named(name)
+    if not found or count == 0 or (before and after):
+        raise RecipeError(f"--hardware: {_unknown(text, name)}")
+    chosen, *others = sorted(found, key=lambda hardware: -hardware.memory)
+    sizes = " or ".join(hardware.name for hardware in others)
+    return Asked(count, chosen, f"--hardware {text}: taken as {chosen.name}, not {sizes}" if others else None)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))
+    words = [re.sub(r"^rtx(?=[a\d])", "", word) for word in words]
+    return [word for word in words if not FORM_FACTORS.fullmatch(word)]
+
+
+def _named(name: str) -> list[Hardware]:
+    """Every known card that goes by this name; a name without a memory size may mean several."""
+    wanted = _words(name)
+    return [hardware for known, hardware in KNOWN.items() if wanted and wanted == _words(known)[: len(wanted)]]
+
+
+def _unknown(text: str, name: str) -> str:
+    """Say that this hardware is not known, and what is."""
+    if any(OTHER_MAKES.fullmatch(word) for word in _words(name)):
+        return f"{text!r} is no CUDA device: runs are on NVIDIA GPUs (NCCL) or on CPUs (gloo)"
+    models = {known.partition("-")[0]: known for known in KNOWN} | {known: known for known in KNOWN}
+    near = get_close_matches("".join(name.split()), models, n=1)
+    return (
+        f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else "")
+        + f" Known are {', '.join([*KNOWN, 'cpu'])}, any with a count in front (8xh100); or give "
+        f"{','.join(f'{key}=…' for key in CUSTOM)}"
+    )  # fmt: skip
 
 
 def _custom(text: str) -> Hardware:
@@ -126,7 +184,7 @@ def _custom(text: str) -> Hardware:
 
 def card(name: str, memory: int) -> Hardware | None:
     """The hardware of a visible GPU by the name and the memory torch reports; None for one we have no figures of."""
-    if "A100" in name:
-        return dataclasses.replace(KNOWN["a100-80gb" if memory > 60 * GIB else "a100-40gb"], memory=memory)
-    known = next((KNOWN[entry] for key, entry in CARDS.items() if key in name), None)
-    return dataclasses.replace(known, memory=memory) if known else None
+    words = _words(name)
+    models = [hardware for known, hardware in KNOWN.items() if _words(known)[0] in words]
+    nearest = min(models, key=lambda hardware: abs(hardware.memory - memory), default=None)
+    return dataclasses.replace(nearest, memory=memory) if nearest else None

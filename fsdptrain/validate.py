@@ -238,6 +238,11 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
     if hardware is None:
         found.note(f"no figures are known of this card: give --hardware {','.join(f'{key}=…' for key in CUSTOM)}")
         return
+    if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
+        found.fail(RecipeError(
+            f"fsdp.mixed_precision.param_dtype: {hardware.name} has no units for bfloat16: set float32"
+        ))  # fmt: skip
+        return
     drawing = str(look.plot.absolute()) if look.plot else None
     with found.screen.busy("simulate"):
         try:
@@ -314,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in ("--json", "--advise", "--no-build"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--hardware", type=lambda text: parse(text)[1])
+    parser.add_argument("--hardware", type=lambda text: parse(text).hardware)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--problem", action="append", default=[])
     words = parser.parse_args()

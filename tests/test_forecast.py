@@ -43,21 +43,36 @@ SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
 @pytest.mark.parametrize(
     ("text", "count", "name"),
     [("h100-80gb", None, "h100-80gb"), ("64xH100-80GB", 64, "h100-80gb"), ("8×h200-141gb", 8, "h200-141gb"),
-     ("cpu", None, "cpu"), ("4xcpu", 4, "cpu")],
+     ("cpu", None, "cpu"), ("4xcpu", 4, "cpu"), ("H100", None, "h100-80gb"), ("8xH100", 8, "h100-80gb"),
+     ("8 × h100 80 GB", 8, "h100-80gb"), ("H100-SXM", None, "h100-80gb"), ("NVIDIA H100 80GB HBM3", None, "h100-80gb"),
+     ("h100:8", 8, "h100-80gb"), ("rtx3090", None, "rtx3090-24gb"), ("2x3090", 2, "rtx3090-24gb"),
+     ("RTX 4090", None, "rtx4090-24gb"), ("GeForce RTX 4090 24GB", None, "rtx4090-24gb"), ("L40S", None, "l40s-48gb"),
+     ("L4", None, "l4-24gb"), ("4xA10G", 4, "a10g-24gb"), ("RTX A6000", None, "a6000-48gb"),
+     ("gb200", None, "gb200-186gb"), ("B200", None, "b200-192gb"), ("H20", None, "h20-96gb"),
+     ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
+     ("a100 40g", None, "a100-40gb"), ("A100-SXM4-80GB", None, "a100-80gb"), ("8xa100", 8, "a100-80gb")],
 )  # fmt: skip
-def test_hardware_is_read_with_its_count(text: str, count: int | None, name: str) -> None:
-    found, hardware = parse(text)
-    assert (found, hardware.name) == (count, name)
+def test_hardware_is_read_with_its_count_however_it_is_written(text: str, count: int | None, name: str) -> None:
+    found = parse(text)
+    assert (found.count, found.hardware.name) == (count, name)
+
+
+def test_a_name_that_means_several_cards_says_which_was_taken() -> None:
+    assert parse("8xA100").note == "--hardware 8xA100: taken as a100-80gb, not a100-40gb"
+    assert not any(parse(name).note for name in KNOWN)
 
 
 def test_hardware_may_be_given_in_numbers() -> None:
-    _, hardware = parse("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9")
+    hardware = parse("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
     assert (hardware.memory, hardware.flops, hardware.intra_bw, hardware.inter_bw) == (48e9, 200e12, 30e9, 5e9)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("h1000", "h100-80gb"), ("0xh100-80gb", "not known"), ("memory=48e9", "needs flops"),
+    [("h1000", "did you mean h100-80gb?"), ("0xh100-80gb", "not known"), ("h100-40gb", "did you mean h100-80gb?"),
+     ("rtx", "Known are h100-80gb"), ("", "not known"), ("8x", "not known"), ("8xmi300x", "no CUDA device"),
+     ("H100 PCIe", "not known"), ("A10", "did you mean a10g-24gb?"),
+     ("memory=48e9", "needs flops"),
      ("memory=x,flops=1,intra_bw=1,inter_bw=1", "memory: 'x'"), ("memory=-1,flops=1,intra_bw=1,inter_bw=1", "above 0"),
      ("memory=1,flops=1,intra_bw=1,inter_bw=1,colour=2", "'colour' is not one of")],
 )  # fmt: skip
@@ -79,7 +94,15 @@ def test_a_count_fills_whole_nodes() -> None:
 def test_a_visible_card_is_known_by_name_and_memory() -> None:
     found = card("NVIDIA A100-SXM4-40GB", 40 * GIB)
     assert found and found.name == "a100-40gb" and found.memory == 40 * GIB
-    assert card("NVIDIA GeForce GTX 1080", 8 * GIB) is None
+    for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA L40", "NVIDIA RTX 6000 Ada Generation", "Tesla T4"):
+        assert card(unknown, 8 * GIB) is None
+    for name, memory, wanted in (
+        ("NVIDIA H100 PCIe", 79, "h100-80gb"), ("NVIDIA H200", 140, "h200-141gb"), ("NVIDIA H20", 95, "h20-96gb"),
+        ("NVIDIA GB200", 184, "gb200-186gb"), ("NVIDIA L40S", 44, "l40s-48gb"), ("NVIDIA A10G", 22, "a10g-24gb"),
+        ("Tesla V100-SXM2-16GB", 16, "v100-32gb"), ("NVIDIA GeForce RTX 3090", 23, "rtx3090-24gb"),
+    ):  # fmt: skip
+        found = card(name, memory * GIB)
+        assert found and (found.name, found.memory) == (wanted, memory * GIB), name
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -248,13 +271,24 @@ def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, fore
     plan = gpu_plan(tmp_path)
     with Screen(Console(file=io.StringIO(), width=80, soft_wrap=True)) as screen:
         found = Findings(screen, elsewhere=True)
-        _, small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9")
+        small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
         dry_run(plan, found, look_ahead=Look(forecaster, small))
         shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
     for level in ("plan", "machine", "data", "model", "memory", "traffic", "time"):
         assert f"{level:>8}  " in shown
     assert found.exit_code == 3 and "does not fit: " in found.problems[-1]
     assert "TOO MUCH" in shown and "verdict" not in shown
+
+
+def test_a_card_without_bfloat16_is_refused_for_it(tmp_path: Path, forecaster: Forecaster) -> None:
+    asked: list[Findings] = []
+    for dtype in ("bfloat16", "float32"):
+        plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
+        with Screen(Console(file=io.StringIO())) as screen:
+            asked.append(Findings(screen, elsewhere=True))
+            dry_run(plan, asked[-1], look_ahead=Look(forecaster, KNOWN["v100-32gb"]))
+    assert asked[0].exit_code == 2 and "param_dtype: v100-32gb has no units for bfloat16" in asked[0].problems[0]
+    assert asked[1].exit_code == 0 and asked[1].step["hardware"] == "v100-32gb"
 
 
 def test_a_run_on_gpus_is_compared_with_its_forecast_where_that_is_ready(
