@@ -11,6 +11,7 @@ import json
 import math
 import queue
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -432,13 +433,17 @@ def _named(place: _Place, layers: int) -> str:
 
 
 HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tok/s", "MFU", ""]
+TITLES = 2  # leading cells of a row that name the plan
+
+
+def words(overrides: Mapping[str, Any]) -> list[str]:
+    """The overrides for the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
+    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()]
 
 
 def paste(overrides: Mapping[str, Any]) -> str:
-    """The overrides as words for the command line: `fsdp.strategy=NO_SHARD fsdp.shard_size=null`."""
-    return " ".join(
-        f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()
-    )
+    """Those words in one line, as a shell reads them."""
+    return shlex.join(words(overrides))
 
 
 def shown(options: list[Option]) -> list[Option]:
@@ -484,7 +489,7 @@ def _cells(option: Option) -> list[str]:
 
 
 def lines(advice: Advice) -> list[str]:
-    """What to do: the verdict, and the words that make the recipe each plan of the table."""
+    """What to do."""
     best, own = advice.best, next(option for option in advice.options if option.own)
     said = [f"{advice.tried} other plans were looked at; a rank has {size(own.memory_bytes)}"]
     if best is None:
@@ -495,15 +500,20 @@ def lines(advice: Advice) -> list[str]:
         said.append("your own plan is as fast as any that fits")
     else:
         gain = f"{own.step_s / best.step_s:.2f} times as fast as yours" if own.fits else "yours does not fit"
-        said.append(
-            f"the fastest that fits takes {best.step_s:.3g} s a step, {gain}; put its words behind the command:"
-        )
-    said += [f"{n}  {paste(o.overrides)}" for n, o in enumerate(shown(advice.options), 1) if not o.own]
-    said += [
-        "it would fit with master weights of 8 significant bits, which changes the numerics: "
-        f"{paste(option.overrides)} ({size(option.needed_bytes)}, {option.step_s:.3g} s a step)"
-        for option in advice.narrower
-    ]
+        said.append(f"the fastest that fits takes {best.step_s:.3g} s a step, {gain}")
     if advice.failed:
         said.append(f"{len(advice.failed)} of them could not be forecast; the first: {advice.failed[0]}")
     return said
+
+
+def commands(advice: Advice) -> list[tuple[str, list[str]]]:
+    """What a plan is called, and the overrides that make the recipe into it."""
+    found = [(f"plan {n}:", words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
+    return found + [
+        (
+            f"with master weights of 8 significant bits, which changes the numerics, it would fit "
+            f"({size(option.needed_bytes)}, {option.step_s:.3g} s a step):",
+            words(option.overrides),
+        )
+        for option in advice.narrower
+    ]

@@ -13,7 +13,7 @@ from fsdptrain.model import Unit, blocks_of, tied
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 
-HEADER = ["unit", "class", "×", "parameters", "shard", "gathered", "after"]
+HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
 
 
 def model_facts(plan: Plan, model: Any, units: list[Unit]) -> dict[str, Any]:
@@ -112,12 +112,17 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
     count = sum(unit["count"] for unit in units)
     shared = facts["tied"]
     home = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
+    recomputed = facts["recomputed_blocks"]
     return [
         f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "
-        f"and the root); embedding and head are {home}",
-        f"the largest shard is {size(facts['shard_bytes'])} of {dtypes['master']}; compute in "
-        f"{dtypes['compute']}, reduce in {dtypes['reduce']}, buffers {dtypes['buffers'] or 'as they are'}; "
-        f"{facts['recomputed_blocks']} of {facts['blocks']} blocks recomputed",
+        "and the root)",
+        f"embedding and head are {home}",
+        f"a rank keeps at most {size(facts['shard_bytes'])} of weights in {dtypes['master']}; compute in "
+        f"{dtypes['compute']}, gradients summed in {dtypes['reduce']}"
+        + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
+        f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"
+        if recomputed
+        else f"activations of all {facts['blocks']} blocks are kept for the backward pass",
     ]
 
 

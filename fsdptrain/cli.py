@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, WorkerError
-from fsdptrain.processes import child_command, child_environment, exit_printed, open_streams, watch_parent
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.processes import exit_printed, open_streams, watch_parent
 from fsdptrain.text import fitted
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def main() -> None:
         with _errors_of_the_system():
             app()
     except FsdptrainError as error:
-        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error)
+        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error.problems)
         print(fitted(message, sys.stderr), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
@@ -75,10 +75,10 @@ def _errors_of_the_system() -> Iterator[None]:
         ) from None
 
 
-def _listed(error: RecipeError) -> str:
-    if len(error.problems) == 1:
-        return f"fsdptrain: {error}"
-    return f"fsdptrain: {len(error.problems)} problems\n" + "\n".join(f"  {problem}" for problem in error.problems)
+def _listed(problems: Sequence[object]) -> str:
+    if len(problems) == 1:
+        return f"fsdptrain: {problems[0]}"
+    return f"fsdptrain: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
 @app.command()
@@ -133,44 +133,49 @@ def validate(
     hardware: Annotated[str | None, typer.Option(help="plan for other machines: 8xh100-80gb, memory=…,flops=…")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the memory of one step to this .svg or .png")] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", min=0, help="dollars for one GPU and hour: says the cost")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="also say why something was not checked here")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before the model is built")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Know before the launch: keys, plan, machine, data, model, memory, communication, time; nothing is started."""
-    import subprocess
-
     try:
         written = _load(recipe, overrides)
-        from fsdptrain.hardware import parse
-        from fsdptrain.plan import draft_plan, find_topology, topology_of
+        from rich.console import Console
+
+        from fsdptrain.dryrun import ask, request
+        from fsdptrain.page import Page
         from fsdptrain.plot import refuse_undrawable
+        from fsdptrain.report import Screen
+        from fsdptrain.summary import show
 
         if plot is not None:
             refuse_undrawable(plot)
-        if hardware is not None:
-            cards = parse(hardware)
-            topology = topology_of(written.recipe, cards.count, cards.hardware)
-        else:  # the levels themselves say what is not here, all of it at once
-            topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
-        plan, problems = draft_plan(written, topology, elsewhere=True, trust_remote_code=trust_remote_code)
+        asked = request(written, hardware, trust_remote_code)
+        if price is not None and asked.plan.topology.device == "cpu":
+            raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; name some with --hardware")
+        drawing = str(plot) if plot else None
+        asked = dataclasses.replace(asked, plot=drawing, price=price, advise=advise, build=not no_build)
+        console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
+        with Screen(console) as screen:  # standard output is for what was found
+            outcome = ask(asked, screen)
     except FsdptrainError as error:
         if as_json:
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
             sys.exit(error.exit_code)
         raise
-    words = [f"--problem={problem}" for problem in problems]
-    asked = {"--json": as_json, "--no-build": no_build, "--advise": advise}
-    words += [flag for flag, on in asked.items() if on]
-    values = {"--hardware": hardware, "--plot": plot}
-    words += [f"{option}={value}" for option, value in values.items() if value is not None]
-    done = subprocess.run(
-        child_command("fsdptrain.validate", *words), input=plan.to_json().encode(), check=False, env=child_environment()
-    )
-    if done.returncode < 0:
-        hint = " (often: out of host memory)" if done.returncode == -signal.SIGKILL else ""
-        raise WorkerError(f"the dry run was killed by {signal.Signals(-done.returncode).name}{hint}")
-    sys.exit(done.returncode)
+    if as_json:
+        print(json.dumps(outcome.facts, indent=2))
+    else:
+        show(outcome, Page(), verbose)
+    if outcome.problems:
+        apart = "\n" if sys.stderr.isatty() else ""
+        print(apart + fitted(_listed(outcome.problems), sys.stderr), file=sys.stderr)
+    if outcome.exit_code:
+        sys.exit(outcome.exit_code)
 
 
 @app.command()

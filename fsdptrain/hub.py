@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,7 @@ def spare_retries(plan: Plan, progress: Progress) -> None:
     question.join(ANSWER_S)
     if not answered.is_set():
         constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that forecast
         progress("the Hub does not answer; looking into its cache", 0, 0)
 
 

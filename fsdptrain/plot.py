@@ -117,7 +117,8 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
         _draw_peak(axes, top_x, top)
         _draw_parts(axes, drawn)
         try:
-            figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+            dated = {"Date": None} if path.suffix.lower() == ".svg" else None
+            figure.savefig(path, metadata=dated, bbox_inches="tight", pad_inches=0.15)  # as large as all that is in it
         except OSError as error:
             raise RecipeError([Problem(f"cannot write {str(path)!r}: {error.strerror}", "--plot")]) from None
 

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from fsdptrain.liveline import LiveLine, Part
+from fsdptrain.page import Page
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, duration, fitted, rate, wrapped
 
@@ -171,20 +170,8 @@ class Screen:
         self.console.print(Text(text), soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
-        """Print a table: fitted to a terminal, and in full in a pipe. Numbers stand to the right."""
-        right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
-        if self.live:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-            for name, number in zip(header, right, strict=True):
-                table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-            for row in rows:
-                table.add_row(*map(Text, row))
-            self.console.print(table, soft_wrap=False)
-            return
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        for row in [header, *rows]:
-            cells = zip(row, widths, right, strict=True)
-            self.say("  ".join(f"{word:>{w}}" if number else f"{word:<{w}}" for word, w, number in cells).rstrip())
+        """Print a table: fitted to a terminal, and in full in a pipe."""
+        Page(self.console).table(header, rows)
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:

@@ -1,34 +1,31 @@
-"""The levels of a dry run below the recipe: plan, machine, data, model, memory, communication, time, verdict.
+"""The levels of a dry run below the recipe: plan, machine, data, model, memory, communication, time.
 
-A level is shown as it passes; one that does not pass does not stop the next, so that all problems come at once.
-`docs/validate.md` names what `--json` holds.
+A level that does not pass does not stop the next, so that all problems come at once. `docs/validate.md` names what
+`--json` holds; `dryrun` is the side that asks.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import errno
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
-from fsdptrain import closed_form
-from fsdptrain.advise import HEADER as ADVICE_HEADER
-from fsdptrain.advise import lines as advice_lines
-from fsdptrain.advise import rows as advice_rows
-from fsdptrain.advise import search
+from fsdptrain import advise, closed_form
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
-from fsdptrain.errors import CheckpointError, DoesNotFit, FsdptrainError, NoData, RecipeError, listed
+from fsdptrain.dryrun import Request
+from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, listed
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
-from fsdptrain.hardware import CPU, CUSTOM, Hardware, card, parse
-from fsdptrain.histogram import bars, length_facts
+from fsdptrain.hardware import CPU, CUSTOM, Hardware, card
+from fsdptrain.histogram import length_facts
 from fsdptrain.hub import checkpoint_files, hub_errors, spare_retries
 from fsdptrain.machine import (
     attention_available,
@@ -50,27 +47,28 @@ from fsdptrain.outlook import (
     verdict,
 )
 from fsdptrain.plan import Plan
-from fsdptrain.plot import memory_bar
-from fsdptrain.processes import exit_printed
-from fsdptrain.report import Screen, size
+from fsdptrain.report import size
 from fsdptrain.rows import data_files, peek
 from fsdptrain.schema import FORMAT_FIELDS
+from fsdptrain.text import counted
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
 
-BAR_WIDTH = 80  # characters
+MEMORY = "Memory of the worst rank"
+ADVICE = "Other plans for the same job"
 
 
 def dry_run(
     plan: Plan, found: Findings, problems: list[str] | None = None, build: bool = True, look_ahead: Look | None = None
 ) -> None:
-    """Every level, as far as each can go. `problems` are those of the plan itself, which then is only a draft.
+    """Go through every level, as far as each can go. `problems` are those of the plan, which then is only a draft.
 
     The step is forecast where a forecaster is given with `look_ahead`, and the plan is one that could run.
     """
     for problem in problems or ():
         found.fail(RecipeError(problem))
     if not problems:
-        found.passed("plan", *describe_plan(plan))
+        facts, lines = describe_plan(plan)
+        found.passed("plan", facts, "Plan", *lines)
     with found.trying():
         check_machine(plan, found)
     vocab_size, steps = check_data(plan, found)
@@ -81,26 +79,29 @@ def dry_run(
                 check_step(plan, vocab_size, steps, found, look_ahead)
 
 
-def describe_plan(plan: Plan) -> tuple[dict[str, Any], str]:
+def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     """The arithmetic of the run."""
-    train, topology = plan.recipe.train, plan.topology
+    train, topology, seq_len = plan.recipe.train, plan.topology, plan.recipe.data.seq_len
     facts = {
         "strategy": plan.recipe.fsdp.strategy, "world_size": topology.world_size, "replicas": plan.replicas,
         "shard_size": plan.shard_size, "accumulation": plan.accumulation,
-        "tokens_per_step": train.global_batch_size * plan.recipe.data.seq_len,
+        "tokens_per_step": train.global_batch_size * seq_len,
     }  # fmt: skip
-    line = (
-        f"{facts['strategy']} over {topology.world_size} ranks ({topology.nnodes} × {topology.nproc_per_node} "
-        f"{topology.device}): {plan.replicas} × {plan.shard_size}; a step is {train.global_batch_size} sequences = "
-        f"{topology.world_size} ranks × {plan.accumulation} micro-batches × {train.micro_batch_size}"
-    )
-    return facts, line
+    device = "GPUs" if topology.device == "cuda" else "CPU ranks"
+    copies = "one copy of the model" if plan.replicas == 1 else f"{plan.replicas} copies of the model, each"
+    spread = f"sharded over {plan.shard_size} ranks" if plan.shard_size > 1 else "on one rank"
+    micro, size = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")
+    return facts, [
+        f"{facts['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
+        f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens, {facts['tokens_per_step']:,} in all = "
+        f"{topology.world_size} ranks × {micro} × {size}",
+    ]
 
 
 def check_machine(plan: Plan, found: Findings) -> None:
     """What this machine has of what the run needs."""
     facts = machine_facts(plan)
-    found.passed("machine", facts, machine_line(facts))
+    found.passed("machine", facts, "This machine", machine_line(facts))
     for error in machine_problems(plan, facts):
         found.fail(error, only_here=True)
     workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]
@@ -115,6 +116,7 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     vocab_size, steps = wanted["train"] if trained else None, plan.recipe.train.steps
     plan = _without_absent_eval(plan, found)
     rows_are_here, tokenizer = False, None
+    found.busy("reading the data")
     with found.trying():
         rows_are_here = check_rows(plan, found)
     if rows_are_here or not trained:
@@ -143,8 +145,9 @@ def check_rows(plan: Plan, found: Findings) -> bool:
     there, _ = peek(plan.data_path, data)
     needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
     facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
-    pairs = ", ".join(field if field == column else f"{field} from {column}" for field, column in needed.items())
-    found.passed("data", facts, f"{data.format} rows: {pairs}; the columns there are: {listed(there)}")
+    pairs = ", ".join(column if field == column else f"{column} as {field}" for field, column in needed.items())
+    line = f"format {data.format}, which reads {pairs}; columns of the first row: {listed(there)}"
+    found.passed("data", facts, "Data", line)
     return True
 
 
@@ -162,7 +165,8 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
         "template": ("the tokenizer's" if own else "plain") if plan.recipe.data.format == "chat" else None,
         "example": stream.corpus.show(tokenizer),
     }
-    found.passed("data", facts, *sequence_lines(plan, facts))
+    found.passed("data", facts, "Data")
+    show_sequences(plan, facts, found)
     if plan.recipe.data.format == "chat" and not own:
         found.note("the tokenizer has no chat template: a plain one is used, as in the first sequence above")
     return int(facts["steps"])
@@ -183,53 +187,62 @@ def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
     }
 
 
-def sequence_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
+def show_sequences(plan: Plan, facts: dict[str, Any], found: Findings) -> None:
     """Those facts for the person: counts, the histogram, an example."""
     data, lengths = plan.recipe.data, facts["lengths"]
     fates = {"concat": "cut wherever a sequence ends"}
     beyond = fates.get(data.packing, "split" if data.format == "text" else f"cut at {data.seq_len:,}")
-    longer = f"{lengths['over_seq_len']:,} are longer than seq_len {data.seq_len:,}" + f" ({beyond})"
-    return [
-        f"{facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
+    longer = f"longer than seq_len {data.seq_len:,}: {counted(lengths['over_seq_len'], 'row')} ({beyond})"
+    found.shown(
+        "Data",
+        f"{counted(facts['rows'], 'row')}, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
         f"{facts['dropped']:,} rows dropped, without a trained token",
         f"rows by tokens: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none is longer than seq_len {data.seq_len:,}"),
-        "\n".join(bars(lengths, data.seq_len, beyond)),
+    )
+    found.draw("Data", "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    found.shown(
+        "Data",
         f"{facts['sequences']:,} sequences of {data.seq_len:,}, {facts['fill']:.1%} real tokens; "
         f"{facts['eval_sequences']:,} held out; {facts['steps_per_epoch']:,.1f} steps an epoch, {facts['steps']:,} in "
         f"all; {size(facts['prepared_bytes'])} in the cache",
         f"the first sequence, trained parts in ⟦ ⟧:\n{facts['example']}",
-    ]
+    )
 
 
 def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings) -> None:
     """Build the model without its weights and take it apart as the strategy will."""
     model = plan.recipe.model
+    found.busy("building the model")
     config = load_config(plan, vocab_size)
     if not attention_available(model.attn_implementation):  # the machine's problem; eager is in every model
         model = dataclasses.replace(model, attn_implementation="eager")
     built = skeleton(config, model)
     facts = model_facts(plan, built, units_of(built, plan.recipe.fsdp.wrap))
-    found.passed("model", facts, *model_lines(facts))
-    found.table(HEADER, unit_rows(facts))
+    found.passed("model", facts, "Model", *model_lines(facts))
+    found.draw("Model", "table", header=HEADER, rows=unit_rows(facts))
     if plan.pretrained:
         with found.trying(), hub_errors("model.id", str(model.id)):
             if Path(str(model.id)).is_dir():  # nothing is downloaded for a dry run
                 checkpoint_files(plan)
     disk = disk_facts(plan, facts["parameters"], steps)
-    found.passed("model", {"disk": disk}, f"disk: {disk_line(disk)}")
+    found.passed("model", {"disk": disk}, "Disk", disk_line(disk))
     for error in disk_problems(plan, disk):
         found.fail(error, only_here=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What is asked of the step: by which process, on which hardware (None: the one here), and drawn where."""
+    """What is asked of the step: by which process, on which hardware (None: the one here), drawn where, at what price.
+
+    `price` is in dollars for one GPU and hour.
+    """
 
     forecaster: Forecaster
     hardware: Hardware | None = None
-    plot: Path | None = None
+    plot: str | None = None
     advise: bool = False
+    price: float | None = None
 
 
 def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings, look: Look) -> None:
@@ -239,39 +252,55 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         found.note(f"no figures are known of this card: give --hardware {','.join(f'{key}=…' for key in CUSTOM)}")
         return
     if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
-        found.fail(RecipeError(
-            f"fsdp.mixed_precision.param_dtype: {hardware.name} has no units for bfloat16: set float32"
-        ))  # fmt: skip
+        found.fail(
+            RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no units for bfloat16: set float32")
+        )
         return
-    drawing = str(look.plot.absolute()) if look.plot else None
-    with found.screen.busy("simulate"):
-        try:
-            forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=drawing)
-        except RecipeError:
-            raise
-        except FsdptrainError as error:
-            found.note(f"{error}; what follows is arithmetic, without fragments, communication and time")
-            by_arithmetic(plan, vocab_size, hardware, found)
-            return
-    found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
-    if steps is not None:
-        run_s = steps * forecast.step_s
-        found.step |= {"run_s": run_s, "gpu_hours": run_s / 3600 * plan.topology.world_size}
-    found.shown("memory", *memory_lines(forecast))
-    fragments = forecast.reserved_bytes - forecast.peak_bytes
-    beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}
-    found.draw(memory_bar(forecast.breakdown, beside, forecast.memory_bytes, BAR_WIDTH))
-    found.table(TRAFFIC_HEADER, traffic_rows(forecast))
-    found.shown("traffic", *traffic_lines(forecast))
-    found.shown("time", *time_lines(forecast, plan, steps))
+    found.busy("simulating a step")
+    try:
+        forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=look.plot)
+    except RecipeError:
+        raise
+    except FsdptrainError as error:
+        found.note(f"{error}; memory is by arithmetic, without fragments; communication and time are not known")
+        by_arithmetic(plan, vocab_size, hardware, found)
+        return
+    cost = cost_of(forecast, plan, steps, look.price)
+    found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
+    show_step(forecast, plan, cost, found)
+    if not forecast.fits:
+        found.fail(refusal(verdict(found.step, plan), searched=look.advise))
+    if look.plot:
+        found.step["plot"] = look.plot
+        found.shown(MEMORY, f"drawn over the whole step in {look.plot}")
     for note in forecast.notes:
         found.note(note)
-    if forecast.fits:
-        found.shown("verdict", verdict(forecast))
-    else:
-        found.fail(refusal(forecast))
     if look.advise:
         check_others(plan, hardware, forecast, vocab_size, found, look)
+
+
+def cost_of(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:
+    """Seconds, GPU-hours and dollars of the whole run; empty where the number of steps is not known."""
+    if steps is None:
+        return {}
+    run_s = steps * forecast.step_s
+    hours = run_s / 3600 * plan.topology.world_size
+    cost = {"run_s": run_s, "gpu_hours": hours}
+    return cost if price is None else cost | {"price_per_gpu_hour": price, "dollars": hours * price}
+
+
+def show_step(forecast: Forecast, plan: Plan, cost: dict[str, Any], found: Findings) -> None:
+    """The forecast for the person."""
+    found.shown(MEMORY, *memory_lines(forecast))
+    fragments = forecast.reserved_bytes - forecast.peak_bytes
+    beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}
+    found.draw(MEMORY, "memory", by_category=forecast.breakdown, beside=beside, capacity=forecast.memory_bytes)
+    rows = traffic_rows(forecast)
+    if rows:
+        found.draw("Communication a step", "table", header=TRAFFIC_HEADER, rows=rows)
+    found.shown("Communication a step", *traffic_lines(forecast))
+    found.shown("Time", *time_lines(forecast, plan, cost))
+    found.forecast = verdict(found.step, plan)
 
 
 def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found: Findings) -> None:
@@ -283,10 +312,12 @@ def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found:
         "fits": needed <= capacity, "peak_bytes": top.allocated, "needed_bytes": needed, "memory_bytes": capacity,
         "moment": top.moment, "breakdown": top.by_category, "hardware": hardware.name, "method": "closed form",
     }  # fmt: skip
-    found.shown("memory", f"the peak of the worst rank: {size(top.allocated)} allocated, in the {top.moment}")
-    found.draw(memory_bar(top.by_category, {"outside torch": needed - top.allocated}, capacity, BAR_WIDTH))
+    found.shown(MEMORY, f"{size(top.allocated)} allocated at the peak, in the {top.moment}")
+    beside = {"outside torch": needed - top.allocated}
+    found.draw(MEMORY, "memory", by_category=top.by_category, beside=beside, capacity=capacity)
+    found.forecast = verdict(found.step, plan)
     if needed > capacity:
-        found.fail(DoesNotFit(f"does not fit: {size(needed)} of {size(capacity)}"))
+        found.fail(refusal(found.forecast, searched=False))
 
 
 def check_others(
@@ -296,14 +327,20 @@ def check_others(
     config, parameters = load_config(plan, vocab_size).to_dict(), found.levels["model"]["parameters"]
 
     def progress(settled: int, there_are: int) -> None:
-        found.progress("advise", settled, there_are)
+        found.progress("comparing plans", settled, there_are)
 
     with Forecaster() as second:
         asks = [look.forecaster.ask, second.ask]
-        advice = search(plan, hardware, own, asks, parameters, config, progress, vocab_size=vocab_size)
+        advice = advise.search(plan, hardware, own, asks, parameters, config, progress, vocab_size=vocab_size)
     found.levels["advice"] = dataclasses.asdict(advice)
-    found.table(ADVICE_HEADER, advice_rows(advice.options))
-    found.shown("advice", *advice_lines(advice))
+    found.shown(ADVICE, *advise.lines(advice))
+    found.draw(ADVICE, "table", header=advise.HEADER, rows=advise.rows(advice.options), titles=advise.TITLES)
+    pasteable = advise.commands(advice)
+    if pasteable:
+        found.shown(ADVICE, "append the overrides of a plan to the command:")
+    for name, words in pasteable:
+        found.shown(ADVICE, name)
+        found.draw(ADVICE, "command", words=words)
 
 
 def hardware_here(plan: Plan) -> Hardware | None:
@@ -315,22 +352,24 @@ def hardware_here(plan: Plan) -> Hardware | None:
 
 
 def main() -> None:
-    """Look at the plan on standard input; the options are those of the command line."""
-    parser = argparse.ArgumentParser()
-    for flag in ("--json", "--advise", "--no-build"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--hardware", type=lambda text: parse(text).hardware)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--problem", action="append", default=[])
-    words = parser.parse_args()
+    """Answer the request on standard input; nothing but records goes to standard output."""
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print
+
+    def tell(record: dict[str, Any]) -> None:
+        records.write(json.dumps(record) + "\n")
+        records.flush()
+
     transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is said here
-    plan = Plan.from_json(sys.stdin.read())
-    with Screen(Console(stderr=True) if words.json else None) as screen, Forecaster() as forecaster:
-        found = Findings(screen, words.json, elsewhere=words.hardware is not None)
-        spare_retries(plan, found.progress)
-        look = Look(forecaster, words.hardware, words.plot, words.advise)
-        dry_run(plan, found, words.problem, not words.no_build, look)
-    if words.json:
-        print(found.to_json())
-    found.tell_problems()
-    exit_printed(found.exit_code)
+    request = Request.from_json(sys.stdin.buffer.read().decode())
+    found = Findings(tell, elsewhere=request.hardware is not None)
+    for note in request.notes:
+        found.note(note)
+    spare_retries(request.plan, found.progress)
+    with Forecaster() as forecaster:
+        look = Look(forecaster, request.hardware, request.plot, request.advise, request.price)
+        dry_run(request.plan, found, request.problems, request.build, look)
+    for option, wanted, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
+        if wanted and key not in found.step | found.levels:
+            found.note(f"{option}: nothing was done, for the step was not simulated")
+    tell({"event": "outcome", **dataclasses.asdict(found.outcome())})

@@ -26,10 +26,12 @@ from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecaster
 from fsdptrain.hardware import CPU, GIB, KNOWN, card, parse
 from fsdptrain.model import load_config
+from fsdptrain.page import Page
 from fsdptrain.plan import Plan, topology_of
 from fsdptrain.report import Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.schema import Recipe
+from fsdptrain.summary import show
 from fsdptrain.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
 from fsdptrain.trace import Collective, Kernel, Record, Synchronize, Wait
 from fsdptrain.validate import Look, dry_run
@@ -257,9 +259,8 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
             process.ask(gpu_plan(tmp_path), H100)
-        with Screen(Console(file=io.StringIO())) as screen:  # and in the end there is arithmetic
-            dry = Findings(screen, elsewhere=True)
-            dry_run(gpu_plan(tmp_path), dry, look_ahead=Look(process, H100))
+        dry = Findings(elsewhere=True)  # and in the end there is arithmetic
+        dry_run(gpu_plan(tmp_path), dry, look_ahead=Look(process, H100))
     assert dry.exit_code == 0 and dry.step["method"] == "closed form"
     assert math.isclose(dry.step["peak_bytes"], answer["peak_bytes"], rel_tol=0.02)
 
@@ -269,24 +270,34 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
 
 def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, forecaster: Forecaster) -> None:
     plan = gpu_plan(tmp_path)
-    with Screen(Console(file=io.StringIO(), width=80, soft_wrap=True)) as screen:
-        found = Findings(screen, elsewhere=True)
-        small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
-        dry_run(plan, found, look_ahead=Look(forecaster, small))
-        shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    for level in ("plan", "machine", "data", "model", "memory", "traffic", "time"):
-        assert f"{level:>8}  " in shown
-    assert found.exit_code == 3 and "does not fit: " in found.problems[-1]
-    assert "TOO MUCH" in shown and "verdict" not in shown
+    found = Findings(elsewhere=True)
+    small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
+    dry_run(plan, found, look_ahead=Look(forecaster, small))
+    page = Page(Console(file=io.StringIO()))
+    show(found.outcome(), page)
+    said = page.console.file.getvalue()  # type: ignore[attr-defined]
+    first, *rest = said.splitlines()
+    assert first.startswith("does not fit 8×CUSTOM: ") and first.endswith(" of 1.6 GiB a GPU")
+    for heading in (
+        "Plan",
+        "This machine",
+        "Model",
+        "Disk",
+        "Memory of the worst rank",
+        "Communication a step",
+        "Time",
+    ):
+        assert heading in rest
+    assert found.exit_code == 3 and found.problems[-1].startswith(first)
+    assert "TOO MUCH" in said
 
 
 def test_a_card_without_bfloat16_is_refused_for_it(tmp_path: Path, forecaster: Forecaster) -> None:
     asked: list[Findings] = []
     for dtype in ("bfloat16", "float32"):
         plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
-        with Screen(Console(file=io.StringIO())) as screen:
-            asked.append(Findings(screen, elsewhere=True))
-            dry_run(plan, asked[-1], look_ahead=Look(forecaster, KNOWN["v100-32gb"]))
+        asked.append(Findings(elsewhere=True))
+        dry_run(plan, asked[-1], look_ahead=Look(forecaster, KNOWN["v100-32gb"]))
     assert asked[0].exit_code == 2 and "param_dtype: v100-32gb has no units for bfloat16" in asked[0].problems[0]
     assert asked[1].exit_code == 0 and asked[1].step["hardware"] == "v100-32gb"
 

@@ -127,6 +127,29 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     ], "what is nowhere a thousandth of the peak has no place in the legend"  # fmt: skip
 
 
+NAMED_AT_LENGTH = "a-recipe-whose-name-goes-on-and-on-" * 6
+
+
+@pytest.mark.parametrize("scale", [GIB, 2000 * GIB, 30_000], ids=["GiB", "TiB", "KiB"])
+def test_nothing_is_cut_off_at_the_border(tmp_path: Path, scale: int) -> None:
+    import numpy as np
+    from matplotlib.image import imread
+
+    def scaled(event: Event) -> Event:
+        return event._replace(size=event.size * scale // GIB) if isinstance(event, Alloc) else event
+
+    trace = made_up(8, 20)
+    first = Alloc(Storage(CARD, "recomputed activations"), scale, 0)
+    last = Moment("backward of model.language_model.decoder.layers.117")
+    last_of_all = Alloc(Storage(CARD, "communication buffers"), 9 * scale, 0)
+    trace = Trace([first, *map(scaled, trace.before)], [*map(scaled, trace.events), last, last_of_all])
+    draw_timeline(trace, CARD, 10 * scale, tmp_path / "step.png", NAMED_AT_LENGTH)
+    picture = imread(tmp_path / "step.png")[..., :3]
+    border = np.concatenate([picture[:5].reshape(-1, 3), picture[-5:].reshape(-1, 3)])
+    border = np.concatenate([border, picture[:, :5].reshape(-1, 3), picture[:, -5:].reshape(-1, 3)])
+    assert border.min() == 1, "white all round"
+
+
 def test_equal_traces_are_equal_files_and_nothing_is_left_set(tmp_path: Path) -> None:
     import matplotlib
 

@@ -12,13 +12,13 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "text", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "liveline", "report",
-    "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent",
-    "forecast", "outlook", "calibrate", "advise", "cli",
+    "errors", "text", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "page", "liveline",
+    "report", "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent",
+    "forecast", "outlook", "calibrate", "advise", "findings", "summary", "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
     "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
-    "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "findings", "machine",
+    "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
     "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW

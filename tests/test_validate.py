@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import socket
 from collections import namedtuple
@@ -22,12 +23,13 @@ from fsdptrain.anatomy import model_facts, owned_by_unit
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast
-from fsdptrain.histogram import bars, length_facts
+from fsdptrain.histogram import length_facts
 from fsdptrain.hub import hub_errors
 from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.page import Page
 from fsdptrain.plan import Plan, draft_plan, find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.report import Screen
+from fsdptrain.summary import bars, show
 from fsdptrain.validate import dry_run
 
 LLAMA = {"model_type": "llama", **TINY}
@@ -43,10 +45,16 @@ def draft(recipe: Path, *overrides: str, gpus: str = "") -> tuple[Plan, list[str
 def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str = "") -> tuple[Findings, str]:
     """A dry run in this process: what it found, and what it showed."""
     plan, problems = draft(recipe, *overrides, gpus=gpus)
-    with Screen(Console(file=io.StringIO(), width=80, soft_wrap=True)) as screen:
-        found = Findings(screen, elsewhere=elsewhere)
-        dry_run(plan, found, problems)
-        return found, screen.console.file.getvalue()  # type: ignore[attr-defined]
+    found = Findings(elsewhere=elsewhere)
+    dry_run(plan, found, problems)
+    return found, shown(found)
+
+
+def shown(found: Findings, verbose: bool = False) -> str:
+    """What is shown of it in a pipe."""
+    page = Page(Console(file=io.StringIO()))
+    show(found.outcome(), page, verbose)
+    return page.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -71,7 +79,7 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_here")
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    found, shown = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
+    found, said = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
     wanted = [
         "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not to be had here",
         "launch.rdzv_endpoint: nobody.invalid:29500: unknown host", "data.path: nothing at", "output_dir:",
@@ -81,7 +89,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert all(text in problem for text, problem in zip(wanted, told, strict=True))
     assert found.exit_code == RecipeError.exit_code
     assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
-    assert "LlamaForCausalLM" in shown and "torch" in shown
+    assert "LlamaForCausalLM" in said and "torch" in said
+    assert said.startswith(f"{len(found.problems)} problems, see the end\n")
 
 
 @pytest.mark.usefixtures("nothing_here")
@@ -89,12 +98,16 @@ def test_elsewhere_what_is_missing_here_is_a_note(tmp_path: Path) -> None:
     overrides = [word for word in EVERYTHING_WRONG if "batch" not in word]
     overrides += ["train.global_batch_size=128", "data.eval={path: nope-either.jsonl}", "model.tokenizer=org/name"]
     recipe = write_recipe(tmp_path)
-    found, shown = validate(recipe, *overrides, elsewhere=True, gpus=",".join(map(str, range(64))))
+    found, said = validate(recipe, *overrides, elsewhere=True, gpus=",".join(map(str, range(64))))
     assert (found.problems, found.exit_code) == ([], 0)
     missing = [note for note in found.notes if note.startswith("not checked here: ")]
     for text in ("64 workers", "flash_attention_2", "nobody.invalid", "nothing at", "eval.path", "org/name", "output_"):
         assert any(text in note for note in missing), text
-    assert all(note.split()[-1] in shown for note in missing)
+    names = "number of GPUs, build of torch, attention kernel, rendezvous, evaluation data, data, tokenizer (no Hub)"
+    folded = next(line for line in said.splitlines() if "not checked here" in line)
+    assert [name for name in names.split(", ") if name not in folded] == [], folded
+    assert not any(note in said for note in missing), "one line for all of them"
+    assert all(note in shown(found, verbose=True) for note in missing)
     assert found.levels["model"]["architecture"] == "LlamaForCausalLM"
     plan = make_plan(load(recipe, ["data.path=nope.jsonl"]), find_topology(load(recipe).recipe, {}), elsewhere=True)
     assert plan.data_path == str(Path.cwd() / "nope.jsonl")
@@ -155,18 +168,19 @@ def test_the_histogram_holds_every_row_once() -> None:
         assert [bin["rows"] for bin in facts["bins"]] == counted and sum(counted) == len(lengths)
         longer = sum(bin["rows"] for bin in facts["bins"] if bin["from"] > 300)
         assert longer == facts["over_seq_len"] == (lengths > 300).sum()
-        assert any("cut" in line for line in bars(facts, 300, "cut")) == bool(longer)
+        assert any("cut" in line for line in bars(facts["bins"], 300, "cut", 80)) == bool(longer)
+        assert all(len(line) <= 40 for line in bars(facts["bins"], 300, "cut", 40))
 
 
 def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
-    found, shown = validate(write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2}))
+    found, said = validate(write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2}))
     data = found.levels["data"]
     assert sum(bin["rows"] for bin in data["lengths"]["bins"]) == data["rows"] == 300
     assert data["tokens"] == round(data["lengths"]["mean"] * data["rows"])  # texts are split, and lose nothing
     assert data["split"] == data["lengths"]["over_seq_len"] > 0
     assert data["steps"] == -(-2 * data["sequences"] // 8) and data["steps_per_epoch"] == data["sequences"] / 8
     assert data["columns"] == ["text"] and data["needed"] == {"text": "text"}
-    assert "█" in shown and "⟦First Citizen" in shown and "longer than seq_len 64 (split)" in shown
+    assert "█" in said and "⟦First Citizen" in said and re.search(r"longer than seq_len 64: \d+ rows \(split\)", said)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -236,11 +250,31 @@ def names_in(value: Any) -> set[str]:
 
 def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
-    done = fsdptrain("validate", write_recipe(tmp_path), "--json", "--hardware", "8xh100-80gb", f"--plot={picture}")
+    done = fsdptrain(
+        "validate",
+        write_recipe(tmp_path),
+        "--json",
+        "--hardware",
+        "8xH100",
+        f"--plot={picture}",
+        "--price-per-gpu-hour",
+        "2.5",
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     wanted = {"plan", "machine", "data", "model", "notes", "problems"} | {field.name for field in fields(Forecast)}
-    assert found.keys() == wanted | {"needed_bytes", "run_s", "gpu_hours"} and found["problems"] == []
+    assert found.keys() == wanted | {
+        "needed_bytes",
+        "run_s",
+        "gpu_hours",
+        "price_per_gpu_hour",
+        "dollars",
+        "plot",
+        "verdict",
+    }
+    assert found["problems"] == [] and found["plot"] == str(picture)
+    assert found["dollars"] == pytest.approx(found["gpu_hours"] * 2.5)
+    assert found["gpu_hours"] == pytest.approx(4 * found["step_s"] * 8 / 3600)
     assert found["fits"] and found["peak_bytes"] == sum(found["breakdown"].values())
     assert picture.read_text().startswith("<?xml")
     found["data"]["needed"] = found["breakdown"] = found["peaks"] = {}  # whose names are columns', categories, moments
@@ -259,7 +293,8 @@ def test_the_command_lists_problems_at_the_end_and_builds_no_model_if_told_not_t
     recipe = write_recipe(tmp_path, data__path="nope.jsonl", train__global_batch_size=7)
     done = fsdptrain("validate", recipe, "--no-build")
     assert done.returncode == 2
-    assert "machine" in done.stdout and "LlamaForCausalLM" not in done.stdout
+    assert done.stdout.startswith("2 problems, see the end\n")
+    assert "This machine" in done.stdout and "LlamaForCausalLM" not in done.stdout
     first, *problems = done.stderr.splitlines()
     assert first == "fsdptrain: 2 problems" and len(problems) == 2
     assert "recipe.yaml:" in problems[0] and "nope.jsonl" in problems[1]
