@@ -24,11 +24,15 @@ from omegaconf import OmegaConf
 from fsdptrain import __version__
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
 from fsdptrain.hardware import Hardware
+from fsdptrain.paths import at_home, expanded
 from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".text")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
+PLAN_DIGEST = (
+    "FSDPTRAIN_PLAN_DIGEST"  # in the environment of agents and workers: the digest of the plan they are to read
+)
 MAX_FOLDERS = 10_000  # looked into behind one data.path: /** has no end
 
 
@@ -117,15 +121,34 @@ class Plan:
         return hashlib.sha256(dataclasses.replace(self, threads=0).to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON text, with sorted keys."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        """The plan as JSON text, with sorted keys, those of the recipe as in YAML (`async`)."""
+        fields = dataclasses.asdict(self, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
+        return json.dumps(fields, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
+        """The plan that `to_json` wrote, here or in an earlier version, which wrote `async_`."""
         fields = json.loads(text)
+        checkpoint = fields["recipe"]["checkpoint"]
+        if "async" in checkpoint:
+            checkpoint["async_"] = checkpoint.pop("async")
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), fields.pop("recipe")))
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan of a run from its folder.
+
+    Raises RecipeError when it is not the plan that the launcher wrote (PLAN_DIGEST in the environment).
+    """
+    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    wanted = os.environ.get(PLAN_DIGEST)
+    if wanted is not None and plan.digest() != wanted:
+        raise RecipeError(
+            f"{path} is not the plan that this run was started with: another process changed it. Run the same command "
+            "again, and give every run an output_dir of its own"
+        )
+    return plan
 
 
 def make_plan(written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False) -> Plan:
@@ -144,7 +167,7 @@ def draft_plan(
     written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
 ) -> tuple[Plan, list[Problem]]:
     """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
-    recipe = written.recipe
+    recipe = at_home(written.recipe)
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
@@ -239,13 +262,13 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     the path it would have in the working folder where files need not be here.
     """
     for base in (Path.cwd(), folder):
-        candidate = str(base / os.path.expanduser(path))  # noqa: PTH111  (Path's raises for ~nobody)
+        candidate = str(base / expanded(path))
         if matches(candidate):
             return candidate
     if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
         return path
     if elsewhere:
-        return str(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
+        return str(Path.cwd() / expanded(path))
     raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {Path.cwd()} and {folder})")
 
 

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.paths import expanded, path_problems
 from fsdptrain.schema import (
     FORMAT_FIELDS,
     Recipe,
@@ -369,7 +370,7 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
             sound = False
         if not sound:
             wrong.append(leaf)
-    problems += [Problem(f"{_show(leaf.value)} is not {_expected(leaf.path)}", leaf.path, leaf.where) for leaf in wrong]
+    problems += [Problem(_misfit(leaf), leaf.path, leaf.where) for leaf in wrong]
     if wrong:  # what stands beside it is judged with the defaults in its place
         return _assemble([leaf for leaf in leaves if leaf not in wrong], [])
     by_path = {leaf.path: leaf.where for leaf in leaves}
@@ -380,6 +381,14 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
         path = str(getattr(error, "full_key", "") or "")
         problems.append(Problem(str(error).splitlines()[0], path or None, by_path.get(path)))
         return Recipe()
+
+
+def _misfit(leaf: Leaf) -> str:
+    """What is wrong with a value that has not the type of its key, or a reference in it that leads to none."""
+    what = f"{_show(leaf.value)} is not {_expected(leaf.path)}"
+    if isinstance(leaf.value, str) and "${" in leaf.value:
+        what += "; ${key} stands for another key of the recipe, not for a variable of the environment (~ is your home)"
+    return what
 
 
 def _unconverted(written: Any, read: Any) -> bool:
@@ -444,6 +453,7 @@ def _number_out_of_range(value: Any, small: bool) -> str | None:
 
 def _relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Combinations that cannot be honoured, and keys that would have no effect here."""
+    yield from path_problems(recipe)
     yield from _model_relations(recipe, where)
     yield from _data_relations(recipe, where)
     yield from _fsdp_relations(recipe, where)
@@ -484,7 +494,7 @@ def _model_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]
 
 def _exists(path: str) -> bool:
     try:
-        return Path(path).exists()
+        return Path(expanded(path)).exists()
     except OSError:  # too long for a file name
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.model import load_config, skeleton, units_of
 from fsdptrain.plan import Plan, Topology, find_topology, make_plan, seed_of
 from fsdptrain.recipe import load
+from fsdptrain.schema import all_paths
 
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 LAYERS = {
@@ -48,6 +50,17 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
         config = load_config(plan, vocab_size=2)
         units = units_of(skeleton(config, recipe.model), recipe.fsdp.wrap)
         assert len([unit for unit in units if ".layers." in unit.name]) == LAYERS[path.stem]
+
+
+def test_the_plans_keys_are_those_of_the_recipe_and_older_plans_are_read(tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path))
+    fields = json.loads(plan.to_json())
+    for path in all_paths():
+        found = fields["recipe"]
+        for word in path.split("."):
+            found = found[word]
+    fields["recipe"]["checkpoint"]["async_"] = fields["recipe"]["checkpoint"].pop("async")
+    assert Plan.from_json(json.dumps(fields)) == plan
 
 
 def test_strategies_become_meshes(tmp_path: Path) -> None:
