@@ -16,7 +16,7 @@ from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import card
 from fsdptrain.plan import Plan
-from fsdptrain.report import Screen, Tail, size
+from fsdptrain.report import Screen, Tail, effective, size
 from fsdptrain.rundir import RunDir
 
 WARM_UP = 3  # steps that do not count: the first ones compile, connect and fill caches
@@ -70,7 +70,7 @@ class Calibration:
 
     def tell(self, screen: Screen) -> None:
         """Compare on screen and in the run folder; nothing is said of a run that ended before there was enough to."""
-        events = list(self._events.read())
+        events = effective(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]
         start = next((event for event in reversed(events) if event["event"] == "start"), None)
         if start is None or len(steps) < ENOUGH:

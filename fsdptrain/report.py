@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,11 +62,13 @@ class Reporter:
             self._screen.show(record)
         if self._board and kind in ("step", "eval"):
             self._scalars(kind, fields)
+        if self._board and kind == "resume":
+            self._purge(fields["step"])
 
-    def has(self, kind: str, step: int) -> bool:
-        """Whether this run has written such an event of this step, in this process or an earlier one."""
-        records = Tail(self._rundir.metrics, from_end=False).read() if self._rundir else ()
-        return any(record["event"] == kind and record.get("step") == step for record in records)
+    def has(self, kind: str, step: int | None = None) -> bool:
+        """Whether this run holds such an event (of this step), of this process or an earlier one."""
+        records = history(self._rundir.metrics) if self._rundir else ()
+        return any(record["event"] == kind and step in (None, record.get("step")) for record in records)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Say how far a stage is (rows, tensors or files); calls are thinned out. A total of 0: nobody knows."""
@@ -94,6 +96,12 @@ class Reporter:
         numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
         values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
+
+    def _purge(self, step: int) -> None:
+        """Have TensorBoard forget what earlier attempts wrote of later steps."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
 def cut_half_a_line(path: Path) -> None:
@@ -125,7 +133,39 @@ class Tail:
                     break
                 self._offset += len(line)
                 with contextlib.suppress(json.JSONDecodeError):
-                    yield json.loads(line)
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
+
+
+OF_A_STEP = ("step", "eval", "save", "skip", "nonfinite", "straggler")  # events that a resume from before it undoes
+
+
+def effective(records: Iterable[Record]) -> list[Record]:
+    """Leave out what a later attempt undid or made again, so that every step is there once.
+
+    `resume` undoes the events of all later steps, and so does a step that is made a second time.
+    """
+    kept: list[Record] = []
+    newest = -1
+    for record in records:
+        kind, step = record.get("event"), record.get("step")
+        if kind in ("resume", "step") and isinstance(step, int):
+            last = step if kind == "resume" else step - 1
+            if newest > last:
+                kept = [old for old in kept if old.get("event") not in OF_A_STEP or old["step"] <= last]
+                newest = last
+        if kind in OF_A_STEP:
+            if not isinstance(step, int):
+                continue
+            newest = max(newest, step)
+        kept.append(record)
+    return kept
+
+
+def history(metrics: Path) -> list[Record]:
+    """Read the events of a run that count: those of `metrics.jsonl` but for steps that a resume undid."""
+    return effective(Tail(metrics, from_end=False).read())
 
 
 class Screen:
@@ -208,7 +248,11 @@ class Screen:
 
     def _on_resume(self, record: Record) -> None:
         self._resumed[-1:] = [record["step"]]
-        self.say(f"resumed after step {record['step']}")
+        self.say(
+            f"resumed after step {record['step']}"
+            if record["step"]
+            else "there is no checkpoint of the earlier attempt: training starts again from step 0"
+        )
         for key, (old, new) in record.get("changed", {}).items():
             self.say(f"  {key}: {old} → {new}")
 
@@ -255,6 +299,8 @@ class Screen:
 
     def _on_export(self, record: Record) -> None:
         self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
+        if "kept" in record:
+            self.say(f"  files that fsdptrain did not write were in the way, and are kept in {record['kept']}")
 
     def summary(self, seconds: float) -> None:
         """The closing lines: what was trained, how fast, and how to load the result."""
