@@ -49,6 +49,7 @@ from fsdptrain.manifest import (
     set_aside,
 )
 from fsdptrain.model import saved_state
+from fsdptrain.ownership import remove_checkpoint
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rundir import RunDir
@@ -169,7 +170,8 @@ class Checkpointer:
             self._first(saving, told(partial(self._publish, step, scratch, target, files)))
         except BaseException:
             if self.world.rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(scratch)
             raise
         return sum(facts["bytes"] for facts in files.values())
 
@@ -275,12 +277,20 @@ def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, A
         return None
     places = {name: [shard.first, *shard.shape] for name, shard in shards.items()}
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
-    save_file(tensors, path, metadata={"places": json.dumps(places)})
+    save_tensors(tensors, path, {"places": json.dumps(places)})
     entry = file_entry(path)  # as it stands in memory still
     fsync(path)
     if file_entry(path) != entry:
         raise CheckpointError(f"{path} reads otherwise than it was written: this disk cannot be relied on")
     return path.name, entry
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the permissions that the umask leaves, not readable to its owner only."""
+    path.touch()
+    mode = path.stat().st_mode  # what the umask leaves
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 def make_room(scratch: Path, target: Path, needed: int) -> None:
@@ -289,7 +299,7 @@ def make_room(scratch: Path, target: Path, needed: int) -> None:
     Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
     """
     refuse_taken(target)
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_checkpoint(scratch)
     missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
     scratch.mkdir(parents=True)
     for folder in missing:
@@ -338,16 +348,9 @@ def keep_newest(rundir: RunDir, newest: int, keep: int) -> None:
     for step in steps[:-keep]:
         old = rundir.checkpoint(step)
         trash = old.with_name(old.name + ".old")
-        shutil.rmtree(trash, ignore_errors=True)
+        remove_checkpoint(trash)
         old.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
-
-
-def sweep(rundir: RunDir) -> None:
-    """Remove what an interrupted save or clean-up left behind."""
-    for pattern in ("*.tmp", "*.old"):
-        for path in rundir.checkpoints.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_checkpoint(trash)
 
 
 def load(folder: Path, shards: dict[str, Shard]) -> None:

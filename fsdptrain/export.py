@@ -9,21 +9,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdptrain.checkpoint import Checkpointer, Stored, space_told
+from fsdptrain.checkpoint import Checkpointer, Stored, save_tensors, space_told
 from fsdptrain.data import Progress
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
-from fsdptrain.manifest import faults, fsync, refuse_ways_out
+from fsdptrain.manifest import faults, fsync, read_manifest, refuse_ways_out
 from fsdptrain.model import blocks_of, saved_state, skeleton
+from fsdptrain.ownership import Stamps, assets_in, exported, new_scratch, record_export, replace_export, stamps
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
@@ -100,13 +101,22 @@ class Writer:
             return
         self._files.append(list(self._held))
         path = self._path(len(self._files))
-        save_file(self._held, path, metadata={"format": "pt"})
+        save_tensors(self._held, path, {"format": "pt"})
         fsync(path)
         self.bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: bytes of weights, the files, and the folder with what could not stay in place, if any."""
+
+    bytes: int
+    files: Stamps
+    kept: Path | None
 
 
 def write_folder(
@@ -117,19 +127,22 @@ def write_folder(
     out: Path,
     dtype: str,
     progress: Progress,
-) -> int:
-    """Write a whole Hugging Face folder at `out` and check it; the weights' size in bytes.
+    written: Stamps | None = None,
+) -> Exported:
+    """Write a whole Hugging Face folder at `out` and check it.
 
-    `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer. Raises
-    CheckpointError for a full disk, or when what is read back is not what was to be written.
+    `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer; `written`
+    are the files of an earlier export at `out`, which are replaced: others stay. Raises CheckpointError for a full
+    disk, or when what is read back is not what was to be written.
     """
-    scratch = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch = new_scratch(out)
     stored_as = getattr(torch, dtype)
     needed = sum(t.numel() * _stored_dtype(t, stored_as).itemsize for t in saved_state(bare).values())
     try:
         with space_told(scratch, needed):
-            shutil.copytree(assets, scratch)
+            for name in assets_in(assets):
+                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(assets / name, scratch / name)
             config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
             config.dtype = stored_as
             config.save_pretrained(scratch)
@@ -144,14 +157,10 @@ def write_folder(
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    replaced = out.with_name(f".{out.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
-        out.rename(replaced)
-    scratch.rename(out)
+    files = stamps(scratch)
+    kept = replace_export(scratch, out, written or {})
     fsync(out.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    return writer.bytes
+    return Exported(writer.bytes, files, kept)
 
 
 def check_folder(folder: Path, bare: Any, dtype: torch.dtype) -> None:
@@ -186,9 +195,10 @@ def export_live(
     plan: Plan,
     checkpointer: Checkpointer,
     reporter: Reporter,
+    step: int,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Export a live model at the end of a run; collective. Every rank raises when rank 0 cannot write.
+    """Export a live model after `step` steps; collective. Every rank raises when rank 0 cannot write.
 
     `alive` is called between groups of tensors, on every rank, and may end it all by raising, if it does so on all.
     """
@@ -199,8 +209,8 @@ def export_live(
     failure: Exception | None = None
     if writes:
         try:
-            size = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, reporter.progress)
-            reporter.event("export", path=str(rundir.export), bytes=size, dtype=dtype)
+            facts = _write_and_record(rundir, step, bare, groups, tensors, dtype, reporter.progress)
+            reporter.event("export", **facts)
         except CheckpointError as error:
             failure = error
     for _ in tensors:  # the gathering is everyone's, to its end, even after a failure
@@ -221,9 +231,26 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
         screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
 
     with Stored(folder) as checkpoint:
-        size = write_folder(bare, groups, stored(checkpoint, bare, groups), rundir.model, out, dtype, progress)
-    screen.show({"event": "export", "path": str(out), "bytes": size, "dtype": dtype})
+        tensors = stored(checkpoint, bare, groups)
+        if out == rundir.export:
+            made = read_manifest(folder).step
+            facts = _write_and_record(rundir, made, bare, groups, tensors, dtype, progress)
+        else:
+            done = write_folder(bare, groups, tensors, rundir.model, out, dtype, progress)
+            facts = {"path": str(out), "bytes": done.bytes, "dtype": dtype}
+    screen.show({"event": "export", **facts})
     screen.summary(0.0)
+
+
+def _write_and_record(
+    rundir: RunDir, step: int, bare: Any, groups: list[list[str]], tensors: Iterator[Tensors], dtype: str, progress: Any
+) -> dict[str, Any]:
+    """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
+    _, before = exported(rundir)
+    done = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
+    record_export(rundir, step, done.files)
+    facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}
+    return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 
 def _plan_of(rundir: RunDir) -> Plan:

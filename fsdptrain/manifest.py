@@ -15,12 +15,14 @@ import os
 import re
 import reprlib
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem
+from fsdptrain.ownership import free_name
 from fsdptrain.rundir import RunDir, checkpoint_name
 
 NAME = "manifest.json"
@@ -200,13 +202,15 @@ def newest_manifest(rundir: RunDir) -> Manifest | None:
 def refuse_ways_out(rundir: RunDir) -> None:
     """Raise CheckpointError when a link in a run folder leads out of it: a stranger may have made the folder."""
     root = os.path.realpath(rundir.root)
-    for path in (rundir.plan, *_with_content(rundir.model, "**/*"), *_with_content(rundir.checkpoints, "*")):
+    folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
+    within = (path for folder, pattern in folders.items() for path in _content(folder, pattern))
+    for path in (*rundir.parts(), *within):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
 
-def _with_content(folder: Path, pattern: str) -> list[Path]:
-    return [folder, *(() if folder.is_symlink() else folder.glob(pattern))]
+def _content(folder: Path, pattern: str) -> Iterable[Path]:
+    return () if folder.is_symlink() else folder.glob(pattern)
 
 
 def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
@@ -231,11 +235,7 @@ def fsync(path: Path) -> None:
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is neither taken nor lost: `.damaged`, `.damaged-2`, …; its new path."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    number = 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = folder.with_name(f"{folder.name}.damaged-{number}")
+    aside = free_name(folder.with_name(f"{folder.name}.damaged"))
     folder.rename(aside)
     fsync(folder.parent)
     return aside

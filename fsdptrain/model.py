@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import pairwise
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fsdptrain.errors import NoModel, RecipeError
 from fsdptrain.hub import OWN_CODE, hub_errors, in_a_line, read_json, recipe_errors, source
+from fsdptrain.ownership import list_assets
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Model
 
@@ -300,17 +302,22 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write config, generation config and tokenizer: all of a Hugging Face folder but the weights."""
-    scratch = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     config.architectures = [type(model).__name__]
-    if type(model)._auto_class is not None:  # code of its own goes along
-        custom_object_save(model, scratch, config=config)
-    config.save_pretrained(scratch)
-    _save_generation_config(plan, model, scratch)
-    tokenizer.save_pretrained(scratch)
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as temporary:
+        scratch = Path(temporary)
+        if type(model)._auto_class is not None:  # code of its own goes along
+            custom_object_save(model, scratch, config=config)
+        config.save_pretrained(scratch)
+        _save_generation_config(plan, model, scratch)
+        tokenizer.save_pretrained(scratch)
+        names = [str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file()]
+        for name in names:  # one by one: files of others may lie beside ours
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside = target.with_name(f".{target.name}.tmp")
+            shutil.copyfile(scratch / name, aside)
+            aside.replace(target)
+    list_assets(folder, names)
 
 
 def _save_generation_config(plan: Plan, model: Any, folder: Path) -> None:

@@ -6,12 +6,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+MARK = ".fsdptrain"
+
 
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run. Nothing is created by asking for a path."""
 
     root: Path
+
+    @property
+    def mark(self) -> Path:
+        """The file that says that fsdptrain writes this folder; the first that is written into it."""
+        return self.root / MARK
 
     @property
     def recipe(self) -> Path:
@@ -24,6 +31,11 @@ class RunDir:
         return self.root / "plan.json"
 
     @property
+    def plans(self) -> Path:
+        """The plan of every attempt: 0001.json, 0002.json, …"""
+        return self.root / "plans"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object an event."""
         return self.root / "metrics.jsonl"
@@ -32,6 +44,11 @@ class RunDir:
     def forecast(self) -> Path:
         """What was foreseen of the run beside what was measured."""
         return self.root / "forecast.json"
+
+    @property
+    def export_record(self) -> Path:
+        """Which step `export` holds, and which files fsdptrain wrote into it."""
+        return self.root / "export.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -96,8 +113,15 @@ class RunDir:
         return self.root / "export"
 
     def in_use(self) -> bool:
-        """Whether a run has already written here."""
-        return self.root.is_dir() and any(self.root.iterdir())
+        """Whether a run was started here before."""
+        return any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
+
+    def parts(self) -> list[Path]:
+        """Every file and folder that a run writes into its folder."""
+        return [
+            *(self.mark, self.recipe, self.plan, self.plans, self.metrics, self.forecast, self.tensorboard, self.logs),
+            *(self.model, self.checkpoints, self.export, self.export_record),
+        ]
 
 
 def checkpoint_name(step: int) -> str:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.checkpoint import Checkpointer, sweep
+from fsdptrain.checkpoint import Checkpointer
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, model_flops
@@ -48,6 +48,7 @@ from fsdptrain.machine import disk_facts, disk_problems
 from fsdptrain.model import load_config, save_assets, skeleton
 from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
+from fsdptrain.ownership import sweep
 from fsdptrain.pace import Pace
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
@@ -123,7 +124,8 @@ def export(run: Run, bare: Any) -> int | None:
             raise Stopped("stopped while exporting")
 
     try:
-        export_live(run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter, alive)
+        rundir, step = run.checkpointer.rundir, run.total_steps
+        export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, step, alive)
     except Stopped:
         return run.total_steps
     return None

@@ -56,7 +56,7 @@ GIVEN_BACK = (STEP["taken_name"], STEP["taken_meanwhile"])  # empty folders of s
 def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder with recipe and run, and what each rank saw of a series of saves with a fault in most of them."""
     tmp = tmp_path_factory.mktemp("saves")
-    recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2)
+    recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2, train__steps=len(FAULTS))
     (tmp / "run").mkdir()
     RunDir(tmp / "run").plan.write_text(make_plan(read_recipe(recipe), Topology("cpu", 1, 2)).to_json())
     return tmp, on_ranks(2, "saves", tmp / "ranks", recipe=str(recipe), faults=list(FAULTS))

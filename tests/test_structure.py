@@ -12,8 +12,8 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "text", "processes", "schema", "paths", "recipe", "rundir", "manifest", "hardware", "plan", "page",
-    "liveline", "report", "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify",
+    "errors", "text", "processes", "schema", "paths", "recipe", "rundir", "ownership", "manifest", "hardware", "plan",
+    "page", "liveline", "report", "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify",
     "launch", "agent", "forecast", "outlook", "calibrate", "advise", "findings", "summary", "dryrun", "cli",
 )  # fmt: skip
 BELOW = (

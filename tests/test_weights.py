@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain import export
+from fsdptrain import checkpoint, export
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.export import INDEX, check_folder, names_by_block, write_folder
 from fsdptrain.model import saved_state, skeleton
@@ -102,6 +103,20 @@ def test_a_folder_that_is_not_whole_is_never_called_done(tmp_path: Path, monkeyp
             check_folder(out, bare, torch.float32)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_every_file_of_an_export_has_the_permissions_that_the_umask_leaves(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(umask)
+    try:
+        _, out = tiny_export(tmp_path, monkeypatch, limit=10**5)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in out.iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask) and out.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert sum(name.endswith(".safetensors") for name in modes) > 1
+
+
 def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare, out = tiny_export(tmp_path, monkeypatch, limit=10**9)
     before = (out / "model.safetensors").read_bytes()
@@ -109,7 +124,7 @@ def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: py
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
     with pytest.raises(CheckpointError, match="no space: needs"):
         write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
