@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from fsdptrain.errors import WorkerLost
+from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.launch import POLL_S, STOP_WORKER
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, read_plan
 from fsdptrain.processes import child_command, child_words
 
 # On a CPU tensors come from malloc, which by itself gives large ones back to the system as soon as they are freed, so
@@ -44,7 +44,11 @@ class Failure(NamedTuple):
 def main() -> None:
     """Run the workers of the plan named on the command line; exit 1 when one failed."""
     plan_path, pipe = Path(sys.argv[1]), int(sys.argv[2])
-    plan = Plan.from_json(plan_path.read_text(encoding="utf-8"))
+    try:
+        plan = read_plan(plan_path)
+    except RecipeError as error:
+        os.write(pipe, json.dumps({"rank": 0, "exitcode": error.exit_code, "record": to_record(error)}).encode())
+        sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_passing_on)
     signal.signal(signal.SIGALRM, _pass_on)

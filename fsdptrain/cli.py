@@ -91,6 +91,7 @@ def run(
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
     from fsdptrain.calibrate import Calibration
+    from fsdptrain.claim import claimed
     from fsdptrain.heading import heading
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
@@ -100,17 +101,20 @@ def run(
     topology = find_topology(written.recipe, dict(os.environ))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
-    if not topology.joined or os.environ["RANK"] == "0":
-        _check_folder(plan, rundir, fresh)
-        _write_folder(plan, rundir, written.text)
-        if topology.joined:
-            Screen().say(heading(plan, rundir))
-    if topology.joined:
-        from fsdptrain.worker import work
-
-        work(plan)
+    fresh = fresh or plan.recipe.checkpoint.resume == "never"
     started = time.monotonic()
-    with _alone_in(rundir, plan.recipe.launch.nnodes), Screen() as screen, contextlib.ExitStack() as stack:
+    with claimed(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
+        if before.finished:
+            if not topology.joined or os.environ["RANK"] == "0":
+                _tell_finished(rundir, before.step)
+            return
+        if topology.joined:
+            from fsdptrain.worker import work
+
+            if os.environ["RANK"] == "0":
+                Screen().say(heading(plan, rundir))
+            work(plan)
+        screen = stack.enter_context(Screen())
         calibration = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
@@ -153,6 +157,7 @@ def validate(
         from fsdptrain.summary import show
 
         if plot is not None:
+            plot = _path(plot)
             refuse_undrawable(plot)
         asked = request(written, hardware, trust_remote_code)
         if price is not None and asked.plan.topology.device == "cpu":
@@ -190,18 +195,32 @@ def export(
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise RecipeError(f"--dtype: {dtype!r} is not one of float32, bfloat16, float16")
+    run_dir = _path(run_dir)
     rundir = RunDir(run_dir.absolute())
     if not rundir.plan.is_file():
         raise RecipeError(f"{run_dir} is not a run folder: there is no plan.json in it")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"--out: {out} is not empty, and nothing of yours is overwritten")
+    target = rundir.export if out is None else _new_folder(_path(out), rundir)
     if not rundir.checkpoint_steps():
         raise CheckpointError(f"{run_dir} holds no complete checkpoint")
+    from fsdptrain.claim import alone_in
     from fsdptrain.export import export_checkpoint
     from fsdptrain.report import Screen
 
-    with Screen() as screen:
-        export_checkpoint(rundir, step, out.absolute() if out else rundir.export, dtype, screen)
+    with Screen() as screen, alone_in(rundir) if out is None else contextlib.nullcontext():
+        export_checkpoint(rundir, step, target, dtype, screen)
+
+
+def _new_folder(out: Path, rundir: Any) -> Path:
+    """Where `--out` leads; raises RecipeError when something is there, or when a run writes there."""
+    target = Path(os.path.realpath(out))
+    if os.path.lexists(target) and not target.is_dir():
+        raise RecipeError(f"--out: {out} is a file; name a new folder")
+    if target.is_dir() and any(target.iterdir()):
+        raise RecipeError(f"--out: {out} is not empty, and nothing of yours is overwritten; name a new folder")
+    parts = [Path(os.path.realpath(part)) for part in rundir.parts()]
+    if inside := next((part for part in parts if target.is_relative_to(part)), None):
+        raise RecipeError(f"--out: {out} lies in {inside}, which the run itself writes; name a new folder")
+    return target
 
 
 @app.command()
@@ -214,6 +233,7 @@ def verify(
     from fsdptrain.rundir import RunDir
     from fsdptrain.verify import show, survey
 
+    run_dir = _path(run_dir)
     if not run_dir.is_dir():
         raise RecipeError(f"{run_dir} is not a run folder")
     with Screen() as screen:
@@ -254,7 +274,7 @@ def show_recipe(name: str) -> None:
 @shipped.command("copy")
 def copy_recipe(name: str, dest: Path) -> None:
     """Copy a shipped recipe, and the example data it reads, to a file or folder of yours."""
-    source = _find_shipped(name)
+    source, dest = _find_shipped(name), _path(dest)
     dest = dest / source.name if dest.is_dir() or not dest.suffix else dest
     copies = {source: dest}
     data = source.parent / "data"
@@ -273,7 +293,7 @@ def copy_recipe(name: str, dest: Path) -> None:
 def _load(recipe: str, overrides: list[str] | None) -> Any:
     from fsdptrain.recipe import load
 
-    path = Path(recipe)
+    path = _path(Path(recipe))
     return load(path if path.is_file() else _find_shipped(recipe), overrides)
 
 
@@ -295,50 +315,21 @@ def _find_shipped(name: str) -> Path:
     raise RecipeError(f"{name}: no such file, and no shipped recipe of that name{hint}")
 
 
-def _check_folder(plan: Any, rundir: Any, fresh: bool) -> None:
-    """Refuse to resume what may not be resumed, with the difference."""
-    from fsdptrain.manifest import newest_manifest, resume_problems
+def _tell_finished(rundir: Any, step: int) -> None:
+    """Say that there is nothing to train, and where the model is."""
+    from fsdptrain.report import Screen
 
-    if not rundir.in_use():
-        return
-    if fresh or plan.recipe.checkpoint.resume == "never":
-        raise RecipeError(f"{rundir.root} is not empty: choose another output_dir, or empty it")
-    manifest = newest_manifest(rundir)
-    if manifest:
-        problems = resume_problems(manifest.identity, plan.identity())
-        if problems:
-            raise RecipeError(problems)
+    screen = Screen()
+    screen.say(f"the run in {rundir.root} is finished ({step} steps): nothing was trained")
+    if rundir.export.is_dir():
+        screen.last["export"] = {"path": str(rundir.export)}
+        screen.summary(0.0)
 
 
-@contextlib.contextmanager
-def _alone_in(rundir: Any, nodes: int) -> Iterator[None]:
-    """Hold the run folder: two runs in one folder would overwrite each other's plan and checkpoints.
+def _path(written: Path) -> Path:
+    """Return a path of the command line with `~` expanded; raise RecipeError for one that cannot be meant."""
+    from fsdptrain.paths import expanded, fault_of
 
-    The nodes of one run share the folder, so there the lock is one of this machine only.
-    """
-    import socket
-
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(rundir.logs / ("lock" if nodes == 1 else f"lock-{socket.gethostname()}"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RecipeError(f"output_dir: another run is at work in {rundir.root}") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _write_folder(plan: Any, rundir: Any, recipe_text: str) -> None:
-    try:
-        rundir.logs.mkdir(parents=True, exist_ok=True)
-        rundir.recipe.write_text(recipe_text, encoding="utf-8")
-        aside = rundir.plan.with_suffix(".tmp")  # several nodes write the same plan while others read it
-        aside.write_text(plan.to_json(), encoding="utf-8")
-        aside.replace(rundir.plan)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None
+    if fault := fault_of(str(written)):
+        raise RecipeError(fault)
+    return Path(expanded(str(written)))

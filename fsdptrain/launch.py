@@ -23,7 +23,7 @@ from types import FrameType
 
 from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
 from fsdptrain.heading import heading
-from fsdptrain.plan import Plan
+from fsdptrain.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.report import Screen, Tail, cut_half_a_line
 from fsdptrain.rundir import RunDir
@@ -114,7 +114,7 @@ class Attempt:
             agent = subprocess.Popen(
                 child_command("fsdptrain.agent", self.rundir.plan, write),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
-                env=child_environment(),
+                env={**child_environment(), PLAN_DIGEST: self.plan.digest()},
             )  # fmt: skip
             os.close(write)
             failure = reader.submit(pipe.read)

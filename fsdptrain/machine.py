@@ -16,6 +16,7 @@ import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
+from fsdptrain.claim import check_folder
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
@@ -77,6 +78,10 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
     folder = _existing(Path(plan.run_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield RecipeError(f"output_dir: cannot write to {folder}")
+    try:
+        check_folder(plan)
+    except FsdptrainError as error:
+        yield error
 
 
 def attention_available(kernel: str) -> bool:

@@ -32,7 +32,7 @@ def is_marked(folder: Path) -> bool:
 def mark(folder: Path) -> None:
     """Put our mark into a folder that has none."""
     if not is_marked(folder):
-        (folder / MARK).write_text(MARK_TEXT)
+        (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
 def put(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from fsdptrain.attempts import changes_since, fewer_steps
 from fsdptrain.checkpoint import Checkpointer
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
@@ -50,7 +51,7 @@ from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.ownership import sweep
 from fsdptrain.pace import Pace
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, read_plan
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
@@ -174,7 +175,10 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
 
     total_steps = plan.total_steps(len(stream))
     params = sum(param.numel() for param in bare.parameters())
-    if checkpointer.newest_step() < total_steps:  # asked now, not after hours of training
+    newest = checkpointer.newest_step()
+    if newest > total_steps:
+        raise RecipeError(fewer_steps(newest, total_steps))
+    if newest < total_steps:  # asked now, not after hours of training
         short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
         checkpointer.all_or_none(next(short, None))
     state_bytes = 3 * params * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size
@@ -185,8 +189,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     watchdog.beat()
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
-    if resumed:
-        reporter.event("resume", step=resumed)
+    if resumed or reporter.has("step"):
+        reporter.event("resume", step=resumed, changed=changes_since(rundir, resumed, plan))
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
 
     engine = Engine(model, optimizer, world, plan, resumed, watchdog.beat)
@@ -439,8 +443,8 @@ def ours(error: BaseException) -> FsdptrainError:
     return WorkerError(words)
 
 
-def record_failure(plan: Plan, error: FsdptrainError) -> None:
-    """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics.
+def leave_record(error: FsdptrainError) -> None:
+    """Leave the error where torchrun's agent looks for it.
 
     In one piece: the agent may end us while we write, and torchrun fails over half a file.
     """
@@ -450,13 +454,22 @@ def record_failure(plan: Plan, error: FsdptrainError) -> None:
         aside = Path(f"{path}.tmp")
         aside.write_text(json.dumps({"message": {"message": words["message"], "extraInfo": record}}), encoding="utf-8")
         aside.replace(path)
+
+
+def record_failure(plan: Plan, error: FsdptrainError) -> None:
+    """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics."""
+    leave_record(error)
     with contextlib.closing(Reporter(RunDir(Path(plan.run_dir)))) as reporter:
-        reporter.event("error", rank=int(os.environ["RANK"]), **words)
+        reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
 
 
 def main() -> None:
     """Be one rank of the plan that the agent names, with the output in a file of its own."""
-    plan = Plan.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        plan = read_plan(Path(sys.argv[1]))
+    except RecipeError as error:
+        leave_record(error)
+        sys.exit(error.exit_code)
     log = RunDir(Path(plan.run_dir)).rank_log(int(os.environ["RANK"]))
     with log.open("ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)

@@ -32,7 +32,7 @@ FAULTLESS: Any = {  # steps of some 50 ms; the learning rate is the same however
     "checkpoint__keep": 2, "launch__timeout_s": 30,
 }  # fmt: skip
 LEAVE_WITHIN_S = 5.0
-LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".replaced")
+LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".kept")
 
 
 def small_recipe(tmp: Path, **changes: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_the_run_folder_is_as_promised(finished: Any) -> None:
     run = finished[0] / "run"
     assert (run / "recipe.yaml").read_text() == (finished[0] / "recipe.yaml").read_text()
     names = {"recipe.yaml", "plan.json", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "export", "model"}
-    assert {path.name for path in run.iterdir()} == names
+    assert {path.name for path in run.iterdir()} == names | {".fsdptrain", "plans", "export.json"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
     assert all((run / "logs" / f"rank-{rank}.log").exists() for rank in range(2))
     assert json.loads((run / "plan.json").read_text())["accumulation"] == 4
@@ -98,11 +99,42 @@ def test_plain_transformers_opens_the_export(finished: Any) -> None:
     assert "hi" in chat and model.config.dtype == torch.float32
 
 
-def test_a_finished_run_is_not_trained_again(finished: Any) -> None:
-    before = events(finished[0] / "run", "step")
-    done = fsdptrain("run", finished[0] / "recipe.yaml")
+def contents(root: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def test_a_finished_run_is_not_touched(finished: Any) -> None:
+    recipe, run = finished[0] / "recipe.yaml", finished[0] / "run"
+    before = contents(run)
+    done = fsdptrain("run", recipe, "log.every=2")  # which changes nothing of what was trained
     assert done.returncode == 0, done.stderr
-    assert events(finished[0] / "run", "step") == before
+    assert f"the run in {run} is finished ({STEPS} steps): nothing was trained" in done.stdout
+    assert f'folder = "{run}/export"' in done.stdout
+    for overrides, told in ((["optim.lr=1e-5"], "optim.lr: 0.0003 → 1e-05"), (["train.steps=3"], "train.steps: 6 → 3")):
+        done = fsdptrain("run", recipe, *overrides)
+        assert done.returncode == 2 and told in done.stderr and "choose another `name`" in done.stderr
+    assert contents(run) == before
+
+
+def test_a_longer_run_goes_on_and_says_what_was_changed(finished: Any, tmp_path: Path) -> None:
+    recipe, run = finished[0] / "recipe.yaml", tmp_path / "run"
+    shutil.copytree(finished[0] / "run", run)
+    mine = ["notes.md", "export/notes.md", "model/notes.md", "checkpoints/notes.tmp", "checkpoints/step-00000004/notes"]
+    for name in mine:
+        (run / name).write_text("mine")
+    done = fsdptrain("run", recipe, f"output_dir={run}", "train.steps=8", "optim.lr=1e-4")
+    assert done.returncode == 0, done.stderr
+    changed = {"train.steps": [6, 8], "optim.lr": [0.0003, 0.0001], "output_dir": [str(finished[0] / "run"), str(run)]}
+    (resume,) = events(run, "resume")
+    assert (resume["step"], resume["changed"]) == (STEPS, changed)
+    told = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items())]
+    assert all(line in done.stdout.splitlines() for line in told)
+    assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
+    assert {path.name for path in (run / "plans").iterdir()} == {"0001.json", "0002.json"}
+    mine[-1] = "checkpoints/step-00000004.old.kept/notes"
+    assert all((run / name).read_text() == "mine" for name in mine)
+    assert {path.name for path in run.iterdir()} == {path.name for path in (finished[0] / "run").iterdir()} | {mine[0]}
+    assert json.loads((run / "export.json").read_text())["step"] == 8
 
 
 def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> None:
@@ -205,19 +237,16 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
     process = start(recipe)
     wait_for_step(run, 1)
-    second = fsdptrain("run", recipe)
+    before = [(run / name).read_bytes() for name in ("recipe.yaml", "plan.json")]
+    second = fsdptrain("run", recipe, "optim.lr=1")
     assert second.returncode == 2 and "another run is at work" in second.stderr
+    assert [(run / name).read_bytes() for name in ("recipe.yaml", "plan.json")] == before
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
     text = tmp_path / "text.jsonl"  # and what it goes on with is what it began with
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:-9]))
     other = fsdptrain("run", recipe)
     assert other.returncode == 2 and "data.content: was" in other.stderr
-
-
-def test_a_shorter_schedule_ends_where_it_stands(finished: Any) -> None:
-    done = fsdptrain("run", finished[0] / "recipe.yaml", "train.steps=3", "export.at_end=false")
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_export_overwrites_nothing_of_yours(finished: Any, tmp_path: Path) -> None:

@@ -146,6 +146,18 @@ def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> N
     assert machine.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
 
 
+def test_a_folder_that_a_run_would_refuse_is_refused_by_a_dry_run_and_only_noted_elsewhere(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.md").write_text("mine")
+    told = f"output_dir: {tmp_path / 'run'} holds files that no run of fsdptrain wrote (notes.md); choose another"
+    found, _ = validate(recipe, f"data.path={tmp_path}/*.jsonl")
+    assert (found.problems, found.exit_code) == ([told], RecipeError.exit_code)
+    found, _ = validate(recipe, elsewhere=True)
+    assert found.exit_code == 0 and any(told in note for note in found.notes)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.md"]
+
+
 def test_who_owns_the_meeting_place(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,0 +1,635 @@
+"""Whose folder is it: nothing of the user's is lost, and a run that is refused changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import environment, fsdptrain, write_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fsdptrain.attempts import changes, changes_since, examine
+from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, claimed
+from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.manifest import FORMAT, Manifest, file_entry
+from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
+from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
+from fsdptrain.processes import child_command
+from fsdptrain.recipe import load
+from fsdptrain.report import Reporter, effective, history
+from fsdptrain.rows import data_files
+from fsdptrain.rundir import RunDir
+
+
+def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
+    written = load(recipe, list(overrides))
+    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": "", **env}))
+
+
+def claim(recipe: Path, *overrides: str, fresh: bool = False, **env: str) -> contextlib.AbstractContextManager[Any]:
+    return claimed(plan_of(recipe, *overrides, **env), recipe.read_text(), fresh)
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with what is in it; None for what is no file. Locks are left out."""
+    found = (path for path in root.rglob("*") if not path.name.startswith("lock"))
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def fill(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"my {name}")
+
+
+# --- folders that are no run's ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["notes.md"], "notes.md"),
+        (["model/config.json", "recipe.yaml"], "model/, recipe.yaml"),
+        ([".git/HEAD"], ".git/"),
+        (["plan.json"], "plan.json"),
+        (["checkpoints/step-00000001/a", "export/b", "model/c", "logs/d"], "checkpoints/, export/, logs/, …"),
+        ([".fsdptrain/cache"], ".fsdptrain/"),
+    ],
+)
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(
+    names: list[str], told: str, tmp_path: Path
+) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    fill(root, *names)
+    before = contents(root)
+    for fresh in (False, True):
+        with pytest.raises(RecipeError) as refusal, claim(recipe, fresh=fresh):
+            pass
+        assert str(refusal.value) == (
+            f"output_dir: {root} holds files that no run of fsdptrain wrote ({told}); choose another"
+        )
+    assert contents(root) == before
+
+
+def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path) -> None:
+    fill(tmp_path / "model", "config.json", "model.safetensors")
+    recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model")})
+    before = contents(tmp_path)
+    done = fsdptrain("run", recipe, f"output_dir={tmp_path}")
+    assert done.returncode == 2 and "holds files that no run of fsdptrain wrote (model/, recipe.yaml, " in done.stderr
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "told"),
+    [
+        ("/", "output_dir: / is no place for a run"),
+        ("'~'", "is no place for a run"),
+        ("~/.", "is no place for a run"),
+        ("{tmp}/file", "{tmp}/file is a file; choose another"),
+        ("{tmp}/file/run", "cannot write to {tmp}/file/run: Not a directory"),
+        ("{tmp}/link", "{tmp}/link is a link to nowhere; choose another"),
+        ("$HOME/x", "output_dir: '$HOME/x': variables like $HOME are not expanded here; write the path out"),
+        ("~nobody-here/x", "output_dir: '~nobody-here/x': there is no user 'nobody-here'"),
+    ],
+)
+def test_what_is_no_place_for_a_run_is_refused(
+    output_dir: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    recipe = write_recipe(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError) as refusal, claim(recipe, f"output_dir={output_dir.format(tmp=tmp_path)}"):
+        pass
+    assert told.format(tmp=tmp_path) in str(refusal.value)
+    assert contents(tmp_path) == before
+
+
+def test_a_link_to_an_empty_folder_is_that_folder(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with claim(recipe):
+        assert (tmp_path / "disk" / ".fsdptrain").is_file() and (tmp_path / "disk" / "plan.json").is_file()
+
+
+def test_a_link_that_leads_out_of_a_run_folder_is_not_written_through(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    with claim(recipe):
+        pass
+    fill(tmp_path, "precious")
+    for part in ("recipe.yaml", "metrics.jsonl", "logs/rank-0.log", "export.json", "tensorboard", "plans/0002.json"):
+        (root / part).unlink(missing_ok=True)
+        (root / part).symlink_to(tmp_path / "precious")
+        with pytest.raises(CheckpointError, match="leads out of the run folder"), claim(recipe):
+            pass
+        (root / part).unlink()
+    assert (tmp_path / "precious").read_text() == "my precious"
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.id={run}/export", "model.id"),
+        ("model.tokenizer={run}/model", "model.tokenizer"),
+        ("data.path={run}/text.jsonl", "data.path"),
+        ("data.path={run}/*.jsonl", "data.path"),
+        ("data.path={run}", "data.path"),
+        ("data.eval={{path: {run}/text.jsonl}}", "data.eval"),
+    ],
+)
+def test_inputs_inside_the_run_folder_are_refused(override: str, key: str, tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    with claim(recipe):
+        pass
+    fill(root, "export/config.json", "model/config.json", "text.jsonl")
+    before = contents(root)
+    override = override.format(run=root)
+    more = ["model.config={}"] if key == "model.id" else []
+    with pytest.raises(RecipeError, match=rf"{key}: .* lies in output_dir \({root}\), which this run writes"):
+        claim(recipe, override, *more).__enter__()
+    assert contents(root) == before
+
+
+PARTS = st.sampled_from(["*", "**", "a", "run", "*.jsonl", "*.json", "r?n", "metrics.jsonl", "logs", "[ab]"])
+
+
+@given(parts=st.lists(PARTS, min_size=0, max_size=4), root=st.sampled_from(["run", "a/run", "a/b/run"]))
+def test_data_that_would_include_what_a_run_writes_is_known_before_it_is_written(
+    parts: list[str], root: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp = tmp_path_factory.mktemp("glob")
+    pattern = str(Path(tmp, *parts))
+    foreseen = _would_read(pattern, str(tmp / root))
+    (tmp / "a" / "b").mkdir(parents=True)
+    fill(tmp / root, *LOOKS_LIKE_DATA)
+    read = any(path.resolve().is_relative_to(tmp / root) for path in data_files(pattern))
+    shutil.rmtree(tmp)
+    if not any(part == "run" for part in parts):  # a name that is there by now is no longer what it was
+        assert foreseen == read
+
+
+def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    for path in (tmp_path, tmp_path / "**" / "*.jsonl", tmp_path / "*"):
+        with pytest.raises(RecipeError, match=r"data\.path: .* would include what is written to output_dir"):
+            claim(recipe, f"data.path={path}").__enter__()
+    assert not (tmp_path / "run").exists()
+    with claim(recipe, f"data.path={tmp_path}/*.jsonl"):
+        assert (tmp_path / "run" / "plan.json").exists()
+
+
+# --- one run at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    with claim(recipe):
+        before = contents(root)
+        assert (root / "recipe.yaml").read_text() == recipe.read_text()
+        for overrides in ([], ["optim.lr=1"]):
+            with pytest.raises(RecipeError, match=f"output_dir: another run is at work in {root}"):
+                claim(recipe, *overrides).__enter__()
+        with pytest.raises(RecipeError, match="name a folder with --out"), alone_in(RunDir(root)):
+            pass
+        assert contents(root) == before
+    with claim(recipe, "optim.lr=1"):
+        assert read_plan(root / "plan.json").recipe.optim.lr == 1
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fsdptrain.claim import claimed
+from fsdptrain.plan import Plan
+with claimed(Plan.from_json(Path(sys.argv[1]).read_text()), "", False):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "plan").write_text(plan_of(recipe).to_json())
+    words = [sys.executable, "-c", HOLDER, str(tmp_path / "plan")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RecipeError, match="another run is at work"):
+            claim(recipe).__enter__()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with claim(recipe):
+        pass
+
+
+def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    for lr in (1, 2, 3):
+        with claim(recipe, f"optim.lr={lr}"):
+            pass
+    kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").iterdir()}
+    assert kept == {"0001.json": 1, "0002.json": 2, "0003.json": 3}
+    with pytest.raises(RecipeError, match="is not empty"):
+        claim(recipe, fresh=True).__enter__()
+    with pytest.raises(RecipeError, match="is not empty"):
+        claim(recipe, "checkpoint.resume=never", fresh=True).__enter__()
+
+
+def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    fields = json.loads(plan_of(recipe, "optim.lr=1").to_json())
+    fields["recipe"]["checkpoint"]["async_"] = fields["recipe"]["checkpoint"].pop("async")
+    fill(root, "recipe.yaml", "logs/rank-0.log")
+    (root / "plan.json").write_text(json.dumps(fields))
+    with claim(recipe, "optim.lr=2"):
+        kept = [read_plan(root / "plans" / name).recipe.optim.lr for name in ("0001.json", "0002.json")]
+    assert kept == [1, 2] and (root / ".fsdptrain").is_file()
+    assert changes(fields, plan_of(recipe, "optim.lr=2")) == {"optim.lr": [1, 2]}
+
+
+# --- other ranks and other nodes -------------------------------------------------------------------------------------
+
+JOINED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, root = write_recipe(tmp_path, launch__timeout_s=2), tmp_path / "run"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RecipeError, match="is not there, or not of this recipe"):
+        claim(recipe, RANK="1", **JOINED).__enter__()
+    assert not root.exists()
+    entered = threading.Event()
+
+    def wait() -> None:
+        with claim(recipe, "launch.timeout_s=60", RANK="1", **JOINED):
+            entered.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not entered.wait(0.5)
+    monkeypatch.setenv("RANK", "0")
+    with claim(recipe, "launch.timeout_s=60", RANK="0", **JOINED):
+        assert entered.wait(30)
+        thread.join()
+        before = contents(root)
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(RecipeError, match=r"of another recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
+            claim(recipe, "optim.lr=0.1", RANK="1", **JOINED).__enter__()
+        assert contents(root) == before
+
+
+def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(
+        tmp_path, launch={"nnodes": 2, "nproc_per_node": 2, "rdzv_endpoint": "a:1", "timeout_s": 2}
+    )  # fmt: skip
+    root = tmp_path / "run"
+
+    def node(name: str, *overrides: str) -> contextlib.AbstractContextManager[Any]:
+        monkeypatch.setattr("socket.gethostname", lambda: name)
+        return claim(recipe, *overrides)
+
+    with node("a"):
+        before = contents(root)
+        with node("b"), pytest.raises(RecipeError, match="on this machine"):
+            node("b").__enter__()
+        with pytest.raises(RecipeError, match=r"of another recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
+            node("b", "optim.lr=0.1").__enter__()
+        with pytest.raises(RecipeError, match="another run is at work"):
+            node("c", "launch.nnodes=1", "launch.rdzv_endpoint=null").__enter__()
+        assert contents(root) == before
+
+
+def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    path, digest = tmp_path / "run" / "plan.json", plan_of(recipe).digest()
+    with claim(recipe, "optim.lr=1"):
+        pass
+    read, write = os.pipe()
+    agent = subprocess.run(
+        child_command("fsdptrain.agent", path, write),
+        env=environment(**{PLAN_DIGEST: digest}), pass_fds=(write,), check=False,
+    )  # fmt: skip
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        failure = json.loads(pipe.read())
+    record = tmp_path / "error.json"
+    worker = subprocess.run(
+        child_command("fsdptrain.worker", path),
+        env=environment(**{PLAN_DIGEST: digest}, RANK="0", TORCHELASTIC_ERROR_FILE=str(record)), check=False,
+    )  # fmt: skip
+    assert (agent.returncode, worker.returncode) == (1, RecipeError.exit_code)
+    for told in (failure["record"], json.loads(record.read_text())["message"]["extraInfo"]):
+        assert told["type"] == "RecipeError" and "is not the plan that this run was started with" in told["message"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- what earlier attempts made --------------------------------------------------------------------------------------
+
+
+def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40, export: bool = True) -> RunDir:
+    """A run folder as after `steps` of `total` steps: its plan, its events, a checkpoint, and an export at the end."""
+    plan = plan_of(recipe, *overrides)
+    rundir = RunDir(Path(plan.run_dir))
+    with claimed(plan, "", False):
+        pass
+    with contextlib.closing(Reporter(rundir)) as reporter:
+        reporter.event("start", blocks=blocks, total_steps=total)
+        for step in range(1, steps + 1):
+            reporter.event("step", step=step)
+    folder = rundir.checkpoint(steps)
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.safetensors").write_bytes(b"weights")
+    files = {"rank-00000.safetensors": file_entry(folder / "rank-00000.safetensors")}
+    Manifest(FORMAT, steps, 2, plan.digest(), plan.identity(), files).write(folder)
+    if steps == total and export:
+        fill(rundir.export, "config.json")
+        record_export(rundir, steps, stamps(rundir.export))
+    return rundir
+
+
+NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=other", "launch.nproc_per_node=1"]
+
+
+@pytest.mark.parametrize("overrides", [[], NO_EFFECT, ["train.steps=null", "train.epochs=1.2"]])
+def test_a_finished_run_is_left_alone(overrides: list[str], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    before = contents(rundir.root)
+    with claim(recipe, *overrides) as found:
+        assert (found.step, found.finished) == (6, True)
+    assert contents(rundir.root) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["optim.lr=1e-5"], ["optim.lr: 0.0003 → 1e-05"]),
+        (["optim.lr=1e-5", "log.every=2", "schedule.name=constant"],
+         ["optim.lr: 0.0003 → 1e-05", "schedule.name: cosine → constant"]),
+        (["train.steps=3"], ["train.steps: 6 → 3"]),
+        (["train.steps=null", "train.epochs=0.5"], ["train.epochs: 1.0 → 0.5", "train.steps: 6 → None"]),
+        (["export.dtype=float16"], ["export.dtype: float32 → float16"]),
+    ],
+)  # fmt: skip
+def test_a_changed_recipe_on_a_finished_run_is_refused_with_what_differs(
+    overrides: list[str], lines: list[str], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    before = contents(rundir.root)
+    with pytest.raises(RecipeError, match=r"is finished \(6 steps\): nothing was trained") as refusal:
+        claim(recipe, *overrides).__enter__()
+    told = str(refusal.value).splitlines()
+    assert sorted(line.strip() for line in told[1:-1]) == lines and "choose another `name`" in told[-1]
+    assert contents(rundir.root) == before
+
+
+def test_what_was_trained_counts_and_not_what_was_last_asked_for(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    with claim(recipe, "train.steps=9", "optim.lr=1e-5") as found:  # lengthened, and ended before its first step
+        assert (found.step, found.finished) == (6, False)
+    assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5")) == {
+        "optim.lr": [0.0003, 1e-5], "train.steps": [6, 9],
+    }  # fmt: skip
+    assert examine(rundir, plan_of(recipe)).finished
+    with pytest.raises(RecipeError, match=r"optim\.lr: 0\.0003 → 1e-05"):
+        examine(rundir, plan_of(recipe, "optim.lr=1e-5"))
+
+
+def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    shutil.rmtree(rundir.export)
+    assert not examine(rundir, plan_of(recipe)).finished
+    assert examine(rundir, plan_of(recipe, "export.at_end=false")).finished
+    fill(rundir.export, "config.json")
+    record_export(rundir, 4, stamps(rundir.export))  # of an earlier step
+    assert not examine(rundir, plan_of(recipe)).finished
+    shutil.rmtree(rundir.root)
+    evaluated = write_recipe(tmp_path, train__steps=6, data__eval={"fraction": 0.1})
+    rundir = made(evaluated, steps=6, total=6)
+    assert not examine(rundir, plan_of(evaluated)).finished
+    with contextlib.closing(Reporter(rundir)) as reporter:
+        reporter.event("eval", step=6)
+    assert examine(rundir, plan_of(evaluated)).finished
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=4, total=6)
+    before = contents(rundir.root)
+    with pytest.raises(RecipeError, match=f"4 of 6 steps are made already, and the recipe asks for {steps}"):
+        claim(recipe, f"train.steps={steps}").__enter__()
+    assert contents(rundir.root) == before
+    with claim(recipe, "train.steps=5") as found:
+        assert (found.step, found.finished) == (4, False)
+
+
+# --- removal and replacement -----------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path) -> Path:
+    fill(folder, "rank-00000.safetensors", "rank-00001.safetensors", "manifest.json", ".tmpAbC123")
+    return folder
+
+
+def test_of_a_checkpoint_only_our_files_are_removed(tmp_path: Path) -> None:
+    remove_checkpoint(checkpoint(tmp_path / "a"))
+    assert list(tmp_path.iterdir()) == []
+    for kept in ("b.kept", "b.kept-2"):
+        fill(checkpoint(tmp_path / "b"), "notes.md", "plots/loss.png")
+        remove_checkpoint(tmp_path / "b")
+        assert contents(tmp_path / kept).keys() == {"notes.md", "plots", "plots/loss.png"}
+    fill(tmp_path, "elsewhere/manifest.json")
+    (tmp_path / "c").symlink_to(tmp_path / "elsewhere")
+    remove_checkpoint(tmp_path / "c")
+    assert (tmp_path / "elsewhere" / "manifest.json").exists() and not (tmp_path / "c").exists()
+
+
+def test_a_sweep_takes_only_what_a_save_left(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003", "step-00000004.damaged"):
+        checkpoint(rundir.checkpoints / name)
+    fill(rundir.checkpoints, "notes.tmp", "mine.old/x", "step-00000005.tmp/mine")
+    sweep(rundir)
+    there = {"step-00000003", "step-00000004.damaged", "notes.tmp", "mine.old", "step-00000005.tmp.kept"}
+    assert {path.name for path in rundir.checkpoints.iterdir()} == there
+    assert (rundir.checkpoints / "mine.old" / "x").exists()
+
+
+def export(rundir: RunDir, step: int, *names: str) -> Path | None:
+    """Write an export of files that say which step they are of."""
+    scratch = new_scratch(rundir.export)
+    fill(scratch, *names)
+    for name in names:
+        (scratch / name).write_text(f"step {step}")
+    files = stamps(scratch)
+    kept = replace_export(scratch, rundir.export, exported(rundir)[1])
+    record_export(rundir, step, files)
+    return kept
+
+
+def test_an_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    assert export(rundir, 1, "config.json", "a.safetensors", "b.safetensors", "templates/x") is None
+    fill(rundir.export, "notes.md", "samples/1.txt")
+    assert export(rundir, 2, "config.json", "model.safetensors") is None
+    assert contents(rundir.export) == {
+        "config.json": b"step 2", "model.safetensors": b"step 2", "notes.md": b"my notes.md", "samples": None,
+        "samples/1.txt": b"my samples/1.txt",
+    }  # fmt: skip
+    (rundir.export / "config.json").write_text("step 2, and more of mine")
+    fill(rundir.export, "README.md")
+    kept = export(rundir, 3, "config.json", "model.safetensors", "README.md")
+    assert kept == tmp_path / "export.kept"
+    assert contents(kept) == {"config.json": b"step 2, and more of mine", "README.md": b"my README.md"}
+    assert (rundir.export / "config.json").read_text() == "step 3" and (rundir.export / "notes.md").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"export", "export.json", "export.kept"}
+
+
+def test_an_export_that_nobody_recorded_is_kept_whole(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for change in (lambda: rundir.export_record.unlink(missing_ok=True), lambda: rundir.export_record.write_text("[")):
+        shutil.rmtree(rundir.export, ignore_errors=True)
+        fill(rundir.export, "config.json", "model.safetensors")
+        change()
+        kept = export(rundir, 2, "config.json")
+        assert kept is not None and contents(kept).keys() == {"config.json", "model.safetensors"}
+        assert contents(rundir.export) == {"config.json": b"step 2"}
+
+
+def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:
+    rundir, outside = RunDir(tmp_path / "run"), tmp_path / "outside"
+    fill(outside, "precious")
+    fill(rundir.export, "config.json")
+    (rundir.export / "sub").symlink_to(outside)
+    stamp = next(iter(stamps(outside).values()))
+    names = ["../../outside/precious", str(outside / "precious"), "sub/precious"]
+    record_export(rundir, 1, dict.fromkeys(names, stamp))
+    export(rundir, 2, "config.json")
+    assert (outside / "precious").exists()
+
+
+def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
+    fill(new_scratch(tmp_path / "export"), "model.safetensors")
+    fill(tmp_path, ".export.writing-2/mine", "export.writing/mine")
+    assert new_scratch(tmp_path / "export").name == ".export.writing"
+    assert not (tmp_path / ".export.writing" / "model.safetensors").exists()
+    shutil.rmtree(tmp_path / ".export.writing")
+    fill(tmp_path, ".export.writing/mine")
+    assert new_scratch(tmp_path / "export").name == ".export.writing-3"
+    assert all((tmp_path / name / "mine").exists() for name in (".export.writing", ".export.writing-2"))
+
+
+# --- every step once -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=6))
+def test_readers_see_every_step_once_as_it_was_last_made(attempts: list[tuple[int, int, bool]]) -> None:
+    """An attempt resumes after `at` steps, or as many as were saved, makes some more, and may say nothing of it."""
+    records: list[dict[str, Any]] = []
+    expected: dict[int, int] = {}
+    newest = 0
+    for number, (at, more, silent) in enumerate(attempts):
+        at = 0 if silent else min(at, newest)
+        records.append({"event": "start", "attempt": number})
+        if not silent:
+            records.append({"event": "resume", "step": at})
+            expected = {step: a for step, a in expected.items() if step <= at}
+        for step in range(at + 1, at + more + 1):
+            records += [{"event": kind, "step": step, "attempt": number} for kind in ("step", "eval", "save")]
+            expected = {s: a for s, a in expected.items() if s < step} | {step: number}
+        newest = max(expected, default=0)
+    kept = effective(records)
+    for kind in ("step", "eval", "save"):
+        assert [(r["step"], r["attempt"]) for r in kept if r["event"] == kind] == sorted(expected.items())
+    assert [r["attempt"] for r in kept if r["event"] == "start"] == list(range(len(attempts)))
+
+
+def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for at, last in ((0, 9), (4, 7), (0, 3)):
+        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
+            if at or reporter.has("step"):
+                reporter.event("resume", step=at, changed={})
+            for step in range(at + 1, last + 1):
+                reporter.event("step", step=step, loss=float(10 * last + step))
+                reporter.event("eval", step=step, loss=float(10 * last + step))
+        expected = [(s, 90.0 + s) for s in range(1, at + 1)] + [(s, 10.0 * last + s) for s in range(at + 1, last + 1)]
+        board = EventAccumulator(str(rundir.tensorboard))
+        board.Reload()
+        for kind in ("step", "eval"):
+            assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
+            found = [(r["step"], r["loss"]) for r in history(rundir.metrics) if r["event"] == kind]
+            assert found == expected
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_home_is_home_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "m").mkdir()
+    words = ["output_dir=~/x/y", "data.path=~/text.jsonl", "data.eval={path: ~/text.jsonl}", "model.tokenizer=~/m"]
+    plan = plan_of(recipe, *words, "model.id=~/m", "model.config={}")
+    assert plan.run_dir == str(tmp_path / "x" / "y")
+    assert plan.data_path == plan.eval_path == str(tmp_path / "text.jsonl")
+    assert plan.recipe.model.id == plan.recipe.model.tokenizer == str(tmp_path / "m")
+    assert plan.recipe.data.path == "~/text.jsonl"  # by which runs that began before are known
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "output_dir=$HOME/x", "data.path=$DATA/x.jsonl", "data.eval={path: x/$Y.jsonl}", "model.id=$M",
+        "model.tokenizer=$M",
+    ],
+)  # fmt: skip
+def test_a_variable_in_a_path_is_refused(override: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"command line: .*variables like \$HOME are not expanded here; write the"):
+        load(write_recipe(tmp_path), [override])
+
+
+def test_a_reference_to_the_environment_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"output_dir: .* not for a variable of the environment \(~ is your home\)"):
+        load(write_recipe(tmp_path), ["output_dir=${HOME}/x"])
+
+
+def test_home_is_home_on_the_command_line(tmp_path: Path) -> None:
+    write_recipe(tmp_path, train__steps=6)
+    made(tmp_path / "recipe.yaml", steps=6, total=6)
+    done = fsdptrain("run", "~/recipe.yaml", "output_dir=~/run", HOME=str(tmp_path))
+    assert done.returncode == 0 and "is finished (6 steps): nothing was trained" in done.stdout, done.stderr
+    assert f'folder = "{tmp_path}/run/export"' in done.stdout
+    assert fsdptrain("recipes", "copy", "shakespeare", "~/new/", HOME=str(tmp_path)).returncode == 0
+    assert (tmp_path / "new").is_dir()
+    for words in (["export", "$X/run"], ["export", "~/run", "--out", "$X"], ["verify", "$X"], ["run", "$X.yaml"]):
+        done = fsdptrain(*words, HOME=str(tmp_path))
+        assert done.returncode == 2 and "variables like $HOME are not expanded" in done.stderr
+    for out, told in {"~/run/checkpoints/x": "which the run itself writes", "~/recipe.yaml": "is a file"}.items():
+        done = fsdptrain("export", "~/run", "--out", out, HOME=str(tmp_path))
+        assert done.returncode == 2 and told in done.stderr
