@@ -52,6 +52,7 @@ from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.ownership import sweep
 from fsdptrain.pace import Pace
 from fsdptrain.plan import Plan, read_plan
+from fsdptrain.pulse import Pulse
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
@@ -150,14 +151,15 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     spare_retries(plan, progress)
-    tokenizer = load_tokenizer(plan, progress)
-    stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
-    config = load_config(plan, vocabulary(tokenizer))
-    if plan.pretrained:
-        progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
-        checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
-    progress("building the model", 0, 0)
-    world = World.start(plan, stop)
+    with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
+        tokenizer = load_tokenizer(plan, progress)
+        stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
+        config = load_config(plan, vocabulary(tokenizer))
+        if plan.pretrained:
+            progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
+            checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
+        progress("building the model", 0, 0)
+        world = World.start(plan, stop)
     watchdog.beat()
     world.agree((plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
     if world.rank == 0:
@@ -441,6 +443,13 @@ def ours(error: BaseException) -> FsdptrainError:
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(words)
     return WorkerError(words)
+
+
+def leave(plan: Plan, error: FsdptrainError) -> None:
+    """End this process for an error that a thread has found."""
+    with contextlib.suppress(OSError):
+        record_failure(plan, error)
+    os._exit(error.exit_code)
 
 
 def leave_record(error: FsdptrainError) -> None:

@@ -34,6 +34,8 @@ from injection import (
 )
 from support import events, fsdptrain
 
+from fsdptrain.pulse import SILENT
+
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.engine:Engine.loss", "fsdptrain.engine:Engine.update"
 BATCH = "fsdptrain.data:Corpus.batch"  # what `data.batch` of a stream calls
@@ -89,7 +91,7 @@ def test_a_worker_killed_while_it_writes_is_named_and_restarted(
 @pytest.mark.parametrize("to", ["agent", "command"])
 def test_nobody_outlives_a_killed(to: str, tmp_path: Path, fault_table: FaultTable) -> None:
     recipe = small_recipe(tmp_path, train__steps=2000)
-    ended = run_with(recipe, kill(UPDATE, rank=1, call=3, mark=tmp_path / "killed", how={"to": to}))
+    ended = run_with(recipe, kill(UPDATE, rank=1, call=5, mark=tmp_path / "killed", how={"to": to}))
     problems = ended.problems(5 if to == "agent" else -9)
     problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
     assert not settle(fault_table, f"{to} killed", problems, [ended.notice + ended.leaving])
@@ -519,6 +521,23 @@ def test_a_process_killed_on_one_node_ends_both(
     problems = [problem for each, code in zip(ended, codes, strict=True) for problem in each.problems(code, within=5.0)]
     what = {"self": "worker"}.get(victim, victim)
     assert not settle(fault_table, f"{what} killed on node {node} of two", problems, [each.notice for each in ended])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("do", "within"), [("send", SILENT + 10.0), ("fail", 10.0)])
+def test_a_node_lost_on_the_way_to_the_others_is_not_waited_for(
+    do: str, within: float, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
+) -> None:
+    way: dict[str, Any] = {"where": "fsdptrain.data:prepare", "rank": 1}
+    faults = [
+        {**way, "do": do, "mark": str(tmp_path / "lost")},
+        {**way, "do": "sleep", "how": {"seconds": 5}, "mark": str(tmp_path / "slow")},
+    ]
+    recipe = recipe_of_two(tmp_path)
+    commands = [Running(recipe, *faults, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
+    other, lost = (command.wait() for command in commands)
+    problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(5, "node 1 was lost", within=within)
+    assert not settle(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
 
 
 @pytest.mark.soak

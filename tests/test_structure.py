@@ -20,7 +20,7 @@ ABOVE = (
 BELOW = (
     "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
     "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
-    "histogram", "anatomy", "validate", "watchdog", "worker",
+    "histogram", "anatomy", "validate", "watchdog", "pulse", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 
