@@ -12,9 +12,9 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "text", "processes", "schema", "recipe", "rundir", "manifest", "hardware", "plan", "page", "liveline",
-    "report", "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify", "launch", "agent",
-    "forecast", "outlook", "calibrate", "advise", "findings", "summary", "dryrun", "cli",
+    "errors", "text", "processes", "schema", "names", "recipe", "rundir", "manifest", "hardware", "plan", "page",
+    "liveline", "report", "heading", "trace", "ledger", "closed_form", "allocator", "timing", "plot", "verify",
+    "launch", "agent", "forecast", "outlook", "calibrate", "advise", "findings", "summary", "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
     "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
