@@ -27,7 +27,8 @@ from fsdptrain.hardware import Hardware
 from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".text")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
+COMPRESSED = (".gz", ".bz2", ".zst")  # behind any of these but .parquet, which has compression of its own
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
 MAX_FOLDERS = 10_000  # looked into behind one data.path: /** has no end
 
@@ -242,11 +243,20 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
         candidate = str(base / os.path.expanduser(path))  # noqa: PTH111  (Path's raises for ~nobody)
         if matches(candidate):
             return candidate
-    if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
+    if HUB_ID.fullmatch(path.partition(":")[0]) and not data_kind(path):
         return path
     if elsewhere:
         return str(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
     raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {Path.cwd()} and {folder})")
+
+
+def data_kind(path: str) -> str | None:
+    """Return the kind of a data file by its name (`.jsonl` for `rows.JSONL.gz`); None for a name of no known kind."""
+    name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
+    if suffix in COMPRESSED:
+        suffix = os.path.splitext(name)[1]  # noqa: PTH122
+        return suffix if suffix in DATA_SUFFIXES and suffix != ".parquet" else None
+    return suffix if suffix in DATA_SUFFIXES else None
 
 
 def matches(pattern: str) -> list[str]:
