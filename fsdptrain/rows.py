@@ -24,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from fsdptrain.errors import DataError, NoData, listed, shortened
 from fsdptrain.plan import COMPRESSED, DATA_SUFFIXES, data_kind, matches
@@ -165,9 +166,18 @@ def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str
 
     Raises DataError as `open_sources` and `read` do.
     """
-    files = data_files(path)
-    source = _open_file(files[0], counted=False) if files else open_sources(path)[0]
+    source = _first_source(path)
     return source.columns, next(read(source, data, rows), [])
+
+
+def column_names(path: str) -> list[str]:
+    """Return the columns behind a path; raises DataError as `open_sources` does."""
+    return _first_source(path).columns
+
+
+def _first_source(path: str) -> Source:
+    files = data_files(path)
+    return _open_file(files[0], counted=False) if files else open_sources(path)[0]
 
 
 def _open_file(file: Path, counted: bool = True) -> Source:
@@ -382,8 +392,7 @@ def describe(path: str, data: Data) -> str:
         field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
     ]
     if data.format == "chat":
-        files = data_files(path)
-        source = _open_file(files[0], counted=False) if files else open_sources(path)[0]
+        source = _first_source(path)
         [column] = columns_of(data)["messages"]
         _, row = next(source.rows([column]), ("", {})) if column in source.columns else ("", {})
         if isinstance(messages := row.get(column), list) and any(map(_from_sharegpt, messages)):
@@ -406,8 +415,7 @@ def guess(there: list[str]) -> tuple[str, dict[str, Any]] | None:
 
 def as_yaml(columns: dict[str, Any]) -> str:
     """Return columns as they are written in a recipe: `{prompt: [instruction, input], completion: output}`."""
-    shown = {field: f"[{', '.join(names)}]" if isinstance(names, list) else names for field, names in columns.items()}
-    return "{" + ", ".join(f"{field}: {names}" for field, names in shown.items()) + "}"
+    return yaml.safe_dump(columns, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9).strip()
 
 
 def _no_column(missing: str, there: list[str], data: Data) -> str:

@@ -17,8 +17,8 @@ ABOVE = (
     "launch", "agent", "forecast", "outlook", "calibrate", "advise", "findings", "summary", "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
-    "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
+    "dist", "rows", "starter", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim",
+    "pace", "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
     "histogram", "anatomy", "validate", "watchdog", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
