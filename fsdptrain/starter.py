@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from fsdptrain.errors import DataError, Problem, RecipeError
-from fsdptrain.plan import HUB_ID, find_data, listed, shortened
+from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
+from fsdptrain.plan import HUB_ID, find_data
 from fsdptrain.recipe import is_folder
 from fsdptrain.rows import as_yaml, column_names, describe, guess, peek
 from fsdptrain.schema import FORMAT_FIELDS, Data, words_of

