@@ -191,7 +191,7 @@ def validate(
         show(outcome, Page(), verbose)
     if outcome.problems:
         apart = "\n" if sys.stderr.isatty() else ""
-        print(apart + fitted(_listed(outcome.problems), sys.stderr), file=sys.stderr)
+        print(apart + fitted(_listed(outcome.problems), sys.stderr, deeper=2), file=sys.stderr)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
