@@ -22,7 +22,7 @@ from fsdptrain.processes import exit_printed, open_streams, watch_parent
 from fsdptrain.text import fitted
 
 app = typer.Typer(
-    help="Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,6 +42,24 @@ Trust = Annotated[
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="optim.lr=1e-5 and the like")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version  # reads a file each; torch itself takes seconds
+
+        parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+        print(f"fsdptrain {version('fsdptrain')} ({parts}, Python {sys.version.split()[0]})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the versions, and exit")
+    ] = False,
+) -> None:
+    """Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder."""
+
+
 def main() -> None:
     """The `fsdptrain` command: every error of ours ends in one message and its exit code, never in a traceback."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker under somebody else's torchrun
@@ -52,7 +70,7 @@ def main() -> None:
             app()
     except FsdptrainError as error:
         message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error.problems)
-        print(fitted(message, sys.stderr), file=sys.stderr)
+        print(fitted(message, sys.stderr, deeper=2), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
         if ended.code or sys.argv[1:2] == ["run"]:  # what a run prints is not its result
@@ -178,7 +196,7 @@ def validate(
         show(outcome, Page(), verbose)
     if outcome.problems:
         apart = "\n" if sys.stderr.isatty() else ""
-        print(apart + fitted(_listed(outcome.problems), sys.stderr), file=sys.stderr)
+        print(apart + fitted(_listed(outcome.problems), sys.stderr, deeper=2), file=sys.stderr)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -255,6 +273,28 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
+@app.command()
+def init(
+    data: Annotated[str, typer.Option(help="file, glob, folder, or a Hub data set")],
+    model: Annotated[str, typer.Option(help="Hub id or local folder")],
+    dest: Annotated[Path, typer.Argument(help="where to write the recipe")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe for your data, with comments; the format is that of its first rows."""
+    from fsdptrain.starter import starter
+
+    dest = dest / "recipe.yaml" if dest.is_dir() else dest
+    if dest.exists():
+        raise RecipeError(f"{dest} exists already, and is not overwritten")
+    text = starter(data, model, dest)
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with dest.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
+    print(f"{dest}\nnext: fsdptrain validate {dest}")
+
+
 @shipped.command("list")
 def list_recipes() -> None:
     """Name every shipped recipe, with its first line."""
@@ -291,10 +331,18 @@ def copy_recipe(name: str, dest: Path) -> None:
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Any:
+    from fsdptrain.plan import data_kind
     from fsdptrain.recipe import load
 
     path = _path(Path(recipe))
-    return load(path if path.is_file() else _find_shipped(recipe), overrides)
+    if os.path.isdir(path):  # noqa: PTH112  (Path's raises for a name that is too long)
+        inside = path / "recipe.yaml"
+        raise RecipeError(f"{recipe} is a folder" + (f"; its recipe is {inside}" if inside.is_file() else ""))
+    if data_kind(recipe) not in (None, ".json"):
+        raise RecipeError(
+            f"{recipe} is data, not a recipe: fsdptrain init --data {recipe} --model ID writes one for it"
+        )
+    return load(path if os.path.isfile(path) else _find_shipped(recipe), overrides)  # noqa: PTH113
 
 
 def _shipped_recipes() -> list[Path]:
@@ -310,7 +358,8 @@ def _find_shipped(name: str) -> Path:
     recipes = {path.stem: path for path in _shipped_recipes()}
     if name in recipes:
         return recipes[name]
-    near = get_close_matches(name, recipes, n=1)
+    here = [str(path) for path in Path(os.path.dirname(name) or ".").glob("*.y*ml")]  # noqa: PTH120
+    near = get_close_matches(name, [*here, *recipes], n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; the shipped recipes: {', '.join(recipes)}"
     raise RecipeError(f"{name}: no such file, and no shipped recipe of that name{hint}")
 

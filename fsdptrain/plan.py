@@ -28,7 +28,8 @@ from fsdptrain.paths import at_home, expanded
 from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".text")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
+COMPRESSED = (".gz", ".bz2", ".zst")  # behind any of these but .parquet, which has compression of its own
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
 PLAN_DIGEST = (
     "FSDPTRAIN_PLAN_DIGEST"  # in the environment of agents and workers: the digest of the plan they are to read
@@ -265,11 +266,20 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
         candidate = str(base / expanded(path))
         if matches(candidate):
             return candidate
-    if HUB_ID.fullmatch(path.partition(":")[0]) and not path.endswith(DATA_SUFFIXES):
+    if HUB_ID.fullmatch(path.partition(":")[0]) and not data_kind(path):
         return path
     if elsewhere:
         return str(Path.cwd() / expanded(path))
     raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {Path.cwd()} and {folder})")
+
+
+def data_kind(path: str) -> str | None:
+    """Return the kind of a data file by its name (`.jsonl` for `rows.JSONL.gz`); None for a name of no known kind."""
+    name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
+    if suffix in COMPRESSED:
+        suffix = os.path.splitext(name)[1]  # noqa: PTH122
+        return suffix if suffix in DATA_SUFFIXES and suffix != ".parquet" else None
+    return suffix if suffix in DATA_SUFFIXES else None
 
 
 def matches(pattern: str) -> list[str]:

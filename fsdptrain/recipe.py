@@ -7,6 +7,7 @@ the types and `${name}` references) → `Recipe`. Everything wrong is collected 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.names import MEANT, home_of, key_in, sentence
 from fsdptrain.paths import expanded, path_problems
 from fsdptrain.schema import (
     FORMAT_FIELDS,
@@ -30,39 +32,32 @@ from fsdptrain.schema import (
     attribute,
     fits,
     form_words,
+    forms_of,
     get,
     key_of,
+    limits_of,
     section_of,
+    spelled,
     type_words,
+    words_of,
 )
 
 MAX_RECIPE_BYTES = 64_000
 MAX_VALUES = 2_000  # the longest architectures list a word or two for each of their layers
 MAX_PROBLEMS = 50  # told at once
+UNKNOWN = "unknown key"
 MAX_DEPTH = 32  # an architecture nests three deep; OmegaConf and PyYAML run out of stack at some eighty
-FSDP1_SWITCHES = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 
-# Names from FSDP1, accelerate, DeepSpeed and the Trainer that people bring along, and where they live here.
-RENAMED = {
-    **dict.fromkeys(FSDP1_SWITCHES, "is always on in this engine (FSDP2): delete the line"),
-    "sharding_strategy": "is called fsdp.strategy here",
-    "auto_wrap_policy": "is called fsdp.wrap here",
-    "transformer_layer_cls_to_wrap": "is called fsdp.wrap here: a list of class names",
-    "min_num_params": "is written fsdp.wrap: {min_params: …} here",
-    "gradient_checkpointing": "is called fsdp.activation_checkpointing here",
-    "gradient_accumulation_steps": "is derived here, from train.global_batch_size and train.micro_batch_size",
-    "per_device_train_batch_size": "is called train.micro_batch_size here",
-    "learning_rate": "is called optim.lr here",
-    "num_train_epochs": "is called train.epochs here",
-    "max_steps": "is called train.steps here",
-    "max_seq_length": "is called data.seq_len here",
-    "bf16": "is written fsdp.mixed_precision.param_dtype: bfloat16 here (it is the default)",
-    "offload_params": "is called fsdp.cpu_offload here",
-    "warmup_ratio": "is called schedule.warmup here (below 1 a fraction, from 1 on steps)",
-    "trust_remote_code": (
-        "is never a recipe key, for a recipe names no code: say --trust-remote-code, together with a model.revision "
-        "that is a full commit"
-    ),
+# What PyYAML says, in part, and what to do about it.
+YAML_HINTS = {
+    "'\\t'": "a tab: indent with spaces",
+    "cannot start any token": "put quotes around the value",
+    "expected ':'": "a key, here or in the line above, needs a colon and a space behind it",
+    "mapping values are not allowed": "check the indentation; a value with a colon and a space in it needs quotes",
+    "escape": "use single quotes around a text with backslashes",
+    "<stream end>": "a bracket is not closed",
+    "end of stream": "a quote is not closed",
+    "another document": "a file holds one recipe: no `---` between its parts",
 }
 
 # What a recipe must not hold, for it is kept in the run folder: tokens of the Hub, of GitHub, AWS, W&B and others by
@@ -136,11 +131,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Written:
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = _assemble(leaves, problems)
     problems += _out_of_range(recipe, where)
-    faulty = {_section(problem) for problem in problems}  # with a default in a wrong value's place, relations mislead
+    faulty = {section for problem in problems for section in _sections(problem)}  # their relations would mislead
     problems += [
         dataclasses.replace(p, where=where.get(p.field or "", path.name))
         for p in _relations(recipe, where)
-        if not faulty & {None, _section(p), *(["data"] if p.field == "eval.every" else [])}
+        if not faulty & {None, *_sections(p), *(["data"] if p.field == "eval.every" else [])}
     ]
     if problems:
         raise RecipeError(_readable(problems))
@@ -158,7 +153,7 @@ def _text_of(path: Path) -> str:
             raise OSError(f"it is longer than {MAX_RECIPE_BYTES:,} bytes; a recipe is a page of YAML")
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"is not UTF-8 text ({error.reason} at byte {error.start})"
+        reason = f"is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise RecipeError([Problem(reason, where=str(path))])
@@ -183,15 +178,27 @@ def _overlong(overrides: list[str]) -> Iterator[Problem]:
         yield Problem(f"the overrides are longer than {MAX_RECIPE_BYTES:,} characters", where="command line")
 
 
-def _section(problem: Problem) -> str | None:
-    return problem.field.partition(".")[0] if problem.field else None
+def _sections(problem: Problem) -> Iterator[str | None]:
+    """Yield the section a problem is in, and that in which another tool's name would live here."""
+    yield problem.field.partition(".")[0] if problem.field else None
+    if home := home_of((problem.field or "").rpartition(".")[2]):
+        yield (key_in(home) or "").partition(".")[0]
 
 
 def _readable(problems: list[Problem]) -> list[Problem]:
     """The problems in the order of the lines, as many and as much of each as a person will read."""
     cut = [dataclasses.replace(p, message=p.message[:500], field=p.field and p.field[:200]) for p in problems]
     more = [Problem(f"and {len(cut) - MAX_PROBLEMS} more")] if len(cut) > MAX_PROBLEMS else []
-    return sorted(cut, key=_line)[:MAX_PROBLEMS] + more
+    return list(_listed_once(sorted(cut, key=_line)[:MAX_PROBLEMS])) + more
+
+
+def _listed_once(problems: list[Problem]) -> Iterator[Problem]:
+    """Yield the problems with each list of keys in the first one only: a file of another tool has dozens of them."""
+    seen = set()
+    for problem in problems:
+        repeated = problem.message in seen and problem.message.startswith(UNKNOWN)
+        yield dataclasses.replace(problem, message=UNKNOWN) if repeated else problem
+        seen.add(problem.message)
 
 
 def _line(problem: Problem) -> tuple[int, int]:
@@ -211,7 +218,8 @@ def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problems.append(Problem(f"is not YAML: {reason}", where=f"{name}{line}"))
+        hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
+        problems.append(Problem(f"is not YAML: {reason}{hint}", where=f"{name}{line}"))
         return []
     if node is None:
         return []
@@ -264,12 +272,21 @@ def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems
             known = len(problems)
             value = _construct(value_node, path, where, problems)
             if len(problems) == known:
-                yield Leaf(path, value, where)
+                yield Leaf(path, spelled(path, value), where)
         elif isinstance(value_node, yaml.MappingNode):
             yield from _walk(value_node, section, f"{path}.", name, problems)
         elif not (isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null")):
-            keys = ", ".join(key_of(f) for f in dataclasses.fields(section))
-            problems.append(Problem(f"is a section with the keys {keys}", path, where))
+            problems.append(Problem(_no_section(value_node, section, path), path, where))
+
+
+def _no_section(node: yaml.Node, section: type, path: str) -> str:
+    """What to say where a section is set to a value: its keys, and the first of them if it takes that value."""
+    keys = [key_of(f) for f in dataclasses.fields(section)]
+    message = f"is a section with the keys {', '.join(keys)}"
+    value = spelled(f"{path}.{keys[0]}", _construct(node, path, "", []))
+    if value is not None and _accepted(f"{path}.{keys[0]}", value):
+        message += f"; did you mean {{{keys[0]}: {_yaml(value)}}}?"
+    return message
 
 
 def _construct(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
@@ -312,7 +329,7 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
         if refused:
             problems.append(Problem(refused, path, "command line"))
         else:
-            leaves.append(Leaf(path, value, "command line"))
+            leaves.append(Leaf(path, spelled(path, value), "command line"))
     return leaves
 
 
@@ -338,14 +355,14 @@ def _siblings(parent: str) -> list[str]:
 
 def _unknown(word: str, prefix: str, siblings: list[str]) -> str:
     """What to say about a key that does not exist: the nearest name, or where another tool's key lives here."""
-    if word in RENAMED:
-        return f"`{word}` {RENAMED[word]}"
+    if home := home_of(word):
+        return sentence(home)
     near = [f"{prefix}{name}" for name in get_close_matches(word, siblings, n=1, cutoff=0.6)]
-    near += [path for path in all_paths() if path.rpartition(".")[2] == word]
+    near += [path[: at.end()] for path in all_paths() if (at := re.search(rf"(?<=\.){re.escape(word)}\b", path))]
     near += get_close_matches(prefix + word, all_paths(), n=1, cutoff=0.7)
     if near:
-        return f"unknown key; did you mean `{near[0]}`?"
-    return f"unknown key; here are: {', '.join(siblings or [key_of(f) for f in dataclasses.fields(Recipe)])}"
+        return f"{UNKNOWN}; did you mean `{near[0]}`?"
+    return f"{UNKNOWN}; here are: {', '.join(siblings or [key_of(f) for f in dataclasses.fields(Recipe)])}"
 
 
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
@@ -370,7 +387,7 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
             sound = False
         if not sound:
             wrong.append(leaf)
-    problems += [Problem(_misfit(leaf), leaf.path, leaf.where) for leaf in wrong]
+    problems += [Problem(_not_taken(leaf.path, leaf.value), leaf.path, leaf.where) for leaf in wrong]
     if wrong:  # what stands beside it is judged with the defaults in its place
         return _assemble([leaf for leaf in leaves if leaf not in wrong], [])
     by_path = {leaf.path: leaf.where for leaf in leaves}
@@ -383,12 +400,68 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
         return Recipe()
 
 
-def _misfit(leaf: Leaf) -> str:
-    """What is wrong with a value that has not the type of its key, or a reference in it that leads to none."""
-    what = f"{_show(leaf.value)} is not {_expected(leaf.path)}"
-    if isinstance(leaf.value, str) and "${" in leaf.value:
-        what += "; ${key} stands for another key of the recipe, not for a variable of the environment (~ is your home)"
-    return what
+def _not_taken(path: str, value: Any) -> str:
+    """What to say about a value that its key does not take: what it takes, and the nearest value if there is one."""
+    near = next((meant for meant in _candidates(path, value) if _accepted(path, meant)), None)
+    hint = ""
+    if isinstance(value, str) and "${" in value:
+        hint = "; ${key} stands for another key of the recipe, not for a variable of the environment (~ is your home)"
+    elif isinstance(near, (int, float)) and isinstance(value, str) and _number(value) == near:
+        hint = f"; did you mean {value.strip().replace(',', '')}, a number without quotes?"
+    elif near is not None:
+        hint = f"; did you mean {_yaml(near)}?"
+    return f"{_show(value)} is not {_expected(path)}{hint}"
+
+
+def _candidates(path: str, value: Any) -> Iterator[Any]:
+    """Yield what may have been meant by a value, the likeliest first."""
+    words = words_of(path)
+    said = value.lower() if isinstance(value, str) else value
+    if isinstance(value, (str, bool, type(None))) and said in (known := MEANT.get(path, {})):
+        yield known[said]
+    if isinstance(value, str):
+        yield from {"yes": [True], "on": [True], "true": [True], "no": [False], "off": [False], "false": [False]}.get(
+            value.strip().lower(), []
+        )
+        yield from [number] if (number := _number(value)) is not None else []
+        yield from (spelled(path, word) for word in get_close_matches(value.lower(), [w.lower() for w in words], n=1))
+        yield [value]
+    if isinstance(value, int):
+        yield bool(value)
+    if isinstance(value, float) and value.is_integer():
+        yield int(value)
+    for form in forms_of(path):
+        if isinstance(form, dict):  # its value alone was written
+            yield {next(iter(form)).rstrip("?"): value}
+
+
+def _number(text: str) -> Any:
+    """Return the number that a text would be without quotes and commas, else None."""
+    try:
+        value = yaml.load(text.strip().replace(",", ""), Loader=_RecipeLoader) if len(text) < 30 else None
+    except (yaml.YAMLError, ValueError):
+        return None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _accepted(path: str, value: Any) -> bool:
+    """Whether a key takes this value, by its type and its limits."""
+    forms = forms_of(path)
+    if _open(path) or (forms and not any(fits(value, form) for form in forms)):
+        return False
+    config = OmegaConf.structured(Recipe)
+    try:
+        OmegaConf.update(config, attribute(path), value, merge=False)
+        return _unconverted(value, OmegaConf.select(config, attribute(path))) and not _limit_broken(
+            path,
+            get(OmegaConf.to_object(config), path),  # type: ignore[arg-type]
+        )
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError, RecursionError):
+        return False
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _unconverted(written: Any, read: Any) -> bool:
@@ -407,19 +480,21 @@ def _out_of_range(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
     problems = []
     for path, spec in all_fields():
         value = get(recipe, path)
-        if path not in where and path != "output_dir":
+        written = [place for place in where if place == path or place.startswith(f"{path}.")]
+        if not written and path != "output_dir":
             continue
         if value is None and None in spec.metadata.get("forms", (None,)):
             continue
-        message = _limit_broken(value, spec.metadata)
+        message = _limit_broken(path, value)
         if path == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
             message = f"{_show(value)} are not two numbers in [0, 1)"
         if message:
-            problems.append(Problem(message, path, where.get(path)))
+            problems.append(Problem(message, path, where[written[-1]] if written else None))
     return problems
 
 
-def _limit_broken(value: Any, limits: Any) -> str | None:
+def _limit_broken(path: str, value: Any) -> str | None:
+    limits = limits_of(path)
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a finite number"
     if "at_least" in limits and value < limits["at_least"]:
@@ -431,7 +506,10 @@ def _limit_broken(value: Any, limits: Any) -> str | None:
     if isinstance(value, str) and not value.strip():
         return "is empty"
     if "forms" in limits and not any(fits(value, form) for form in limits["forms"]):
-        return f"{_show(value)} is not {form_words(limits['forms'])}"
+        return _not_taken(path, value)
+    for name, item in value.items() if "values" in limits else ():
+        if not any(fits(item, form) for form in limits["values"]):
+            return f"{name}: {_show(item)} is not {form_words(limits['values'])}"
     return _number_out_of_range(value, small="forms" in limits)
 
 
@@ -515,6 +593,8 @@ def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     for name in data.columns:
         if name not in fields:
             yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
+    if isinstance(data.columns.get("messages"), list):
+        yield Problem("messages: is one column; only texts are joined", "data.columns")
     if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
         yield Problem("plain text has no completions: every token is trained", "data.train_on")
 
@@ -572,5 +652,6 @@ def _expected(path: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
+    text = json.dumps(value) if isinstance(value, (bool, type(None))) else str(value)
+    text = repr(value) if isinstance(value, str) else text
     return text if len(text) <= 60 else text[:57] + "…"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +24,40 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
-from fsdptrain.errors import DataError, NoData, listed
-from fsdptrain.plan import DATA_SUFFIXES, matches, shortened
+from fsdptrain.errors import DataError, NoData, listed, shortened
+from fsdptrain.plan import COMPRESSED, DATA_SUFFIXES, data_kind, matches
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
 BATCH = 1000
+MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
+KNOWN = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
+
+# Kinds of files that people have, and the way from each to one that is read.
+CONVERT = {
+    (".xlsx", ".xls", ".ods"): "save the sheet as CSV",
+    (".arrow", ".feather"): "write Parquet instead: Dataset.from_file(…).to_parquet('data.parquet')",
+    (".zip", ".tar", ".tgz", ".7z", ".xz", ".rar"): "unpack it first",
+    (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin"): "nothing is unpickled here: write JSON lines",
+    (".md", ".rst", ".html", ".xml", ".pdf", ".docx"): "save its text as .txt",
+}
+
+# What data sets call the fields of our formats, the most telling name first. Alpaca's `input` belongs to its prompt.
+USUAL = {
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
+    "prompt": ("prompt", "instruction", "question", "query", "problem", "input", "inputs"),
+    "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
+    "text": ("text", "content", "document", "body", "article", "code"),
+}
+
+# Who speaks in ShareGPT's {from, value}, in the words of chat templates.
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (where it stands: `file:line` or `file, row 3`; column → value)
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -54,7 +84,7 @@ def data_files(path: str) -> list[Path]:
     """
     found = {Path(name) for name in matches(path)}
     files = {file for p in found for file in _files_in(p)}
-    wanted = sorted(file for file in files if file.suffix in DATA_SUFFIXES or file in found)
+    wanted = sorted(file for file in files if data_kind(file.name) or file in found)
     for file in wanted:
         if not os.path.isfile(file):  # noqa: PTH113  (Path's raises where a folder may not be entered)
             raise DataError(f"{file} is not a regular file that can be read")
@@ -67,6 +97,9 @@ def _files_in(path: Path) -> Iterator[Path]:
         yield path
         return
     for folder, _, names in os.walk(path, onerror=_unreadable):
+        if {"dataset_info.json", "state.json"} <= set(names):
+            way_out = "write Parquet instead: datasets.load_from_disk(…).to_parquet('data.parquet')"
+            raise DataError(f"{folder} was written by save_to_disk, and is not read: {way_out}")
         yield from (Path(folder, name) for name in names)
 
 
@@ -99,7 +132,7 @@ def fingerprint(path: str) -> str:
     files = data_files(path)
     for file in files:
         with _reading(file), file.open("rb") as stream:
-            digest.update(file.suffix.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+            digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest() if files else hashlib.sha256(path.encode()).hexdigest()
 
 
@@ -113,9 +146,19 @@ def open_sources(path: str) -> list[Source]:
         if not Path(path).exists() and not files:
             raise NoData(f"data.path: nothing at {shortened(path)}")
         if not files:
-            raise DataError(f"data.path: no data files in {path} (known: {', '.join(DATA_SUFFIXES)})")
+            raise DataError(f"data.path: no data files in {path} (known: {KNOWN}){_others_in(path)}")
         return [_open_file(file) for file in files]
     return [_open_hub(path)]
+
+
+def _others_in(folder: str) -> str:
+    """What to do with the files of a folder that holds none of a known kind, where that is known."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
+    return next((f"; {name}: {way}" for name in names if (way := _conversion(name))), "")
+
+
+def _conversion(name: str) -> str | None:
+    return next((way for kinds, way in CONVERT.items() if name.lower().endswith(kinds)), None)
 
 
 def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str, Any]]]:
@@ -123,24 +166,35 @@ def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str
 
     Raises DataError as `open_sources` and `read` do.
     """
-    files = data_files(path)
-    source = _open_file(files[0], counted=False) if files else open_sources(path)[0]
+    source = _first_source(path)
     return source.columns, next(read(source, data, rows), [])
 
 
+def column_names(path: str) -> list[str]:
+    """Return the columns behind a path; raises DataError as `open_sources` does."""
+    return _first_source(path).columns
+
+
+def _first_source(path: str) -> Source:
+    files = data_files(path)
+    return _open_file(files[0], counted=False) if files else open_sources(path)[0]
+
+
 def _open_file(file: Path, counted: bool = True) -> Source:
-    if file.suffix not in DATA_SUFFIXES:
-        raise DataError(f"{file}: unknown kind of data file; known: {', '.join(DATA_SUFFIXES)}")
+    kind = data_kind(file.name)
+    if kind is None:
+        way_out = _conversion(file.name)
+        raise DataError(f"{file}: unknown kind of data file; {way_out + '; ' if way_out else ''}known: {KNOWN}")
     with _reading(file):
         size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty")
-    if file.suffix == ".parquet":
+    if kind == ".parquet":
         source = _open_parquet(file)
     else:
-        reader = _READERS[file.suffix]
+        reader = _READERS[kind]
         place, first = next(reader(file), ("", {}))
-        columns = list(first) if file.suffix != ".csv" else _csv_header(file)
+        columns = list(first) if kind not in (".csv", ".tsv") else _csv_header(file)
         count = sum(1 for _ in reader(file)) if counted else bool(place)
         source = Source(str(file), columns, count, lambda _columns: reader(file))
     if source.count < 1:  # a damaged parquet file may even have fewer
@@ -148,15 +202,23 @@ def _open_file(file: Path, counted: bool = True) -> Source:
     return source
 
 
+def _opened(file: Path) -> io.BufferedIOBase:
+    """The bytes of a file, decompressed; an OSError where the compressed ones are damaged or cut."""
+    if file.suffix.lower() not in COMPRESSED:
+        return file.open("rb")
+    kind = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
+    return io.BufferedReader(pa.input_stream(str(file), compression=kind))
+
+
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines as text, without the mark that some programs put at the beginning of a file."""
-    with _reading(file), file.open("rb") as stream:
+    with _reading(file), _opened(file) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 bad = f"byte {error.object[error.start]:#04x} at column {error.start + 1}"
-                raise DataError(f"{file}:{number}: not UTF-8 text: {bad}") from None
+                raise DataError(f"{file}:{number}: not UTF-8 text: {bad}; save it as UTF-8") from None
 
 
 def _json_lines(file: Path) -> Rows:
@@ -171,16 +233,38 @@ def _json_lines(file: Path) -> Rows:
 
 
 def _json(file: Path) -> Rows:
-    text = "".join(line for _, line in _lines(file))
+    """A list of objects, one object, or, as is common under this name, JSON lines."""
+    first = next((line for _, line in _lines(file) if line.strip()), "")
+    if not first.lstrip().startswith("[") and _is_json(first):
+        yield from _json_lines(file)
+        return
+    text = _whole_text(file)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") == "Extra data":  # JSON lines under this name are common
-            yield from _json_lines(file)
-            return
         raise DataError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         yield f"{file}, row {number}", _object(row, f"{file}, row {number}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _whole_text(file: Path) -> str:
+    lines, size = [], 0
+    for _, line in _lines(file):
+        size += len(line)
+        if size > MAX_JSON:
+            raise DataError(
+                f"{file} is one JSON value longer than {MAX_JSON:,} bytes: write one object a line (.jsonl)"
+            )
+        lines.append(line)
+    return "".join(lines)
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:
@@ -189,13 +273,20 @@ def _object(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
+def _separator(file: Path) -> str:
+    """What separates the values: a tab in .tsv; in .csv a comma, or what the first line has instead of one."""
+    first = re.sub(r'"[^"]*"', "", next((line for _, line in _lines(file)), ""))
+    order = "\t" if data_kind(file.name) == ".tsv" else ",;\t"
+    return next((mark for mark in order if mark in first), order[0])
+
+
 def _csv_header(file: Path) -> list[str]:
     """The names in the first line; a row as a mapping would not show that one stands there twice."""
-    return next(csv.reader(line for _, line in _lines(file)), [])
+    return next(csv.reader((line for _, line in _lines(file)), delimiter=_separator(file)), [])
 
 
 def _csv(file: Path) -> Rows:
-    reader = csv.reader((line for _, line in _lines(file)), strict=True)
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=_separator(file), strict=True)
     number = 1
     try:
         header = next(reader, [])
@@ -216,7 +307,7 @@ def _document(file: Path) -> Rows:
 
 
 _READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".txt": _document, ".text": _document,
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _document, ".text": _document,
 }  # fmt: skip
 
 
@@ -277,33 +368,84 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
 
     Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
     """
-    columns = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
-    missing = [name for name in columns.values() if name not in source.columns]
-    if missing:
-        raise DataError(
-            f"{source.name}: no column {missing[0]!r}, which format {data.format} reads; there are: "
-            f"{listed(source.columns)}. "
-            f"Name yours in data.columns: {{{next(f for f, c in columns.items() if c == missing[0])}: …}}"
-        )
-    if twice := [name for name in columns.values() if source.columns.count(name) > 1]:
+    columns = columns_of(data)
+    wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
+    if missing := [name for name in wanted if name not in source.columns]:
+        raise DataError(f"{source.name}: {_no_column(missing[0], source.columns, data)}")
+    if twice := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: {len(source.columns)} columns, and more than one is called {twice[0]!r}")
     check = _check_messages if data.format == "chat" else _check_text
-    rows = islice(source.rows(list(dict.fromkeys(columns.values()))), limit)
-    checked = ({field: check(row, column, place) for field, column in columns.items()} for place, row in rows)
+    rows = islice(source.rows(wanted), limit)
+    checked = ({field: check(row, *names, place=place) for field, names in columns.items()} for place, row in rows)
     yield from iter(partial(_take, checked), [])
+
+
+def columns_of(data: Data) -> dict[str, list[str]]:
+    """Return the columns behind each field of the recipe's format; several are joined."""
+    named = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
+    return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
+
+
+def describe(path: str, data: Data) -> str:
+    """Return which columns are read as what: `instruction + input as prompt, output as completion`."""
+    words = [
+        field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
+    ]
+    if data.format == "chat":
+        source = _first_source(path)
+        [column] = columns_of(data)["messages"]
+        _, row = next(source.rows([column]), ("", {})) if column in source.columns else ("", {})
+        if isinstance(messages := row.get(column), list) and any(map(_from_sharegpt, messages)):
+            words[0] += " (ShareGPT: from is role, value is content)"
+    return ", ".join(words)
+
+
+def guess(there: list[str]) -> tuple[str, dict[str, Any]] | None:
+    """Return the format that columns of these names look like, and `data.columns` for it; None for any others."""
+    found = {field: name for field, names in USUAL.items() if (name := next((n for n in names if n in there), None))}
+    for form in ("chat", "prompt_completion", "text"):
+        fields = FORMAT_FIELDS[form]
+        if set(fields) <= found.keys():
+            columns: dict[str, Any] = {field: found[field] for field in fields if found[field] != field}
+            if found.get("prompt") == "instruction" and form == "prompt_completion" and "input" in there:
+                columns["prompt"] = ["instruction", "input"]
+            return form, columns
+    return None
+
+
+def as_yaml(columns: dict[str, Any]) -> str:
+    """Return columns as they are written in a recipe: `{prompt: [instruction, input], completion: output}`."""
+    return yaml.safe_dump(columns, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9).strip()
+
+
+def _no_column(missing: str, there: list[str], data: Data) -> str:
+    """What to say about a column that is not there: those there are, and how they could be read."""
+    message = f"no column {shortened(missing)!r}, which format {data.format} reads; there are: {listed(there)}. "
+    likely = guess(there)
+    if likely is None:
+        fields = [field for field, names in columns_of(data).items() if missing in names]
+        return f"{message}Name yours in data.columns: {{{fields[0]}: …}}"
+    form, columns = likely
+    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {as_yaml(columns)}"] * bool(columns)
+    return f"{message}They look like data: {{{', '.join(keys)}}}"
 
 
 def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(islice(rows, BATCH))
 
 
-def _check_text(row: dict[str, Any], column: str, place: str) -> str:
+def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str:
+    """The text in a column, and of those in `more` all that are not empty, with an empty line between them."""
     if column not in row:
         raise DataError(f"{place}: no {column!r} here; there are: {listed(row)}")
     value = row[column]
     if not isinstance(value, str):
-        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a text")
-    return _whole(value, column, place)
+        way_out = {int: "; put quotes around it", float: "; put quotes around it"}.get(type(value), "")
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            way_out = "; lists of messages are read with data.format: chat"
+        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a text{way_out}")
+    texts = [_check_text(row, name, place=place) for name in more if row.get(name) not in (None, "")]
+    return "\n\n".join(text for text in [_whole(value, column, place), *texts] if text)
 
 
 def _whole(text: str, column: str, place: str) -> str:
@@ -315,19 +457,43 @@ def _whole(text: str, column: str, place: str) -> str:
     return text
 
 
-def _check_messages(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]]:
+def _check_messages(row: dict[str, Any], column: str, *, place: str) -> list[dict[str, Any]]:
     value = row.get(column)
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a list of messages")
     messages = []
     for number, message in enumerate(value, 1):
+        if _from_sharegpt(message):
+            message = _translated(message, f"{place}: message {number} of {column!r}")
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), str):
-            raise DataError(f"{place}: message {number} of {column!r} is not {{role: text, content: text}}")
+            ways = "{role: text, content: text}, nor ShareGPT's {from: text, value: text}"
+            raise DataError(f"{place}: message {number} of {column!r} is not {ways}")
         _whole(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
 
 
+def _from_sharegpt(message: Any) -> bool:
+    return isinstance(message, dict) and {"from", "value"} <= message.keys() and message.get("role") is None
+
+
+def _translated(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """A ShareGPT message in the words of chat templates."""
+    role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
+    if role is None:
+        raise DataError(f"{place} is from {shortened(repr(message['from']))}; known: {', '.join(SPEAKERS)}")
+    if not isinstance(message["value"], str):
+        raise DataError(f"{place}: value is {_kind(message['value'])}; expected a text")
+    others = {name: item for name, item in message.items() if name not in ("from", "value", "role", "content")}
+    return {"role": role, "content": message["value"], **others}
+
+
 def _kind(value: Any) -> str:
-    return "null" if value is None else "empty" if value == [] else f"a {type(value).__name__}"
+    return (
+        "null"
+        if value is None
+        else "empty"
+        if value == []
+        else f"{'an' if isinstance(value, int) and not isinstance(value, bool) else 'a'} {type(value).__name__}"
+    )

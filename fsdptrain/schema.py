@@ -11,11 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `forms`).
+    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `forms`, `values`).
 
     `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
     of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
-    their name).
+    their name). `values` does the same for each value of a mapping whose keys are free.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -55,7 +55,11 @@ class Data:
 
     path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
     format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
-    columns: dict[str, str] = key({}, "our field name → the column's name, where they differ")
+    columns: dict[str, Any] = key(
+        {},
+        "our field name → the column's name, where they differ; of several names the texts are joined by an empty line",
+        values=(str, list[str]),
+    )
     seq_len: int = key(2048, "tokens of one sequence", at_least=8)
     packing: Literal["bfd", "concat", "none"] = key("bfd", "best-fit decreasing, one long stream, or a row a sequence")
     train_on: Literal["all", "completion"] = key("completion", "which tokens carry a loss (text: always all)")
@@ -304,16 +308,52 @@ _TYPE_WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
+def limits_of(path: str) -> dict[str, Any]:
+    """Return the limits of a key (`at_least`, `above`, `at_most`, `forms`, `values`) with its sentence (`doc`)."""
+    return dict(_leaf(path)[0].metadata)
+
+
+def forms_of(path: str) -> tuple[Any, ...]:
+    """Return the shapes of a key of several types; () for any other."""
+    return tuple(limits_of(path).get("forms", ()))
+
+
+def words_of(path: str) -> list[str]:
+    """Return the words that a key takes: those of its enumeration, or of its shapes."""
+    spec, annotation = _leaf(path)
+    kinds = [annotation, *get_args(annotation)]
+    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return literal or [form for form in spec.metadata.get("forms", ()) if isinstance(form, str)]
+
+
+_DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
+
+def spelled(path: str, value: Any) -> Any:
+    """Return a word of an enumeration (`full_shard`, `bf16`) as the schema spells it, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    plain = value.strip().lower().removeprefix("torch.").lstrip("_").replace("-", "_")
+    plain = _DTYPE_WORDS.get(plain, plain)
+    return next((word for word in words_of(path) if word.lower() == plain), value)
+
+
+def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
+    """The field and the annotation of a key; of the open mapping above it for a key below model.config."""
+    schema: type = Recipe
+    for word in attribute(path).split("."):
+        spec = next(f for f in dataclasses.fields(schema) if f.name == word)
+        annotation = _hints(schema)[word]
+        if (section := section_of(schema, word)) is None:
+            break
+        schema = section
+    return spec, annotation
+
+
 def type_words(path: str) -> str:
     """The type of a key in words: `a whole number or null`, `one of all, completion`."""
-    schema: type = Recipe
-    *parents, last = attribute(path).split(".")
-    for word in parents:
-        schema = section_of(schema, word) or schema
-    spec = next(f for f in dataclasses.fields(schema) if f.name == last)
-    if "forms" in spec.metadata:
-        return form_words(spec.metadata["forms"])
-    return _words(_hints(schema)[last])
+    spec, annotation = _leaf(path)
+    return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _words(annotation)
 
 
 def _words(annotation: Any) -> str:
@@ -351,6 +391,9 @@ _BOUNDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maxim
 def _leaf_schema(spec: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
     forms = spec.metadata.get("forms")
     kind = {"anyOf": [_form_schema(form) for form in forms]} if forms else _type_schema(annotation)
+    if "values" in spec.metadata:
+        values = [_form_schema(form) for form in spec.metadata["values"]]
+        kind = {"type": "object", "additionalProperties": {"anyOf": values}}
     default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
     bounds = {_BOUNDS[name]: limit for name, limit in spec.metadata.items() if name in _BOUNDS}
     return {"description": spec.metadata["doc"], "default": default, **kind, **bounds}

@@ -48,7 +48,7 @@ from fsdptrain.outlook import (
 )
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
-from fsdptrain.rows import data_files, peek
+from fsdptrain.rows import data_files, describe, peek
 from fsdptrain.schema import FORMAT_FIELDS
 from fsdptrain.text import counted
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
@@ -145,8 +145,9 @@ def check_rows(plan: Plan, found: Findings) -> bool:
     there, _ = peek(plan.data_path, data)
     needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
     facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
-    pairs = ", ".join(column if field == column else f"{column} as {field}" for field, column in needed.items())
-    line = f"format {data.format}, which reads {pairs}; columns of the first row: {listed(there)}"
+    line = (
+        f"format {data.format}, which reads {describe(plan.data_path, data)}; columns of the first row: {listed(there)}"
+    )
     found.passed("data", facts, "Data", line)
     return True
 

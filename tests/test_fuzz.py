@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from support import ROOT
 
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.names import RENAMED
 from fsdptrain.plan import Plan, draft_plan, find_topology, make_plan
-from fsdptrain.recipe import RENAMED, load
+from fsdptrain.recipe import load
 from fsdptrain.schema import all_paths, flat
 
 SECONDS = 2.0  # a reader that takes longer blows up somewhere; the usual recipe takes 0.05

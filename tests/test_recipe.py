@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import pytest
 import yaml
 
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.recipe import FSDP1_SWITCHES, MAX_RECIPE_BYTES, RENAMED, Written, load
+from fsdptrain.names import HOMES, MEANT, RENAMED, home_of, key_in, sentence
+from fsdptrain.recipe import MAX_PROBLEMS, MAX_RECIPE_BYTES, Written, load
 from fsdptrain.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
 
 ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 # The smallest sound recipe. Flow style keeps it on two lines, so that what a test adds begins in line 3.
@@ -153,8 +158,9 @@ def test_async_is_a_key(tmp_path: Path) -> None:
     ("added", "where", "field", "says"),
     [
         ("sead: 1\n", 3, "sead", "did you mean `seed`"),
-        ("optimizer: {lr: 1}\n", 3, "optimizer", "did you mean `optim`"),
+        ("optimiser: {lr: 1}\n", 3, "optimiser", "did you mean `optim`"),
         ("optim:\n  weight_decai: 0.1\n", 4, "optim.weight_decai", "did you mean `optim.weight_decay`"),
+        ("mixed_precision: bf16\n", 3, "mixed_precision", "did you mean `fsdp.mixed_precision`"),
         ("train:\n  lr: 1e-5\n", 4, "train.lr", "did you mean `optim.lr`"),
         (
             "fsdp:\n  mixed_precision:\n    param_dtyp: float32\n",
@@ -176,20 +182,56 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_name(
     assert says in problem.message
 
 
-@pytest.mark.parametrize("name", sorted(RENAMED))
 @pytest.mark.parametrize("section", ["", "fsdp", "fsdp.mixed_precision", "train"])
-def test_a_name_from_another_tool_gets_its_home_here(tmp_path: Path, name: str, section: str) -> None:
-    text = f"{name}: true\n"
-    for word in reversed(section.split(".") if section else []):
-        text = f"{word}: {{{text.strip()}}}\n"
-    [problem] = refused(tmp_path, BASE + text)
-    assert problem.message == f"`{name}` {RENAMED[name]}"
-    assert (problem.where, problem.field) == ("recipe.yaml:3", f"{section}.{name}".lstrip("."))
+def test_a_name_from_another_tool_gets_its_home_here(tmp_path: Path, section: str) -> None:
+    names = list(RENAMED)
+    head = "".join(f"{'  ' * i}{word}:\n" for i, word in enumerate(section.split(".") if section else []))
+    for start in range(0, len(names), MAX_PROBLEMS):
+        some = names[start : start + MAX_PROBLEMS]
+        text = BASE + head + "".join(f"{'  ' * (bool(section) + section.count('.'))}{name}: true\n" for name in some)
+        problems = refused(tmp_path, text)
+        assert [p.message for p in problems] == [sentence(RENAMED[name]) for name in some]
+        assert [p.field for p in problems] == [f"{section}.{name}".lstrip(".") for name in some]
+        first = 3 + head.count("\n")
+        assert [p.where for p in problems] == [f"recipe.yaml:{first + i}" for i in range(len(some))]
+
+
+def test_every_other_name_leads_to_a_key_of_ours_or_to_a_reason() -> None:
+    known = {*all_paths(), *(path.partition(".")[0] for path in all_paths())}
+    for home in HOMES:
+        assert key_in(home) in known or home.startswith(("not ", "always ", "derived ")), home
+    assert len(RENAMED) == sum(len(names.split()) for names in HOMES.values()), "a name has two homes"
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Every key of another tool in the tables of docs/from-fsdp1.md, with what its row says of it."""
+    for line in DOCUMENT.read_text().splitlines():
+        left, *right = line.strip("| ").split(" | ")
+        if line.startswith("| ") and "here" not in right[-1][:5]:
+            for code in re.findall(r"`([^`]*)`", left):
+                if name := re.match(r"[a-z_0-9*]+(?=$|[:=])", code):
+                    yield name[0], right[-1]
+
+
+def test_the_tables_of_the_document_and_the_hints_agree() -> None:
+    """Where a hint names a key, the row names it (or its last word); else it gives the same kind of reason."""
+    ours = {word for path in all_paths() for word in path.split(".")}
+    values = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "nvme"}
+    values |= {"checkpoint_wrapper", "apply_activation_checkpointing"}
+    for name, says in documented():
+        if name in ours | values or (name.endswith("_wrap_policy") and name not in RENAMED):
+            continue
+        home = home_of(name)
+        assert home is not None, f"{name} is in the document only"
+        key = key_in(home) or home.split()[0]
+        assert key.rpartition(".")[2] in says, (name, home, says)
+    code = set(re.findall(r"[a-z_0-9*]+", " ".join(re.findall(r"`[^`]*`", DOCUMENT.read_text()))))
+    assert {name for name in RENAMED if not any(fnmatchcase(word, name) for word in code)} == set(), "hints only"
 
 
 def test_the_switches_of_fsdp1_that_are_always_on_say_so(tmp_path: Path) -> None:
-    assert set(FSDP1_SWITCHES) == {"use_orig_params", "sync_module_states", "limit_all_gathers"}
-    text = BASE + "fsdp:\n" + "".join(f"  {name}: true\n" for name in FSDP1_SWITCHES)
+    switches = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+    text = BASE + "fsdp:\n" + "".join(f"  {name}: true\n" for name in switches)
     assert ["always on" in p.message for p in refused(tmp_path, text)] == [True] * 3
 
 
@@ -272,9 +314,9 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
         ("name", "true"),
         ("name", "[a]"),
         ("seed", "1.5"),
-        ("fsdp.strategy", "full_shard"),
         ("fsdp.strategy", "1"),
         ("fsdp.strategy", "null"),
+        ("fsdp.strategy", "full"),
         ("fsdp.mixed_precision.param_dtype", "float16"),
         ("fsdp.mixed_precision.param_dtype", "null"),
         ("data.packing", "false"),
@@ -282,7 +324,9 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
         ("model.config", "llama"),
         ("model.config", "null"),
         ("model.config", "{1: 2}"),
-        ("data.columns", "{text: [a]}"),
+        ("data.columns", "{text: [a, 1]}"),
+        ("data.columns", "{text: []}"),
+        ("data.columns", "{text: 17}"),
         ("data.columns", "{text: null}"),
         ("data.columns", "[text]"),
         ("model.tokenizer", "5"),
@@ -411,6 +455,7 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
         ("model.tokenizer", "org/name", "org/name"),
         ("model.config", "{a: {b: [1, 2.5, x, null]}}", {"a": {"b": [1, 2.5, "x", None]}}),
         ("data.columns", "{text: content}", {"text": "content"}),
+        ("data.columns", "{text: [title, body]}", {"text": ["title", "body"]}),
         ("data.eval", "{path: held-out.jsonl}", {"path": "held-out.jsonl"}),
         ("data.eval", "{path: held-out.jsonl, max_rows: 10}", {"path": "held-out.jsonl", "max_rows": 10}),
         ("data.eval", "{fraction: 0.01}", {"fraction": 0.01}),
@@ -424,6 +469,141 @@ def test_a_value_is_read_as_what_it_looks_like(tmp_path: Path, path: str, value:
     for written in (read(tmp_path, with_key(path, value)), read(tmp_path, BASE, f"{path}={value}")):
         found = flat(written.recipe)[path]
         assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("fsdp.strategy", "full_shard", "FULL_SHARD"),
+        ("fsdp.strategy", "hybrid-shard", "HYBRID_SHARD"),
+        ("fsdp.strategy", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"),
+        ("fsdp.backward_prefetch", "backward_post", "BACKWARD_POST"),
+        ("fsdp.mixed_precision.param_dtype", "bf16", "bfloat16"),
+        ("fsdp.mixed_precision.reduce_dtype", "torch.float32", "float32"),
+        ("fsdp.mixed_precision.buffer_dtype", "fp32", "float32"),
+        ("fsdp.activation_checkpointing", "Full", "full"),
+        ("fsdp.wrap", "AUTO", "auto"),
+        ("model.dtype", "BF16", "bfloat16"),
+        ("export.dtype", "fp16", "float16"),
+        ("optim.name", "AdamW", "adamw"),
+    ],
+)
+def test_a_word_in_another_spelling_is_read_as_ours(tmp_path: Path, path: str, value: str, expected: str) -> None:
+    for written in (read(tmp_path, with_key(path, value)), read(tmp_path, BASE, f"{path}={value}")):
+        assert flat(written.recipe)[path] == expected
+
+
+def test_free_text_keeps_its_spelling(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "name: BF16\nmodel: {id: fp32, config: {dtype: bf16}}\ndata: {path: Auto}\n").recipe
+    assert (recipe.name, recipe.model.id, recipe.data.path) == ("BF16", "fp32", "Auto")
+    assert recipe.model.config == {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "hint"),
+    [
+        ("optim.lr", '"2e-5"', "2e-5, a number without quotes"),
+        ("train.steps", '"5"', "5, a number without quotes"),
+        ("data.seq_len", '"4,096"', "4096, a number without quotes"),
+        ("data.seq_len", "4096.0", "4096"),
+        ("launch.nproc_per_node", '"8"', "8, a number without quotes"),
+        ("train.compile", "yes", "true"),
+        ("train.compile", '"off"', "false"),
+        ("train.compile", "1", "true"),
+        ("data.packing", "true", "bfd"),
+        ("data.packing", "false", "none"),
+        ("fsdp.activation_checkpointing", "true", "full"),
+        ("fsdp.activation_checkpointing", "2", "{every: 2}"),
+        ("fsdp.backward_prefetch", "null", "NONE"),
+        ("fsdp.strategy", "FULL_SHRAD", "FULL_SHARD"),
+        ("fsdp.strategy", "zero2", "SHARD_GRAD_OP"),
+        ("fsdp.mixed_precision.param_dtype", "fp16", "bfloat16"),
+        ("fsdp.wrap", "LlamaDecoderLayer", "[LlamaDecoderLayer]"),
+        ("fsdp.wrap", "100000000", "{min_params: 100000000}"),
+        ("model.tokenizer", "4096", "{train: 4096}"),
+        ("data.eval", "0.1", "{fraction: 0.1}"),
+        ("data.eval", "held-out.jsonl", "{path: held-out.jsonl}"),
+        ("schedule.name", "cosine_with_warmup", "cosine"),
+    ],
+)
+def test_a_wrong_value_gets_the_likely_one(tmp_path: Path, path: str, value: str, hint: str) -> None:
+    for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
+        assert [p.field for p in problems] == [path]
+        assert problems[0].message.endswith(f"; did you mean {hint}?")
+
+
+def test_every_suggested_value_is_one_that_is_taken() -> None:
+    for path, said in MEANT.items():
+        node = json_schema()
+        for word in path.split("."):
+            node = node["properties"][word]
+        for written, meant in said.items():
+            assert violations(node, meant) == [] != violations(node, written), (path, written)
+
+
+def test_a_section_set_to_a_value_gets_its_first_key(tmp_path: Path) -> None:
+    text = "model: org/name\ndata: rows.jsonl\nfsdp: hybrid_shard\neval: 100\noptim: [adamw]\n"
+    hints = [p.message.partition("; did you mean ")[2] for p in refused(tmp_path, text)]
+    assert hints == ["{id: org/name}?", "{path: rows.jsonl}?", "{strategy: HYBRID_SHARD}?", "{every: 100}?", ""]
+
+
+def way_out(node: dict[str, Any]) -> list[str]:
+    """What a message must name of the values that a JSON Schema takes."""
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text",
+             "array": "a list", "object": "a mapping", "null": "null"}  # fmt: skip
+    if "anyOf" in node:
+        return [word for option in node["anyOf"] for word in way_out(option)]
+    if "enum" in node or "const" in node:
+        return [str(word) if word is not None else "null" for word in node.get("enum", [node.get("const")])]
+    return list(node["properties"]) if "properties" in node else [words[node["type"]]]
+
+
+@pytest.mark.parametrize("path", all_paths())
+def test_a_wrong_value_of_any_key_is_one_problem_with_field_value_and_way_out(tmp_path: Path, path: str) -> None:
+    node = json_schema()
+    for word in path.split("."):
+        node = node["properties"][word]
+    for value, shown in (("[[17]]", "[[17]]"), ("{nonsense: 17}", "nonsense"), ("nonsense", "'nonsense'")):
+        if violations(node, yaml.safe_load(value)) == []:
+            continue
+        for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
+            assert len(problems) == 1, problems
+            assert problems[0].field == path and shown in problems[0].message
+            named = ["a text", "a list"] if path == "data.columns" and value.startswith("{") else way_out(node)
+            assert all(word in problems[0].message for word in named), problems[0].message
+
+
+AXOLOTL = """\
+base_model: org/name
+model_type: LlamaForCausalLM
+load_in_8bit: true
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: lora
+lora_r: 32
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+learning_rate: 0.0002
+bf16: auto
+flash_attention: true
+fsdp:
+  - full_shard
+unheard_of: 1
+another: 2
+"""
+
+
+def test_a_file_of_another_tool_is_told_key_by_key_and_sections_once(tmp_path: Path) -> None:
+    problems = refused(tmp_path, AXOLOTL, "third=1")
+    top = [line.partition(":")[0] for line in AXOLOTL.splitlines() if not line.startswith(" ")]
+    assert [p.field for p in problems] == [*top, "third"]  # and nothing is missing that has another name there
+    assert sum("launch" in p.message for p in problems) == 1, "the sections are listed once"
 
 
 def allows_null(path: str) -> bool:
@@ -659,7 +839,11 @@ def test_a_reference_that_leads_nowhere_or_in_a_circle_is_refused(tmp_path: Path
         ("optim: {lr: 1}\nseed: 1\noptim: {eps: 1}\n", "recipe.yaml:3", "written twice (first in line 1)"),
         ("optim:\n  lr: 1\n  lr: 2\n", "recipe.yaml:3", "written twice (first in line 2)"),
         ("a: 1\n---\nb: 2\n", "recipe.yaml:2", "another document"),
-        ("model:\n\tid: x\n", "recipe.yaml:2", "is not YAML"),
+        ("model:\n\tid: x\n", "recipe.yaml:2", "indent with spaces"),
+        ("seed: 1\nname:x\ndata: 2\n", "recipe.yaml:3", "a colon and a space"),
+        ("model:\n  id: x\n   dtype: y\n", "recipe.yaml:3", "check the indentation"),
+        ("name: @x\n", "recipe.yaml:1", "put quotes around the value"),
+        ('name: "C:\\x"\n', "recipe.yaml:1", "use single quotes"),
         ("model: {id: x\n", "recipe.yaml:2", "is not YAML"),
         ("model: [\n", "recipe.yaml:2", "is not YAML"),
         ('name: "a\n', "recipe.yaml:2", "is not YAML"),
@@ -932,7 +1116,7 @@ def test_the_json_schemas_defaults_are_the_recipes() -> None:
         ("fsdp.activation_checkpointing", True),
         ("data.eval", {"path": "a", "fraction": 0.1}),
         ("data.eval", {}),
-        ("data.columns", {"text": ["a"]}),
+        ("data.columns", {"text": ["a", 1]}),
         ("model.tokenizer", {"train": "many"}),
         ("checkpoint.async_", True),
         ("train.compile", "yes"),

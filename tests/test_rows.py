@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import csv
+import gzip
 import json
 import os
 import re
@@ -15,16 +18,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from datasets import Dataset
 from support import GSM8K, ROOT, SHAKESPEARE, environment
 
 from fsdptrain.errors import DataError
 from fsdptrain.plan import find_data
-from fsdptrain.rows import data_files, fingerprint, open_sources, read
+from fsdptrain.rows import data_files, describe, fingerprint, guess, open_sources, read
 from fsdptrain.schema import Data
 
 PC = {"format": "prompt_completion"}
 CHAT = {"format": "chat"}
+OK = {"text": "a"}
+OK_PC = {"prompt": "a", "completion": "b"}
+OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
 # `datasets` settles the types of a JSON file on its first 10 MiB: this is more than that.
 FILLER = "x" * 10_000
 LONG = [{"text": FILLER}] * 1_060
@@ -151,6 +158,164 @@ def test_columns_of_other_names_and_other_columns(tmp_path: Path) -> None:
 def test_one_column_may_serve_two_fields(tmp_path: Path, name: str) -> None:
     path = put(tmp_path, name, lines({"x": "echo"})) if name == "a.jsonl" else parquet(tmp_path, name, x=["echo"])
     assert rows_of(path, columns={"prompt": "x", "completion": "x"}, **PC) == [{"prompt": "echo", "completion": "echo"}]
+
+
+ALPACA = [
+    {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+    {"instruction": "Greet.", "input": "", "output": "Hi"},
+    {"instruction": "Part.", "output": "Bye"},
+]
+
+
+def test_several_columns_are_joined_by_an_empty_line_and_empty_ones_left_out(tmp_path: Path) -> None:
+    """As in Alpaca's files, where many rows have no input."""
+    columns = {"prompt": ["instruction", "input"], "completion": "output"}
+    expected = [("Add.\n\n1 and 2", "3"), ("Greet.", "Hi"), ("Part.", "Bye")]
+    path = put(tmp_path, "a.json", json.dumps(ALPACA))
+    assert [(r["prompt"], r["completion"]) for r in rows_of(path, columns=columns, **PC)] == expected
+    path = parquet(tmp_path, "a.parquet", **{name: [row.get(name) for row in ALPACA] for name in ALPACA[0]})
+    assert [(r["prompt"], r["completion"]) for r in rows_of(path, columns=columns, **PC)] == expected
+    assert describe(str(path), Data(columns=columns, **PC)) == "instruction + input as prompt, output as completion"
+    path = put(tmp_path, "b.jsonl", lines({"instruction": "Add.", "input": 5, "output": "3"}))
+    assert "'input' is an int" in complaint(path, columns=columns, **PC)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_sharegpt_is_read_as_chat(tmp_path: Path, name: str) -> None:
+    talk = [{"from": who, "value": who.upper()} for who in ("system", "human", "gpt", "tool", "gpt")]
+    content = {"a.jsonl": lines({"conversations": talk}), "a.json": json.dumps([{"conversations": talk}])}
+    path = put(tmp_path, name, content[name]) if name in content else parquet(tmp_path, name, conversations=[talk])
+    columns = {"messages": "conversations"}
+    [row] = rows_of(path, columns=columns, **CHAT)
+    assert [(m["role"], m["content"]) for m in row["messages"]] == [
+        ("system", "SYSTEM"), ("user", "HUMAN"), ("assistant", "GPT"), ("tool", "TOOL"), ("assistant", "GPT"),
+    ]  # fmt: skip
+    assert "ShareGPT" in describe(str(path), Data(columns=columns, **CHAT))
+    assert "columns: {messages: conversations}" in complaint(path, **CHAT)
+    assert "{format: chat, columns: {messages: conversations}}" in complaint(path, **PC)
+
+
+def test_plain_messages_are_not_called_sharegpt(tmp_path: Path) -> None:
+    assert describe(str(put(tmp_path, "a.jsonl", lines(OK_CHAT))), Data(**CHAT)) == "messages"
+
+
+def compress(kind: str, content: bytes) -> bytes:
+    """As the kind's own program does it; Zstandard has none in every Python, so Arrow's."""
+    if kind != "zst":
+        return gzip.compress(content) if kind == "gz" else bz2.compress(content)
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "zst"])
+def test_compressed_files(tmp_path: Path, kind: str) -> None:
+    contents = {
+        "a.jsonl": lines(*({"text": t} for t in TEXTS)), "b.json": json.dumps([{"text": "b"}]), "c.csv": "text\nc\n",
+        "d.txt": "d",
+    }  # fmt: skip
+    for name, content in contents.items():
+        put(tmp_path, f"{name}.{kind}", compress(kind, content.encode()))
+    assert [row["text"] for row in rows_of(tmp_path)] == [*TEXTS, "b", "c", "d"]
+    bad = put(tmp_path, f"e.jsonl.{kind}", compress(kind, lines(*LONG[:3]).encode())[:-12])
+    assert complaint(bad).startswith(f"{bad} cannot be read: ")
+    wrong = put(tmp_path, f"f.jsonl.{kind}", lines(OK))
+    assert complaint(wrong).startswith(f"{wrong} cannot be read: ")
+    late = put(tmp_path, f"g.jsonl.{kind}", compress(kind, lines(OK, {"text": None}).encode()))
+    assert complaint(late).startswith(f"{late}:2: 'text' is null")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tsv", "id\ttext\n1\ta; b, c\n"),
+        ("a.csv", "id;text\n1;a, b\n"),
+        ("a.csv", "id\ttext\n1\ta, b\n"),
+        ("a.csv", '"id";"text"\n"1";"a; b, ""c"""\n'),
+        ("a.csv", 'text\n"a; b, c"\n'),
+        ("a.csv", '"a;b",text\n1,"a; b"\n'),
+        ("a.CSV", "id,text\n1,a; b\n"),
+    ],
+)
+def test_the_first_line_of_a_table_says_what_separates_its_values(tmp_path: Path, name: str, content: str) -> None:
+    separator = {"id;": ";", '"id': ";", "id\t": "\t"}.get(content[:3], ",")
+    *_, row = csv.DictReader(content.splitlines(), delimiter=separator)
+    assert rows_of(put(tmp_path, name, content)) == [{"text": row["text"]}]
+
+
+def test_a_json_list_of_one_line_or_many_and_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": str(i)} for i in range(100)]
+    one, many = put(tmp_path, "a.json", json.dumps(rows)), put(tmp_path, "b.json", json.dumps(rows, indent=1))
+    listed = put(tmp_path, "c.json", lines(*rows))
+    assert rows_of(one) == rows_of(many) == rows_of(listed) == rows
+    monkeypatch.setattr("fsdptrain.rows.MAX_JSON", 500)
+    assert rows_of(listed) == rows, "JSON lines are never held whole"
+    assert "longer than 500 bytes: write one object a line (.jsonl)" in complaint(many)
+    assert "longer than 500 bytes" in complaint(one)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("messages id", ("chat", {})),
+        ("id conversations", ("chat", {"messages": "conversations"})),
+        ("prompt completion", ("prompt_completion", {})),
+        ("question answer", ("prompt_completion", {"prompt": "question", "completion": "answer"})),
+        (
+            "instruction input output",
+            ("prompt_completion", {"prompt": ["instruction", "input"], "completion": "output"}),
+        ),
+        ("instruction response", ("prompt_completion", {"prompt": "instruction", "completion": "response"})),
+        ("text label", ("text", {})),
+        ("content", ("text", {"text": "content"})),
+        ("a b", None),
+    ],
+)
+def test_columns_are_recognised_and_what_is_suggested_reads_them(
+    tmp_path: Path, columns: str, expected: tuple[str, dict[str, Any]] | None
+) -> None:
+    names = columns.split()
+    assert guess(names) == expected
+    row = {name: OK_CHAT["messages"] if name in ("messages", "conversations") else "x" for name in names}
+    path = put(tmp_path, "a.jsonl", lines(row))
+    wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
+    said = complaint(path, **wrong)
+    if expected is None:
+        assert "Name yours in data.columns: {prompt: …}" in said
+        return
+    advised = yaml.safe_load(said.partition("They look like ")[2])["data"]
+    assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]
+    assert len(rows_of(path, **advised)) == 1
+
+
+def test_a_table_of_thousands_of_columns_is_told_in_a_few_words(tmp_path: Path) -> None:
+    names = [f"a column called {i} {'x' * 100}" for i in range(4_000)]
+    path = put(tmp_path, "a.csv", ",".join(names) + "\n" + ",".join("v" for _ in names) + "\n")
+    for data in ({}, PC, {"columns": {"text": "y" * 5_000}}):
+        said = complaint(path, **data)
+        assert "a column called 0" in said and ", and 3,970 more" in said
+        assert len(said) < 6_000
+    path = put(tmp_path, "b.jsonl", lines(OK, dict.fromkeys(names, "v")))
+    assert len(complaint(path)) < 6_000
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("a.xlsx", "as CSV"), ("a.arrow", "to_parquet"),
+        ("a.zip", "unpack"), ("a.pkl", "JSON lines"), ("a.pdf", ".txt"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_is_not_read_has_a_way_to_one_that_is(tmp_path: Path, name: str, way_out: str) -> None:
+    path = put(tmp_path, f"inside/{name}", "a")
+    for place in (path, path.parent):
+        assert way_out in complaint(place) and ".jsonl" in complaint(place)
+
+
+def test_a_folder_of_save_to_disk_is_recognised(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved" / "train")
+    assert "to_parquet" in complaint(tmp_path / "saved")
 
 
 def library(tmp_path: Path) -> dict[str, str]:
@@ -283,10 +448,6 @@ def test_a_deep_value_in_a_column_that_nobody_reads(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------- what is wrong, and where
 
-OK = {"text": "a"}
-OK_PC = {"prompt": "a", "completion": "b"}
-OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
-
 
 @pytest.mark.parametrize(
     ("content", "data", "line", "words"),
@@ -335,7 +496,19 @@ OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
         pytest.param(lines(OK_CHAT, {"messages": "hi"}), CHAT, 2, ["str", "list of messages"], id="a text among them"),
         pytest.param(lines({"messages": {"role": "user"}}), CHAT, 1, ["dict"], id="one message for messages"),
         pytest.param(lines(OK_CHAT, {"messages": ["hi"]}), CHAT, 2, ["message 1"], id="a text for a message"),
-        pytest.param(lines({"messages": [{"from": "human", "value": "a"}]}), CHAT, 1, ["message 1"], id="ShareGPT"),
+        pytest.param(
+            lines(OK_CHAT, {"messages": [{"from": "narrator", "value": "a"}]}), CHAT, 2,
+            ["message 1", "'narrator'", "human, user, gpt"], id="ShareGPT: an unknown speaker",
+        ),
+        pytest.param(
+            lines({"messages": [{"from": "human", "value": None}]}), CHAT, 1, ["null", "expected a text"],
+            id="ShareGPT: null",
+        ),
+        pytest.param(lines({"text": 1.5}), {}, 1, ["float", "put quotes around it"], id="a number with a fraction"),
+        pytest.param(
+            lines({"prompt": OK_CHAT["messages"], "completion": "b"}), PC, 1, ["list", "data.format: chat"],
+            id="messages for a prompt",
+        ),
         pytest.param(
             lines(OK_CHAT, {"messages": [*OK_CHAT["messages"], {"content": "b"}]}), CHAT, 2, ["message 2"], id="no role"
         ),
@@ -482,7 +655,7 @@ def test_a_text_file_has_one_column_only(tmp_path: Path) -> None:
     assert "'messages'" in said
 
 
-@pytest.mark.parametrize("name", ["a.xml", "a.jsonl.gz", "a", "a.py"])
+@pytest.mark.parametrize("name", ["a.xml", "a.jsonl.lz4", "a.parquet.gz", "a.gz", "a", "a.py"])
 def test_an_unknown_kind_of_file(tmp_path: Path, name: str) -> None:
     path = put(tmp_path, name, "a")
     said = complaint(path)
@@ -655,3 +828,5 @@ def test_fingerprints(tmp_path: Path) -> None:
 def test_a_fingerprint_knows_the_reader(tmp_path: Path) -> None:
     content = "text\nTo be, or not to be\n"
     assert fingerprint(str(put(tmp_path, "a.txt", content))) != fingerprint(str(put(tmp_path, "a.csv", content)))
+    packed = gzip.compress(content.encode())
+    assert fingerprint(str(put(tmp_path, "a.txt.gz", packed))) != fingerprint(str(put(tmp_path, "a.csv.gz", packed)))

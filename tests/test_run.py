@@ -201,7 +201,7 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     text.write_text("\n".join(lines))
     done = fsdptrain("run", recipe)
     assert done.returncode == 4
-    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is a int; expected a text"
+    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is an int; expected a text; put quotes around it"
     missing = fsdptrain("run", recipe, "data.path=nowhere.jsonl")
     assert missing.returncode == 4 and "nothing at 'nowhere.jsonl'" in missing.stderr
 

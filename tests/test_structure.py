@@ -12,14 +12,14 @@ from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
 ABOVE = (
-    "errors", "text", "processes", "schema", "paths", "recipe", "rundir", "ownership", "manifest", "hardware", "plan",
-    "page", "liveline", "report", "attempts", "claim", "heading", "trace", "ledger", "closed_form", "allocator",
+    "errors", "text", "processes", "schema", "names", "paths", "recipe", "rundir", "ownership", "manifest", "hardware",
+    "plan", "page", "liveline", "report", "attempts", "claim", "heading", "trace", "ledger", "closed_form", "allocator",
     "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "findings", "summary",
     "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim", "pace",
-    "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
+    "dist", "rows", "starter", "data", "hub", "tokenizer", "model", "loss", "attention", "weights", "shard", "optim",
+    "pace", "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder", "simulate", "estimate", "machine",
     "histogram", "anatomy", "validate", "watchdog", "pulse", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW

@@ -1,0 +1,169 @@
+"""The command line around the runs: help, versions, what is no recipe, `init`, and refusals on a narrow terminal."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support import ROOT, environment, fsdptrain
+from terminal import seen
+
+from fsdptrain.plan import Topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.rows import peek
+from fsdptrain.starter import starter
+
+COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
+
+
+def test_help_and_versions_come_without_torch() -> None:
+    """`-h` is `--help` for every command, and neither it nor `--version` imports anything heavy."""
+    code = """
+import contextlib, io, json, sys
+from fsdptrain.cli import app
+said = {}
+for line in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        app(line.split())
+    said[line] = out.getvalue()
+heavy = {"torch", "transformers", "numpy", "pyarrow", "datasets"} & sys.modules.keys()
+print(json.dumps([said, sorted(heavy)]))
+"""
+    lines = [f"{command} {flag}".strip() for command in COMMANDS for flag in ("-h", "--help")] + ["--version"]
+    words = [sys.executable, "-c", code, json.dumps(lines)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
+    said, heavy = json.loads(done.stdout)
+    assert heavy == []
+    for command in COMMANDS:
+        assert "Usage:" in said[f"{command} -h".strip()] == said[f"{command} --help".strip()]
+    assert said["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_what_is_no_recipe_is_refused_in_clear_words(tmp_path: Path, command: str) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {id: org/name}\n")
+    (tmp_path / "rows.json").write_text('[{"text": "a"}]')
+    for word, says in {
+        tmp_path: f"is a folder; its recipe is {tmp_path / 'recipe.yaml'}",
+        tmp_path.parent: "is a folder",
+        "rows.jsonl": "is data, not a recipe: fsdptrain init --data rows.jsonl --model ID writes one for it",
+        tmp_path / "rows.json": "rows.json:1: a recipe is a mapping of keys",
+        tmp_path / "recip.yaml": f"did you mean {tmp_path / 'recipe.yaml'}?",
+        "shakespear": "did you mean shakespeare?",
+        "nothing-like-it": "no such file, and no shipped recipe of that name; the shipped recipes: gsm8k-sft, ",
+        "x" * 300: "no such file",
+    }.items():
+        done = fsdptrain(command, word)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert says in done.stderr and "Traceback" not in done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- init
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a row, and what the recipe reads it as
+    "text": ({"text": "a"}, {"text": "a"}),
+    "pairs": ({"question": "a", "answer": "b"}, {"prompt": "a", "completion": "b"}),
+    "chat": ({"messages": TALK}, {"messages": TALK}),
+    "sharegpt": ({"id": "1", "conversations": SHAREGPT}, {"messages": TALK}),
+    "alpaca": ({"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a\n\nb", "completion": "c"}),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, expected = ROWS[kind]
+    data = tmp_path / "a folder: of 'data'"
+    data.mkdir()
+    (data / "rows.json").write_text(json.dumps([row]))
+    (data / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    pq.write_table(pa.table({name: [value] for name, value in row.items()}), data / "rows.parquet")
+    monkeypatch.chdir(tmp_path)
+    for number, path in enumerate([*sorted(data.iterdir()), data, Path(data.name), Path(data.name) / "*.json"]):
+        recipe = tmp_path / "recipes" / f"{number}.yaml"
+        recipe.parent.mkdir(exist_ok=True)
+        recipe.write_text(starter(str(path), "org/name", recipe))
+        written = load(recipe)
+        monkeypatch.chdir("/")  # a relative path is found from the recipe's own folder as well
+        plan = make_plan(written, Topology("cpu", 1, 2))
+        monkeypatch.chdir(tmp_path)
+        assert peek(plan.data_path, plan.recipe.data)[1][0] == expected
+
+
+def test_a_recipe_that_init_wrote_says_what_is_true(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "my rows.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    data.write_text('{"content": "a"}\n')
+    done = fsdptrain("init", "--data", data, "--model", model, tmp_path)
+    assert done.stdout.splitlines() == [
+        str(tmp_path / "recipe.yaml"),
+        f"next: fsdptrain validate {tmp_path}/recipe.yaml",
+    ]
+    text = (tmp_path / "recipe.yaml").read_text()
+    recipe = load(tmp_path / "recipe.yaml").recipe
+    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    assert (recipe.model.id, recipe.data.seq_len) == (str(model), 512), "not beyond the model's limit"
+    assert recipe.name == "model-my-rows" and recipe.data.columns == {"text": "content"}
+    assert "one of FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD\n" in text
+    plain = yaml.safe_load(re.sub(r"# eval: (\{.*?\}) .*", r"eval: \1", text))  # what a comment offers is taken too
+    (tmp_path / "with-eval.yaml").write_text(yaml.safe_dump({**plain, "eval": {"every": 100}}))
+    assert load(tmp_path / "with-eval.yaml").recipe.data.eval == {"fraction": 0.01}
+
+
+def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -> None:
+    rows, odd, recipe = tmp_path / "rows.jsonl", tmp_path / "odd.jsonl", tmp_path / "recipe.yaml"
+    rows.write_text('{"text": "a"}\n')
+    odd.write_text('{"x": "a", "y": 1}\n')
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": "hi"}\n')
+    for data, model, dest, code, says in [
+        (odd, "org/name", recipe, 4, "look like no format (text: text; prompt_completion: prompt, completion; chat: "),
+        (bad, "org/name", recipe, 4, "expected a list of messages"),
+        (tmp_path / "gone.jsonl", "org/name", recipe, 4, "nothing at"),
+        (rows, "no/such/folder", recipe, 2, "--model: 'no/such/folder' is neither a folder here nor a Hub id"),
+        (rows, "org/name", rows / "recipe.yaml", 2, "cannot write"),
+    ]:
+        done = fsdptrain("init", "--data", data, "--model", model, dest)
+        assert (done.returncode, recipe.exists()) == (code, False), done.stderr
+        assert says in done.stderr and "Traceback" not in done.stderr
+    recipe.write_text("mine")
+    done = fsdptrain("init", "--data", rows, "--model", "org/name", recipe)
+    assert done.returncode == 2 and "exists already, and is not overwritten" in done.stderr
+    assert recipe.read_text() == "mine"
+
+
+# --------------------------------------------------------------------------------------------------- on a terminal
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_refusals_are_wrapped_at_words_and_indented(tmp_path: Path, columns: int) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {id: org/name}\nfsdp: full\ndata: {seq_len: 4k}\nfrobnicate: 1\n")
+    code, screen = seen("run", recipe, columns=columns)
+    piped = fsdptrain("run", recipe).stderr.splitlines()
+    assert code == 2 and len(piped) == 4 and max(map(len, piped)) > 120
+    shown = screen.splitlines()
+    assert max(map(len, shown)) <= columns
+    assert [line for line in shown if line.startswith("fsdptrain")] == [piped[0]]
+    unwrapped = re.sub(r"\n {4}(?! )", " ", screen)
+    assert unwrapped.splitlines() == piped, "the same words, broken at spaces only"
+
+
+def test_the_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    names = re.findall(r"^  (\w+) ", fsdptrain("-h").stdout.partition("Commands:")[2], re.MULTILINE)
+    assert len(names) >= 7 and all(f"| `fsdptrain {name}" in readme for name in names)
+    for words in ("yaml-language-server: $schema=", "fsdptrain schema > ", "tensorboard --logdir runs"):
+        assert words in readme

@@ -1,0 +1,96 @@
+"""What the comments of the shipped recipes state: counts, products and forecasts are those of the tool."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from support import ROOT, fsdptrain
+
+from fsdptrain import closed_form
+from fsdptrain.data import prepare
+from fsdptrain.hardware import parse
+from fsdptrain.model import load_config, skeleton
+from fsdptrain.plan import Plan, Topology, draft_plan
+from fsdptrain.recipe import load
+from fsdptrain.tokenizer import load_tokenizer
+
+GIB = 2**30
+LARGE = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "--hardware" in path.read_text())
+NUMBER = r"[0-9][0-9,.]*[0-9]|[0-9]"
+
+
+def comment(path: Path) -> str:
+    """The comment at the head of a recipe, as one line."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines[: next(i for i, line in enumerate(lines) if not line)])
+
+
+def stated(text: str, before: str, behind: str) -> float:
+    """The one number between these words."""
+    [found] = re.findall(f"{before}({NUMBER}){behind}", text)
+    return float(found.replace(",", ""))
+
+
+def planned(path: Path, *overrides: str) -> Plan:
+    recipe = load(path, list(overrides))
+    hardware = "cpu" if path not in LARGE else re.search(r"--hardware (\S+)", path.read_text())[1]  # type: ignore[index]
+    launch = recipe.recipe.launch
+    device = "cpu" if hardware == "cpu" else "cuda"
+    assert parse(hardware)
+    return draft_plan(recipe, Topology(device, launch.nnodes, launch.nproc_per_node), elsewhere=True)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_counts_and_products(path: Path) -> None:
+    text, plan = comment(path), planned(path)
+    model = skeleton(load_config(plan, None), plan.recipe.model)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert stated(text, "Parameters: ", ",? counted") == parameters
+    for width, billions, ranks, size in re.findall(r"(\d+) B × ([\d.]+)e9 / (\d+) = ([\d.]+) GiB", text):
+        assert float(billions) == round(parameters / 1e9, len(billions.partition(".")[2]))
+        assert float(size) == round(int(width) * parameters / int(ranks) / GIB, 1)
+
+
+@pytest.mark.parametrize("path", [path for path in LARGE if "qwen" not in path.stem], ids=lambda path: path.stem)
+def test_the_stated_peak_is_that_of_the_closed_form(path: Path) -> None:
+    plan = planned(path)
+    peak = closed_form.peak(plan, load_config(plan, None)).allocated / GIB
+    assert math.isclose(stated(comment(path), "Peak: ", " GiB allocated"), peak, rel_tol=0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_the_stated_forecast_is_that_of_validate(path: Path) -> None:
+    text = comment(path)
+    hardware = re.search(r"--hardware (\S+)", text)[1]  # type: ignore[index]
+    found = json.loads(fsdptrain("validate", path, "--hardware", hardware, "--json", timeout=600).stdout)
+    assert math.isclose(stated(text, "Peak: ", " GiB allocated"), found["peak_bytes"] / GIB, rel_tol=0.01)
+    assert math.isclose(stated(text, "allocated, ", "(?: wanted)? with"), found["reserved_bytes"] / GIB, rel_tol=0.02)
+    assert math.isclose(stated(text, "tokens takes ", " s"), found["step_s"], rel_tol=0.03)
+
+
+def test_the_figures_of_the_two_small_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "recipes")
+    quiet = lambda *_: None  # noqa: E731
+    small, maths = ROOT / "recipes" / "shakespeare.yaml", ROOT / "recipes" / "gsm8k-sft.yaml"
+    text, plan = comment(small), planned(small)
+    tokenizer = load_tokenizer(plan, quiet)
+    model = skeleton(load_config(plan, len(tokenizer)), plan.recipe.model)
+    assert stated(text, "", " parameters") == sum(p.numel() for p in model.parameters())
+    stream, _, corpus = prepare(plan, tokenizer, quiet)
+    assert math.isclose(stated(text, "about ", " tokens, so"), len(corpus.tokens), rel_tol=0.005)
+    assert round(plan.recipe.train.steps / (len(stream) / 4)) == 2, "some two passes"  # type: ignore[operator]
+
+    tokenizer.save_pretrained(tmp_path)
+    text, everything = comment(maths), [f"model.id={tmp_path}", "data.max_rows=null"]
+    lengths = prepare(planned(maths, *everything), tokenizer, quiet)[0].corpus.lengths
+    assert round(float(lengths.mean())) == stated(text, "answer is ", " tokens on average")
+    assert round(100 * float((lengths > 256).mean())) == stated(text, "average and ", "% of them")
+    assert round(100 * float((lengths > 512).mean()), 1) == stated(text, "only ", "% are cut")
+    sequences = len(prepare(planned(maths, *everything[:1]), tokenizer, quiet)[0])
+    assert math.isclose(stated(text, "fill about ", " sequences"), sequences, rel_tol=0.01)
+    assert math.isclose(stated(text, "some ", " steps of 16"), sequences / 16, rel_tol=0.05)
