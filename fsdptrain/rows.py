@@ -227,7 +227,7 @@ def _open_parquet(file: Path) -> Source:
             for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", row
+                    yield f"{file}, row {number}", {name: _unpadded(value) for name, value in row.items()}
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{file}: cannot be read after row {number}: {_first_line(error)}") from None
 
@@ -236,6 +236,15 @@ def _open_parquet(file: Path) -> Source:
         return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {_first_line(error)}") from None
+
+
+def _unpadded(value: Any) -> Any:
+    """A value without the nulls with which Arrow fills up every mapping to the keys of all rows' together."""
+    if isinstance(value, list):
+        return [_unpadded(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _unpadded(item) for name, item in value.items() if item is not None}
+    return value
 
 
 def _first_line(error: BaseException) -> str:
@@ -261,7 +270,7 @@ def _open_hub(path: str) -> Source:
 
     def rows(columns: list[str]) -> Rows:
         for number, row in enumerate(opened.select_columns(columns), 1):
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {number}", {name: _unpadded(value) for name, value in row.items()}
 
     return Source(path, opened.column_names, len(opened), rows)
 
@@ -273,7 +282,7 @@ def _root(error: BaseException) -> str:
 
 
 def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """Batches of rows with our field names, every value checked.
+    """Batches of rows with our field names, every value checked; those of conversations with their `place`, too.
 
     Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
     """
@@ -287,14 +296,29 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
         )
     if twice := [name for name in columns.values() if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: {len(source.columns)} columns, and more than one is called {twice[0]!r}")
-    check = _check_messages if data.format == "chat" else _check_text
-    rows = islice(source.rows(list(dict.fromkeys(columns.values()))), limit)
-    checked = ({field: check(row, column, place) for field, column in columns.items()} for place, row in rows)
+    check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_texts_of, columns)
+    if data.format == "chat":  # rows of a JSON file may have tools where the first, which lists the columns, has none
+        columns["tools"] = data.columns.get("tools", "tools")
+        if "tools" in data.columns and columns["tools"] not in source.columns:
+            raise DataError(f"{source.name}: no column {columns['tools']!r}, which data.columns names as tools")
+        check = partial(_conversation, columns)
+    wanted = [name for name in dict.fromkeys(columns.values()) if name in source.columns]
+    checked = (check(row, place) for place, row in islice(source.rows(wanted), limit))
     yield from iter(partial(_take, checked), [])
 
 
 def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(islice(rows, BATCH))
+
+
+def _texts_of(columns: dict[str, str], row: dict[str, Any], place: str) -> dict[str, Any]:
+    return {field: _check_text(row, column, place) for field, column in columns.items()}
+
+
+def _conversation(columns: dict[str, str], row: dict[str, Any], place: str) -> dict[str, Any]:
+    tools = _check_tools(row, columns["tools"], place)
+    messages = _check_messages(row, columns["messages"], place)
+    return {"messages": messages, "place": place} | ({"tools": tools} if tools else {})
 
 
 def _check_text(row: dict[str, Any], column: str, place: str) -> str:
@@ -327,6 +351,31 @@ def _check_messages(row: dict[str, Any], column: str, place: str) -> list[dict[s
         _whole(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
+
+
+def _check_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
+    """The JSON schemas of the tools of a conversation, given as a list or as JSON text; None where it has none."""
+    value = row.get(column)
+    if isinstance(value, str) and value.strip():
+        _whole(value, column, place)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: {column!r} is a text that is not JSON: {error}") from None
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        return None
+    tools = [_tool(tool) for tool in value] if isinstance(value, list) else []
+    if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
+        raise DataError(f"{place}: {column!r} is {_kind(row[column])}; expected a list of JSON schemas, or one as text")
+    _whole(json.dumps(tools, ensure_ascii=False, default=str), column, place)
+    return tools
+
+
+def _tool(tool: Any) -> Any:
+    """One tool; some data sets hold each as a JSON text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(tool) if isinstance(tool, str) else tool
+    return None
 
 
 def _kind(value: Any) -> str:
