@@ -594,8 +594,9 @@ def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     for name in data.columns:
         if name not in fields:
             yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
-    if isinstance(data.columns.get("messages"), list):
-        yield Problem("messages: is one column; only texts are joined", "data.columns")
+    for name in ("messages", "tools"):
+        if isinstance(data.columns.get(name), list):
+            yield Problem(f"{name}: is one column; only texts are joined", "data.columns")
     if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
         yield Problem("plain text has no completions: every token is trained", "data.train_on")
     if data.separator and data.format != "prompt_completion":

@@ -11,13 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `forms`, `values`,
-    `any_text`).
+    """A recipe key: its default, one sentence, and its limits.
 
+    They are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`.
     `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
     of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
-    their name). `values` does the same for each value of a mapping whose keys are free.
-    `any_text`: a text that may be empty, white space or control characters.
+    their name). `values` does the same for each value of a mapping whose keys are free. `any_text`: a text that may be
+    empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
