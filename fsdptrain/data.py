@@ -10,20 +10,18 @@ copy and a second run starts at once. Words used here:
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
-import resource
 import shutil
-import signal
-import threading
+import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +30,26 @@ import torch
 from filelock import FileLock
 
 from fsdptrain import __version__
+from fsdptrain.encode import Encoder
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
 
-LAYOUT = 3  # of a cached corpus: another number, other folders
+LAYOUT = 4  # of a cached corpus: another number, other folders
 SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
 SUMS = "sums.json"
-TEMPLATE_S = 30  # seconds that a chat template may take over one conversation, and bytes beyond those in use before
-TEMPLATE_BYTES = 2**32
 IGNORED = -100  # the label of a position that carries no loss
-TRAINED = 1  # in the flags of a row
-Row = tuple[list[int], bytes]  # tokens; a byte for each, 1 where it is to be predicted
 Progress = Callable[[str, int, int], None]
 Batch = dict[str, torch.Tensor]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-
-# For tokenizers without a chat template: readable, and every assistant turn ends with the end-of-sequence token.
-PLAIN_CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}\n"
-    "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant: {% endif %}"
-)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The cached token stream of one data set, cut into pieces and packed into blocks.
 
-    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted;
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted; `ends` int64 [R+1] offsets of rows;
     `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
     pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped; `lengths` uint32 [R]
     tokens of every row before anything was cut.
@@ -77,6 +65,8 @@ class Corpus:
     pad: int
     fingerprint: str
     lengths: np.ndarray[Any, Any]
+    ends: Ints
+    name: str = ""
 
     def __len__(self) -> int:
         return len(self.blocks) - 1
@@ -111,14 +101,15 @@ class Corpus:
 
     def show(self, tokenizer: Any, number: int = 0) -> str:
         """Block `number`'s first piece as text, with the trained parts in ⟦ ⟧."""
-        start, length, _ = self.pieces[self.blocks[number]]
-        text, trained = "", False
-        for i in range(start, min(start + length, start + 400)):
-            if self.trained[i] != trained:
-                trained = bool(self.trained[i])
-                text += "⟦" if trained else "⟧"
-            text += tokenizer.decode([int(self.tokens[i])])
-        return text + ("⟧" if trained else "") + ("…" if length > 400 else "")
+        start, length, _ = (int(n) for n in self.pieces[self.blocks[number]])
+        shown = slice(start, start + min(length, 400))
+        ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
+        turns = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # starts and ends of what is trained
+        places = [len(tokenizer.decode(ids[:turn])) for turn in turns]  # of the whole: a part may lose its first space
+        text = tokenizer.decode(ids)
+        for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
+            text = text[:place] + mark + text[place:]
+        return text + ("…" if length > 400 else "")
 
 
 @dataclass(frozen=True)
@@ -172,17 +163,67 @@ def prepare(plan: Plan, tokenizer: Any, progress: Progress) -> tuple[Stream, lis
     """
     data, seed = plan.recipe.data, plan.recipe.seed
     corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
-    numbers = np.arange(len(corpus))
+    held_out = None
     if plan.eval_path is not None:
         held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
-        return Stream(corpus, numbers, seed), list(range(len(held_out))), held_out
-    if data.eval is None:
-        return Stream(corpus, numbers, seed), [], corpus
-    count = max(1, round(data.eval["fraction"] * len(corpus)))
-    if count >= len(corpus):
-        raise DataError(f"data.eval: fraction {data.eval['fraction']} of {len(corpus)} blocks leaves none to train on")
-    chosen = np.sort(np.random.default_rng([seed, 0, 1]).permutation(len(corpus))[:count])  # no epoch's stream
-    return Stream(corpus, np.setdiff1d(numbers, chosen), seed), [int(n) for n in chosen], corpus
+    elif data.eval is not None:
+        corpus, held_out = divide(corpus, data, data.eval["fraction"], seed)
+    stream = Stream(corpus, np.arange(len(corpus)), seed)
+    return stream, list(range(len(held_out))) if held_out else [], held_out or corpus
+
+
+def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+    """A corpus to train on and one to hold out, of whole rows: no row is in both.
+
+    Only where most of what is to be held out cannot be had in whole rows, a text is divided and its end held out: a row
+    of its own, so that no token of it is a label of the first part. Raises DataError where either would be empty.
+    """
+
+    def write(folder: Path) -> None:
+        starts, stops, held, divided = choose(corpus.ends, fraction, seed, data.format == "text")
+        for name, side in (("train", ~held), ("held", held)):
+            pieces, blocks, labels = arrange(starts[side], stops[side], corpus.trained, data)
+            if not len(pieces):
+                kept = "to hold out" if name == "held" else "to train on"
+                raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {kept}")
+            for kind, values in (("pieces", pieces), ("blocks", blocks), ("labels", labels)):
+                np.save(folder / f"{name}-{kind}.npy", values)
+        (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
+
+    folder = kept("splits", [corpus.name, fraction, seed], write)
+    notes = corpus.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    train, held = (
+        dataclasses.replace(
+            corpus,
+            notes=notes,
+            **{kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode="r") for kind in ("pieces", "blocks", "labels")},
+        )
+        for name in ("train", "held")
+    )
+    return train, held
+
+
+def choose(ends: Ints, fraction: float, seed: int, divisible: bool) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
+    """Draw rows by `seed` until they hold this fraction of all tokens.
+
+    `ends` int64 [R+1]: the rows' offsets. Returns starts and ends of rows, whether each is held out, how many were
+    divided.
+    """
+    lengths, wanted = np.diff(ends), round(fraction * int(ends[-1]))
+    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # no epoch's stream
+    short = drawn[lengths[drawn] <= wanted]
+    whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
+    missing = wanted - int(lengths[whole].sum())
+    held = np.zeros(len(lengths), bool)
+    held[whole] = True
+    if missing <= wanted / 2 or len(short) == len(drawn):
+        return ends[:-1], ends[1:], held, 0
+    long = int(drawn[lengths[drawn] > wanted][0])
+    if not divisible:
+        held[long] = True
+        return ends[:-1], ends[1:], held, 0
+    ends = np.insert(ends, long + 1, ends[long + 1] - missing)
+    return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
 
 
 def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
@@ -191,10 +232,31 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     content = fingerprint(path)
     wanted = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
-        "max_rows": max_rows, "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on],
+        "max_rows": max_rows,
+        "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on, data.separator],
     }  # fmt: skip
+
+    def write(folder: Path) -> None:
+        _write_corpus(folder, path, data, tokenizer, max_rows, progress)
+        if stamps(path) != before:
+            raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
+
+    folder = kept("data", wanted, write)
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    flat = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
+    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, name=folder.name)
+
+
+_ARRAYS = ("pieces", "blocks", "labels", "lengths", "ends")
+_STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
+
+
+def kept(kind: str, wanted: Any, write: Callable[[Path], None]) -> Path:
+    """The cache's folder of what `wanted` (JSON) describes; `write` fills it where there is none, or a damaged one."""
     name = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_dir("data") / name
+    folder = cache_dir(kind) / name
     with FileLock(f"{folder}.lock"):
         if not is_whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -202,26 +264,16 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
-                _write_corpus(scratch, path, data, tokenizer, max_rows, progress)
-                if stamps(path) != before:
-                    raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
+                write(scratch)
                 seal(scratch)
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    flat = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
-    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content)
-
-
-_ARRAYS = ("pieces", "blocks", "labels", "lengths")
-_STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
+    return folder
 
 
 def cache_dir(kind: str) -> Path:
-    """The folder that keeps what is prepared of a kind, made if need be: data, or tokenizers.
+    """The folder that keeps what is prepared of a kind, made if need be: data, splits, or tokenizers.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError where none can be had.
     """
@@ -267,9 +319,18 @@ def _sums(folder: Path) -> dict[str, list[int]]:
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 over all that decides which tokens a text becomes: the vocabulary, the rules, the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    parts = [rules, str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
+    rules = backend.to_str() if backend is not None else _saved(tokenizer)
+    split = bool(getattr(tokenizer, "split_special_tokens", False))  # of a text, into plain tokens
+    parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _saved(tokenizer: Any) -> str:
+    """All files of a tokenizer written in Python, as text: its vocabulary, its merges, its switches."""
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
+        return "\0".join(f"{file.name}\0{file.read_bytes().hex()}" for file in files)
 
 
 def _write_corpus(
@@ -292,175 +353,31 @@ def _write_corpus(
                 progress("tokenise", done, total)
     if ends[-1] == 0:
         raise DataError(f"{path}: no row with a trained token is left of {done}")
+    offsets = np.array(ends)
     flags = np.memmap(folder / "trained.bin", np.bool_, "r")
-    pieces = cut(np.array(ends), data)
-    labels = piece_labels(pieces, flags)
-    order, blocks = pack(pieces[labels > 0], data)
-    pieces = pieces[labels > 0][order]
-    block_labels = np.add.reduceat(labels[labels > 0][order], blocks[:-1])
-    for name, values in zip(_ARRAYS, (pieces, blocks, block_labels, np.array(encode.lengths)), strict=True):
+    pieces, blocks, labels = arrange(offsets[:-1], offsets[1:], flags, data)
+    for name, values in zip(_ARRAYS, (pieces, blocks, labels, np.array(encode.lengths), offsets), strict=True):
         np.save(folder / f"{name}.npy", values)
-    notes = {"rows": done, **encode.counts, "tokens": int(ends[-1]), "label_tokens": int(block_labels.sum())}
+    counts = {**encode.counts, "divided": 0}
+    notes = {"rows": done, **counts, "tokens": int(ends[-1]), "label_tokens": int(labels.sum())}
     (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
 
 
-class Encoder:
-    """Rows of one format → (token ids, trained flags, a byte each), with the counts of what was cut or dropped."""
+def arrange(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data) -> tuple[Ints, Ints, Ints]:
+    """Cut and pack rows (first tokens [R], ends [R]): pieces [P, 3], blocks [B+1] and labels [B], as in a `Corpus`.
 
-    def __init__(self, tokenizer: Any, data: Data) -> None:
-        self.tokenizer, self.data = tokenizer, data
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        if tokenizer.eos_token_id is None:
-            raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
-        self.eos = int(tokenizer.eos_token_id)
-        empty = tokenizer("", add_special_tokens=True).input_ids  # also turns truncation and padding off in the backend
-        self.bos = [int(empty[0])] if empty and empty[0] == tokenizer.bos_token_id else []
-        self.marks = tuple(tokenizer.get_added_vocab())
-        self.lengths = array("I")  # tokens of each row, before the cut
-        self.counts = {"cut": 0, "dropped": 0, "split": 0, "untrained turns": 0}
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Encode a batch of rows; rows without a trained token are dropped and counted."""
-        for ids, mask in getattr(self, f"_{self.data.format}")(rows):
-            self.lengths.append(len(ids))
-            if self.data.format == "text":
-                self.counts["split"] += len(ids) > self.data.seq_len and self.data.packing != "concat"
-            elif len(ids) > self.data.seq_len and self.data.packing != "concat":
-                ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
-                self.counts["cut"] += 1
-            if TRAINED in mask[1:]:
-                yield ids, mask
-            else:
-                self.counts["dropped"] += 1
-
-    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
-        if self.backend is not None:  # without offsets and attention masks, which nobody asks for, in half the time
-            return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        return encoded
-
-    def _framed(self, ids: list[int], mask: bytes) -> Row:
-        """A row with one begin-of-sequence token where the tokenizer wants it, and a trained end."""
-        ids, mask = self._begun(ids, mask)
-        return (ids, mask) if ids[-1:] == [self.eos] else ([*ids, self.eos], mask + b"\1")
-
-    def _begun(self, ids: list[int], mask: bytes) -> Row:
-        return (self.bos + ids, b"\0" + mask) if self.bos and ids[:1] != self.bos else (ids, mask)
-
-    def _text(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        for ids in self._ids([row["text"] for row in rows]):
-            yield self._framed(ids, b"\1" * len(ids))
-
-    def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        prompts = self._ids([_with_gap(row["prompt"], row["completion"]) for row in rows])
-        completions = self._ids([row["completion"] for row in rows])
-        asked = b"\1" if self.data.train_on == "all" else b"\0"
-        for prompt, completion in zip(prompts, completions, strict=True):
-            yield self._framed(prompt + completion, asked * len(prompt) + b"\1" * len(completion))
-
-    def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        rendered = [self._rendered(row["messages"]) for row in rows]
-        encoded = self.tokenizer(
-            [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        for ids, offsets, (text, spans) in zip(encoded.input_ids, encoded.offset_mapping, rendered, strict=True):
-            edges = {edge for span in spans for edge in span}
-            if all(edges.isdisjoint(range(start + 1, end)) for start, end in offsets):
-                mask = bytes(end > start and any(a <= start < b for a, b in spans) for start, end in offsets)
-            else:
-                ids, mask = self._in_parts(text, spans)
-            yield self._begun(ids, mask)
-
-    def _in_parts(self, text: str, spans: list[tuple[int, int]]) -> Row:
-        """Tokens of a text that are never partly inside a span, as when the model continues a generation prompt."""
-        bounds = sorted({0, len(text), *(edge for span in spans for edge in span)})
-        parts = [(text[a:b], any(x <= a < y for x, y in spans)) for a, b in pairwise(bounds)]
-        encoded = list(self._ids([part for part, _ in parts]))
-        mask = bytes(trained for ids, (_, trained) in zip(encoded, parts, strict=True) for _ in ids)
-        return [token for ids in encoded for token in ids], mask
-
-    def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            with _bounded():
-                return self._render(messages)
-        except (TimeoutError, MemoryError) as error:
-            raise DataError(f"the chat template has no end: {error!r}; it got {str(messages)[:120]}") from None
-
-    def _render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and the character spans to train: all, or what each assistant turn adds.
-
-        A turn's span begins where the template's generation prompt ends, and ends with its end-of-turn token.
-        """
-        text = self._template(messages, False)
-        if self.data.train_on == "all":
-            return text, [(0, len(text))]
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                after = self._template(messages[: i + 1], False)
-                before = self._before(messages[: i + 1], after)
-                if not (text.startswith(after) and after.startswith(before)):
-                    if i + 1 < len(messages):  # the template rewrites earlier turns once there is a later one
-                        self.counts["untrained turns"] += 1
-                        continue
-                    after = text
-                start = len(before) if text.startswith(before) else _common(before, text)
-                turn = text[start : len(after)].rstrip()
-                spans.append((start, start + len(turn) if turn.endswith(self.marks) else len(after)))
-        return text, spans
-
-    def _before(self, messages: list[dict[str, Any]], after: str) -> str:
-        """What stands before the words of the last of these messages; `after` is what stands up to their end."""
-        if len(messages) > 1:
-            return self._template(messages[:-1], True)
-        opening = self._template(messages, True).removeprefix(after)  # no template renders a conversation of nothing
-        return after[: after.find(opening) + len(opening)] if opening in after else after
-
-    def _template(self, messages: list[dict[str, Any]], prompt: bool) -> str:
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-        except Exception as error:  # a template may raise anything through jinja
-            raise DataError(
-                f"the chat template refuses a conversation: {error!r:.300}; it begins {str(messages)[:120]}"
-            ) from None
-
-
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Inside, whatever takes longer than TEMPLATE_S or more than TEMPLATE_BYTES of memory is stopped.
-
-    transformers renders in jinja's sandbox, from which no code gets out; but loops in loops and products of texts do
-    not end there. The clock is a signal's, so it runs in a process's main thread only, as all of `prepare` does.
+    Pieces without a label token are left out.
     """
-
-    def late(signum: int, frame: Any) -> None:
-        raise TimeoutError(f"it takes longer than {TEMPLATE_S} s")
-
-    in_use = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    room = min(limit for limit in (in_use + TEMPLATE_BYTES, soft, hard) if limit != resource.RLIM_INFINITY)
-    clock = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, late) if clock else None
-    resource.setrlimit(resource.RLIMIT_AS, (room, hard))
-    try:
-        if clock:
-            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
-        yield
-    finally:
-        if clock:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters two texts share at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _with_gap(prompt: str, completion: str) -> str:
-    """The prompt, with a line break after it unless either side brings its own white space."""
-    return prompt if prompt[-1:].isspace() or completion[:1].isspace() else prompt + "\n"
+    ends = np.concatenate([[0], np.cumsum(stops - starts)])  # of the rows, one behind the other
+    pieces = cut(ends, data)
+    shift = (starts - ends[:-1])[np.searchsorted(ends, pieces[:, 0], side="right") - 1]
+    placed = pieces + np.stack([shift, np.zeros_like(shift), shift], axis=1)
+    labels = piece_labels(placed, trained)
+    used = labels > 0
+    if not used.any():
+        return placed[used], np.zeros(1, np.int64), labels[used]
+    order, blocks = pack(pieces[used], data)
+    return placed[used][order], blocks, np.add.reduceat(labels[used][order], blocks[:-1])
 
 
 def cut(ends: Ints, data: Data) -> Ints:

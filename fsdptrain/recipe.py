@@ -26,6 +26,7 @@ from fsdptrain.names import MEANT, home_of, key_in, sentence
 from fsdptrain.paths import expanded, path_problems
 from fsdptrain.schema import (
     FORMAT_FIELDS,
+    OPTIONAL_FIELDS,
     Recipe,
     all_fields,
     all_paths,
@@ -371,7 +372,7 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
     written: dict[str, Leaf] = {}
     wrong: list[Leaf] = []
     for leaf in leaves:
-        if refused := _unkept(leaf.value):
+        if refused := _unkept(leaf.value, any_text=leaf.path in _ANY_TEXT):
             problems.append(Problem(refused, leaf.path, leaf.where))
             continue
         try:
@@ -503,7 +504,7 @@ def _limit_broken(path: str, value: Any) -> str | None:
         return f"{value} is too small: above {limits['above']}"
     if "at_most" in limits and value > limits["at_most"]:
         return f"{value} is too large: at most {limits['at_most']}"
-    if isinstance(value, str) and not value.strip():
+    if isinstance(value, str) and not value.strip() and "any_text" not in limits:
         return "is empty"
     if "forms" in limits and not any(fits(value, form) for form in limits["forms"]):
         return _not_taken(path, value)
@@ -587,16 +588,19 @@ def is_folder(path: str) -> bool:
 
 def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     data = recipe.data
-    fields = FORMAT_FIELDS[data.format]
+    fields = (*FORMAT_FIELDS[data.format], *OPTIONAL_FIELDS.get(data.format, ()))
     if data.path is None:
         yield Problem("is not set: a file, glob, folder, or Hub data set", "data.path")
     for name in data.columns:
         if name not in fields:
             yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
-    if isinstance(data.columns.get("messages"), list):
-        yield Problem("messages: is one column; only texts are joined", "data.columns")
+    for name in ("messages", "tools"):
+        if isinstance(data.columns.get(name), list):
+            yield Problem(f"{name}: is one column; only texts are joined", "data.columns")
     if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
         yield Problem("plain text has no completions: every token is trained", "data.train_on")
+    if data.separator and data.format != "prompt_completion":
+        yield Problem(f"has no effect with format {data.format}: there is no prompt and completion", "data.separator")
 
 
 def _fsdp_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
@@ -615,7 +619,10 @@ def _open(path: str) -> bool:
     return path.startswith(("model.config.", "data.columns."))
 
 
-def _unkept(value: Any) -> str | None:
+_ANY_TEXT = {path for path, spec in all_fields() if spec.metadata.get("any_text")}
+
+
+def _unkept(value: Any, any_text: bool) -> str | None:
     """Why a value cannot be kept in a plan, which is JSON, exactly as it is written; None where it can."""
     for item in _within(value):
         if isinstance(item, float) and not math.isfinite(item):
@@ -624,7 +631,8 @@ def _unkept(value: Any) -> str | None:
             return f"the keys of {_show(item)} are not all texts: write quotes around them"
         if isinstance(item, str) and _bad_reference(item):
             return "only plain ${key} references are read; resolvers are refused"
-        if isinstance(item, str) and (odd := next((c for c in item if category(c) in ("Cc", "Cs")), None)):
+        refused = ("Cs",) if any_text else ("Cc", "Cs")
+        if isinstance(item, str) and (odd := next((c for c in item if category(c) in refused), None)):
             return f"holds the control character {odd!a}"
     return None
 

@@ -318,7 +318,7 @@ def _open_parquet(file: Path) -> Source:
             for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", row
+                    yield f"{file}, row {number}", {name: _unpadded(value) for name, value in row.items()}
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{file}: cannot be read after row {number}: {_first_line(error)}") from None
 
@@ -327,6 +327,15 @@ def _open_parquet(file: Path) -> Source:
         return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {_first_line(error)}") from None
+
+
+def _unpadded(value: Any) -> Any:
+    """A value without the nulls with which Arrow fills up every mapping to the keys of all rows' together."""
+    if isinstance(value, list):
+        return [_unpadded(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _unpadded(item) for name, item in value.items() if item is not None}
+    return value
 
 
 def _first_line(error: BaseException) -> str:
@@ -352,7 +361,7 @@ def _open_hub(path: str) -> Source:
 
     def rows(columns: list[str]) -> Rows:
         for number, row in enumerate(opened.select_columns(columns), 1):
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {number}", {name: _unpadded(value) for name, value in row.items()}
 
     return Source(path, opened.column_names, len(opened), rows)
 
@@ -364,7 +373,7 @@ def _root(error: BaseException) -> str:
 
 
 def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """Batches of rows with our field names, every value checked.
+    """Batches of rows with our field names, every value checked; those of conversations with their `place`, too.
 
     Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
     """
@@ -374,9 +383,16 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
         raise DataError(f"{source.name}: {_no_column(missing[0], source.columns, data)}")
     if twice := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: {len(source.columns)} columns, and more than one is called {twice[0]!r}")
-    check = _check_messages if data.format == "chat" else _check_text
-    rows = islice(source.rows(wanted), limit)
-    checked = ({field: check(row, *names, place=place) for field, names in columns.items()} for place, row in rows)
+    check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_texts_of, columns)
+    optional: list[str] = []
+    if data.format == "chat":  # rows of a JSON file may have tools where the first, which lists the columns, has none
+        tools = data.columns.get("tools", "tools")
+        if "tools" in data.columns and tools not in source.columns:
+            raise DataError(f"{source.name}: no column {tools!r}, which data.columns names as tools")
+        check = partial(_conversation, columns["messages"][0], tools)
+        optional = [tools] if tools in source.columns else []
+    rows = islice(source.rows([*wanted, *optional]), limit)
+    checked = (check(row, place) for place, row in rows)
     yield from iter(partial(_take, checked), [])
 
 
@@ -434,6 +450,17 @@ def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(islice(rows, BATCH))
 
 
+def _texts_of(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:
+    return {field: _check_text(row, *names, place=place) for field, names in columns.items()}
+
+
+def _conversation(messages: str, tools: str, row: dict[str, Any], place: str) -> dict[str, Any]:
+    found = _check_tools(row, tools, place)
+    return {"messages": _check_messages(row, messages, place=place), "place": place} | (
+        {"tools": found} if found else {}
+    )
+
+
 def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str:
     """The text in a column, and of those in `more` all that are not empty, with an empty line between them."""
     if column not in row:
@@ -487,6 +514,31 @@ def _translated(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise DataError(f"{place}: value is {_kind(message['value'])}; expected a text")
     others = {name: item for name, item in message.items() if name not in ("from", "value", "role", "content")}
     return {"role": role, "content": message["value"], **others}
+
+
+def _check_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
+    """The JSON schemas of the tools of a conversation, given as a list or as JSON text; None where it has none."""
+    value = row.get(column)
+    if isinstance(value, str) and value.strip():
+        _whole(value, column, place)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: {column!r} is a text that is not JSON: {error}") from None
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        return None
+    tools = [_tool(tool) for tool in value] if isinstance(value, list) else []
+    if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
+        raise DataError(f"{place}: {column!r} is {_kind(row[column])}; expected a list of JSON schemas, or one as text")
+    _whole(json.dumps(tools, ensure_ascii=False, default=str), column, place)
+    return tools
+
+
+def _tool(tool: Any) -> Any:
+    """One tool; some data sets hold each as a JSON text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(tool) if isinstance(tool, str) else tool
+    return None
 
 
 def _kind(value: Any) -> str:

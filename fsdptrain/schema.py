@@ -11,11 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A recipe key: its default, one sentence, and its limits (`at_least`, `above`, `at_most`, `forms`, `values`).
+    """A recipe key: its default, one sentence, and its limits.
 
+    They are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`.
     `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
     of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
-    their name). `values` does the same for each value of a mapping whose keys are free.
+    their name). `values` does the same for each value of a mapping whose keys are free. `any_text`: a text that may be
+    empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -47,6 +49,7 @@ class Model:
 
 # The fields a row of each format has; `data.columns` maps them to the columns' own names.
 FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
+OPTIONAL_FIELDS = {"chat": ("tools",)}  # read where there is such a column
 
 
 @dataclass
@@ -63,10 +66,13 @@ class Data:
     seq_len: int = key(2048, "tokens of one sequence", at_least=8)
     packing: Literal["bfd", "concat", "none"] = key("bfd", "best-fit decreasing, one long stream, or a row a sequence")
     train_on: Literal["all", "completion"] = key("completion", "which tokens carry a loss (text: always all)")
+    separator: str = key(
+        "", 'between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
+    )
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the packed blocks",
+        "held-out data: {path, max_rows}, or {fraction} of the documents, chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 

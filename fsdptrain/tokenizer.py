@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Progress, cache_dir, is_whole, seal
+from fsdptrain.chat import plain_template
+from fsdptrain.data import Progress, kept
+from fsdptrain.encode import prefix
 from fsdptrain.errors import RecipeError
 from fsdptrain.hub import hub_errors, recipe_errors, refuse_links_out, source
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read
+from fsdptrain.schema import FORMAT_FIELDS
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(plan: Plan, progress: Progress) -> Any:
-    """The tokenizer that the recipe names, or one trained on its data; with a chat template in any case."""
+    """The tokenizer that the recipe names, or one trained on its data.
+
+    One without a chat template gets the plain one where conversations are trained: the export has the template that the
+    model knows, or none.
+    """
     wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
     if isinstance(wanted, dict):
         tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
@@ -34,8 +38,8 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    if tokenizer.chat_template is None and plan.recipe.data.format == "chat":
+        tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix(tokenizer))))
     return tokenizer
 
 
@@ -47,18 +51,14 @@ def vocabulary(tokenizer: Any) -> int:
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
     """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
     data = plan.recipe.data
-    content = f"{__version__} {fingerprint(plan.data_path)} {size} {data.format} {data.columns} {data.max_rows}"
-    folder = cache_dir("tokenizers") / hashlib.sha256(content.encode()).hexdigest()[:32]
-    with FileLock(f"{folder}.lock"):
-        if not is_whole(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            progress("tokenizer", 0, 1)
-            scratch = folder.with_suffix(f".{os.getpid()}")
-            train_bpe(_texts(plan), size).save_pretrained(scratch)
-            seal(scratch)
-            scratch.rename(folder)
-            progress("tokenizer", 1, 1)
-    return AutoTokenizer.from_pretrained(folder)
+
+    def write(folder: Path) -> None:
+        progress("tokenizer", 0, 1)
+        train_bpe(_texts(plan), size).save_pretrained(folder)
+        progress("tokenizer", 1, 1)
+
+    content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
+    return AutoTokenizer.from_pretrained(kept("tokenizers", content, write))
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
@@ -83,5 +83,5 @@ def _texts(plan: Plan) -> Iterator[str]:
         for rows in read(opened, data, None if data.max_rows is None else data.max_rows - done):
             done += len(rows)
             for row in rows:
-                for value in row.values():
+                for value in (row[field] for field in FORMAT_FIELDS[data.format]):
                     yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]

@@ -19,7 +19,8 @@ import transformers
 
 from fsdptrain import advise, closed_form
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
-from fsdptrain.data import PLAIN_CHAT_TEMPLATE, Stream, prepare
+from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data import Stream, prepare
 from fsdptrain.dryrun import Request
 from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, listed
 from fsdptrain.findings import Findings
@@ -49,7 +50,7 @@ from fsdptrain.outlook import (
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rows import data_files, describe, peek
-from fsdptrain.schema import FORMAT_FIELDS
+from fsdptrain.schema import FORMAT_FIELDS, OPTIONAL_FIELDS
 from fsdptrain.text import counted
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
 
@@ -142,14 +143,27 @@ def _without_absent_eval(plan: Plan, found: Findings) -> Plan:
 def check_rows(plan: Plan, found: Findings) -> bool:
     """Read the first rows: the columns there are, and those that the format wants."""
     data = plan.recipe.data
-    there, _ = peek(plan.data_path, data)
+    there, first = peek(plan.data_path, data)
     needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
+    optional = {field: data.columns.get(field, field) for field in OPTIONAL_FIELDS.get(data.format, ())}
+    needed |= {field: column for field, column in optional.items() if column in there}
     facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
-    line = (
-        f"format {data.format}, which reads {describe(plan.data_path, data)}; columns of the first row: {listed(there)}"
-    )
+    joined = f", joined by {json.dumps(data.separator)}" if data.separator else ""
+    reads = ", ".join([describe(plan.data_path, data), *(f for f, c in optional.items() if c in there)])
+    line = f"format {data.format}, which reads {reads}{joined}; columns of the first row: {listed(there)}"
     found.passed("data", facts, "Data", line)
+    if data.format == "prompt_completion" and (tight := _without_space(first, data.separator)):
+        found.note(f"no white space between prompt and completion, as in {tight}; data.separator puts a text there")
     return True
+
+
+def _without_space(rows: list[dict[str, Any]], separator: str) -> str | None:
+    """The first place where a prompt meets its completion without white space between them."""
+    for row in rows:
+        prompt, completion = row["prompt"] + separator, row["completion"]
+        if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
+            return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
+    return None
 
 
 def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
@@ -160,7 +174,7 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
         if error.errno != errno.ENOSPC:
             raise
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
-    own = tokenizer.chat_template != PLAIN_CHAT_TEMPLATE
+    own = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
     facts = sequence_facts(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary(tokenizer),
         "template": ("the tokenizer's" if own else "plain") if plan.recipe.data.format == "chat" else None,

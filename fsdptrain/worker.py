@@ -254,7 +254,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
     said = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
-        "untrained turns": "assistant turns are not trained: the chat template rewrites them once a later turn follows",
+        "divided": "text is longer than all that is held out: its last part is",
     }  # fmt: skip
     return {
         "parameters": params,

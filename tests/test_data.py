@@ -23,9 +23,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import fsdptrain.data
+from fsdptrain.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data import (
     IGNORED,
-    PLAIN_CHAT_TEMPLATE,
     Corpus,
     Stream,
     best_fit_decreasing,
@@ -45,7 +45,7 @@ from fsdptrain.tokenizer import load_tokenizer
 
 PACKINGS = ["bfd", "concat", "none"]
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
-PC: dict[str, Any] = {"format": "prompt_completion", "columns": GSM8K_COLUMNS}
+PC: dict[str, Any] = {"format": "prompt_completion", "columns": GSM8K_COLUMNS, "separator": "\n"}
 
 
 def bug(raises: type[BaseException], reason: str) -> pytest.MarkDecorator:
@@ -201,7 +201,8 @@ def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
     order, blocks = pack(pieces, data)
     labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
     tokens = np.arange(len(flags), dtype=np.uint32)
-    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "", np.array(lengths))
+    ends = np.cumsum([0, *lengths])
+    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "", np.array(lengths), ends)
 
 
 @given(documents())
@@ -354,21 +355,20 @@ def test_all_of_a_text_is_trained(bpe: Any, tmp_path: Path) -> None:
     assert trained_runs(corpus, bpe) == [bpe.decode(ids[1:])]
 
 
+@pytest.mark.parametrize("separator", ["", "\n", " ### "])
 @pytest.mark.parametrize(
-    ("prompt", "completion", "gap"),
-    [
-        ("Q", "A", "\n"), ("Q ", "A", ""), ("Q", " A", ""), ("Q\n", "A", ""), ("Q", "\nA", ""), ("Q\t", " A", ""),
-        ("Q:", "42", "\n"), ("東", "京", "\n"), ("Q\u00a0", "A", ""),
-    ],
-)  # fmt: skip
-def test_one_line_break_between_prompt_and_completion_where_there_is_no_white_space(
-    bpe: Any, tmp_path: Path, prompt: str, completion: str, gap: str
+    ("prompt", "completion"),
+    [("Q", "A"), ("Q ", "A"), ("Q", " A"), ("Q\n", "  A"), ("", "A"), ("Q:", "42"), ("東", "京"), ("Q\u00a0", "A")],
+)
+def test_prompt_and_completion_are_joined_as_written(
+    bpe: Any, tmp_path: Path, prompt: str, completion: str, separator: str
 ) -> None:
     row = {"prompt": prompt, "completion": completion}
-    corpus = corpus_from(tmp_path, bpe, row, seq_len=32, format="prompt_completion")
+    corpus = corpus_from(tmp_path, bpe, row, seq_len=32, format="prompt_completion", separator=separator)
     (ids,) = inputs(corpus)
-    assert bpe.decode(ids) == prompt + gap + completion + EOS
-    assert trained_runs(corpus, bpe) == [completion + EOS]
+    assert bpe.decode(ids) == prompt + separator + completion + EOS
+    said = completion + EOS
+    assert trained_runs(corpus, bpe) == [said if prompt + separator else bpe.decode(ids[1:])]  # the first has no label
 
 
 @pytest.mark.parametrize(
@@ -376,11 +376,11 @@ def test_one_line_break_between_prompt_and_completion_where_there_is_no_white_sp
     [
         ({"text": "Hello there"}, {}, "<s>Hello there"),
         ({"text": "<s>Hello there"}, {}, "<s>Hello there"),
-        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
-        ({"prompt": "<s>Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
+        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>HiHo"),
+        ({"prompt": "<s>Hi", "completion": "Ho"}, {"format": "prompt_completion"}, "<s>HiHo"),
         ({"text": f"Hello there{EOS}"}, {}, "<s>Hello there"),
-        ({"prompt": "Hi", "completion": f"Ho{EOS}"}, {"format": "prompt_completion"}, "<s>Hi\nHo"),
-        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion", "train_on": "all"}, "<s>Hi\nHo"),
+        ({"prompt": "Hi", "completion": f"Ho{EOS}"}, {"format": "prompt_completion"}, "<s>HiHo"),
+        ({"prompt": "Hi", "completion": "Ho"}, {"format": "prompt_completion", "train_on": "all"}, "<s>HiHo"),
     ],
 )
 def test_one_token_begins_a_row_and_one_ends_it(
@@ -425,8 +425,7 @@ def test_rows_are_cut_dropped_and_counted(bpe: Any, tmp_path: Path) -> None:
     corpus = corpus_from(tmp_path, bpe, *rows, seq_len=32, packing="none", format="prompt_completion")
     notes = {name: corpus.notes[name] for name in ("rows", "cut", "dropped", "split")}
     assert notes == {"rows": 3, "cut": 2, "dropped": 1, "split": 0}
-    whole = bpe("Hi\n").input_ids + bpe(long).input_ids
-    assert inputs(corpus)[1] == whole[:32]
+    assert inputs(corpus)[1] == (bpe("Hi").input_ids + bpe(long).input_ids)[:32]
     assert len(corpus) == 2
 
 
@@ -437,9 +436,9 @@ def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
 
 
 def test_nothing_left_to_train_on_is_an_error(bpe: Any, tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "Hi"}]}] * 3
+    rows = [{"prompt": "Hi there, " * 20, "completion": "Ho"}] * 3
     with pytest.raises(DataError, match=r"rows\.jsonl: no row with a trained token is left of 3"):
-        corpus_from(tmp_path, bpe, *rows, seq_len=16, format="chat")
+        corpus_from(tmp_path, bpe, *rows, seq_len=16, format="prompt_completion")
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
@@ -472,16 +471,22 @@ ENDS = {"plain": EOS, "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 def chat(bpe: Any) -> dict[str, Any]:
     """A tokenizer for every template."""
     tokenizers = {
-        "plain": bpe,
+        "plain": with_specials(bpe),
         "chatml": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
         "llama3": with_specials(bpe, *MARKS, bos="<|begin_of_text|>", eos_token="<|eot_id|>"),
         "qwen3": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
         "plain, bos": with_specials(bpe, bos="<s>"),
         "chatml, bos": with_specials(bpe, *MARKS, bos="<s>", eos_token="<|im_end|>"),
     }
-    templates = {"plain": PLAIN_CHAT_TEMPLATE, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+    templates = {
+        "plain": PLAIN_CHAT_TEMPLATE,
+        "plain, bos": plain_template("<s>"),
+        "chatml": CHATML,
+        "llama3": LLAMA3,
+        "qwen3": QWEN3,
+    }
     for name, tokenizer in tokenizers.items():
-        tokenizer.chat_template = templates[name.split(",")[0]]
+        tokenizer.chat_template = templates.get(name) or templates[name.split(",")[0]]
     return tokenizers
 
 
@@ -523,7 +528,6 @@ def test_what_is_trained_is_what_the_assistant_says(
     assert trained_runs(corpus, tokenizer) == [content + ENDS[template] for content in said]
     (ids,) = inputs(corpus)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert corpus.notes["untrained turns"] == 0
 
 
 @pytest.mark.parametrize("template", ENDS)
@@ -556,32 +560,30 @@ def test_train_on_all_of_a_conversation(chat: dict[str, Any], tmp_path: Path, te
     assert trained_runs(corpus, tokenizer) == [tokenizer.decode(ids[1:])]
 
 
-@pytest.mark.parametrize("template", ["llama3", "plain, bos", "chatml, bos"])
-def test_a_conversation_begins_once(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize("template", ["llama3", "plain", "plain, bos", "chatml", "chatml, bos"])
+def test_a_conversation_is_tokenised_as_its_template_does(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
+    """Whatever begins it: one token, or none where the template writes none, as when it is served."""
     tokenizer = chat[template]
     corpus = chat_corpus(tmp_path, tokenizer, TALKS["system"], TALKS["many turns"])
-    for ids in inputs(corpus):
-        assert [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
+    served = [tokenizer.apply_chat_template(TALKS[name], return_dict=False) for name in ("system", "many turns")]
+    for ids, expected in zip(inputs(corpus), served, strict=True):
+        assert tokenizer.decode(ids) == tokenizer.decode(expected)
+        assert ids[0] == expected[0]
+        begins = [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id]
+        assert begins == ([0] if template in ("llama3", "plain, bos") else [])
     assert tokenizer.bos_token_id not in everything(corpus)["labels"]
 
 
 THOUGHT = "<think>\n{}\n</think>\n\n"
 
 
-def test_a_template_that_rewrites_earlier_turns(chat: dict[str, Any], tmp_path: Path) -> None:
-    """Only the last turn stands as the model would have written it; the others are not trained, but counted."""
+def test_every_turn_is_trained_as_the_template_rewrites_it(chat: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = chat["qwen3"]
     first, last = THOUGHT.format("six times seven") + "42", THOUGHT.format("again") + "Still 42."
     corpus = chat_corpus(tmp_path, tokenizer, talk("6 × 7?", first, "Sure?", last), talk("Hi", "Ho"))
-    assert corpus.notes["untrained turns"] == 1
     runs = trained_runs(corpus, tokenizer)
-    assert runs == [last + "<|im_end|>", THOUGHT.format("") + "Ho<|im_end|>"]
+    assert runs == ["42<|im_end|>", last + "<|im_end|>", THOUGHT.format("") + "Ho<|im_end|>"]
     assert tokenizer.decode(inputs(corpus)[0]).count("<think>") == 1
-
-
-def test_a_conversation_whose_only_answer_is_rewritten_is_dropped(chat: dict[str, Any], tmp_path: Path) -> None:
-    corpus = chat_corpus(tmp_path, chat["qwen3"], talk("Hi", "Ho", "And?"), talk("Hi", "Ho"))
-    assert (corpus.notes["untrained turns"], corpus.notes["dropped"]) == (1, 1)
 
 
 @pytest.mark.parametrize("template", ENDS)
@@ -811,33 +813,66 @@ def test_a_batch_of_the_stream_is_that_of_its_blocks() -> None:
 # ------------------------------------------------------------------------------------------------------ evaluation
 
 
+def row_of(corpus: Corpus, pieces: Any) -> set[int]:
+    """The rows that pieces are of, by where these begin."""
+    return set(np.searchsorted(corpus.ends, pieces[:, 0], side="right").tolist())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5])
-def test_held_out_blocks_are_not_trained_on(bpe: Any, tmp_path: Path, fraction: float) -> None:
-    stream, held_out, corpus = prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
-    assert corpus is stream.corpus
-    trained = set(stream.at(range(3 * len(stream))))
-    assert trained.isdisjoint(held_out)
-    assert trained | set(held_out) == set(range(len(corpus)))
-    assert len(held_out) == len(set(held_out)) == max(1, round(fraction * len(corpus)))
+def test_no_document_is_both_trained_and_held_out(bpe: Any, tmp_path: Path, fraction: float, packing: str) -> None:
+    changes: dict[str, Any] = {"data__eval": {"fraction": fraction}, "data__packing": packing}
+    stream, numbers, held_out = prepare(a_plan(tmp_path, **changes), bpe, quiet)
+    train = stream.corpus
+    assert row_of(train, train.pieces).isdisjoint(row_of(held_out, held_out.pieces))
+    assert numbers == list(range(len(held_out)))
+    tokens = [int(corpus.pieces[:, 1].sum()) for corpus in (train, held_out)]
+    assert sum(tokens) >= 0.99 * train.notes["tokens"]
+    assert tokens[1] / sum(tokens) == pytest.approx(fraction, abs=0.01)
+    labels = [everything(corpus)["labels"] for corpus in (train, held_out)]
+    assert [int((each != IGNORED).sum()) for each in labels] == [int(c.labels.sum()) for c in (train, held_out)]
 
 
-def test_the_same_blocks_are_held_out_every_time(bpe: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_end_of_a_long_text_may_be_held_out(bpe: Any, tmp_path: Path, packing: str) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text(SHAKESPEARE.read_text()[:20_000])
+    changes: dict[str, Any] = {"data__eval": {"fraction": 0.1}, "data__packing": packing, "data__path": str(text)}
+    stream, _, held_out = prepare(a_plan(tmp_path, **changes), bpe, quiet)
+    whole = [*bpe(text.read_text()).input_ids, bpe.eos_token_id]
+    cut = len(whole) - round(0.1 * len(whole))
+    labels = [everything(corpus)["labels"] for corpus in (stream.corpus, held_out)]
+    sides = [sorted(each[each != IGNORED]) for each in labels]
+    assert sides == [sorted(whole[1:cut]), sorted(whole[cut + 1 :])]  # whose first token nothing predicts
+    assert stream.corpus.notes["divided"] == 1
+
+
+def test_the_same_rows_are_held_out_every_time(bpe: Any, tmp_path: Path) -> None:
     first, again, other = (
-        prepare(a_plan(tmp_path, world, data__eval={"fraction": 0.2}, seed=seed), bpe, quiet)[1]
+        prepare(a_plan(tmp_path, world, data__eval={"fraction": 0.2}, seed=seed), bpe, quiet)[2]
         for world, seed in ((1, 1), (4, 1), (1, 2))
     )
-    assert first == again != other
+    assert first.pieces.tolist() == again.pieces.tolist() != other.pieces.tolist()
 
 
-@pytest.mark.parametrize("fraction", [0.9999, 0.999])
-def test_a_fraction_that_leaves_nothing_is_refused(bpe: Any, tmp_path: Path, fraction: float) -> None:
-    with pytest.raises(DataError, match=r"data\.eval: fraction .* leaves none to train on"):
+def test_rows_with_a_prompt_stay_whole(bpe: Any, tmp_path: Path) -> None:
+    changes = {f"data__{name}": value for name, value in PC.items()} | {"data__path": str(GSM8K)}
+    plan = a_plan(tmp_path, data__eval={"fraction": 0.001}, data__max_rows=20, data__seq_len=512, **changes)
+    _, _, held_out = prepare(plan, bpe, quiet)
+    assert len(held_out.pieces) == 1 and held_out.notes["divided"] == 0
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(0.99999, "to train on"), (0.00001, "to hold out")])
+def test_a_fraction_that_leaves_nothing_is_refused(bpe: Any, tmp_path: Path, fraction: float, left: str) -> None:
+    with pytest.raises(DataError, match=rf"data\.eval: fraction .* of \d+ rows leaves none {left}"):
         prepare(a_plan(tmp_path, data__eval={"fraction": fraction}), bpe, quiet)
 
 
-def test_a_single_block_cannot_be_divided(bpe: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="of 1 blocks leaves none"):
-        prepare(a_plan(tmp_path, data__eval={"fraction": 0.1}, data__max_rows=1), bpe, quiet)
+def test_a_single_conversation_cannot_be_divided(chat: dict[str, Any], tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["many turns"]})
+    plan = a_plan(tmp_path, data__path=str(path), data__format="chat", data__eval={"fraction": 0.1})
+    with pytest.raises(DataError, match="of 1 rows leaves none to train on"):
+        prepare(plan, chat["chatml"], quiet)
 
 
 def test_held_out_data_of_its_own(bpe: Any, tmp_path: Path) -> None:
@@ -919,6 +954,7 @@ def test_whatever_changes_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Pa
         (bpe, {}), (bpe, {"seq_len": 17}), (bpe, {"packing": "none"}), (bpe, {"packing": "concat"}),
         (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
         (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}), (with_specials(bpe, bos="<s>"), {}),
+        (bpe, {"format": "prompt_completion", "separator": " "}),
     ]  # fmt: skip
     for count, (tokenizer, change) in enumerate(changes, 1):
         corpus_of(path, tokenizer, **base | change)
@@ -1045,7 +1081,7 @@ def test_a_trained_tokenizer_loses_nothing(bpe: Any) -> None:
     assert len(bpe) == 2048
     text = SHAKESPEARE.read_text()[:20_000] + " 東京 🙂 \u2028\x00\t\r\n  end "
     assert bpe.decode(bpe(text).input_ids) == text
-    assert bpe.chat_template == PLAIN_CHAT_TEMPLATE
+    assert bpe.chat_template is None  # which a model of text or completions never learns
     assert (bpe.eos_token, bpe.pad_token, bpe.bos_token) == (EOS, EOS, None)
 
 

@@ -565,7 +565,7 @@ def test_a_cut_link_ends_both_nodes_and_they_go_on(
 # --- stopped ---------------------------------------------------------------------------------------------------------
 
 STOPS: dict[str, tuple[dict[str, Any], bool]] = {  # moment → (where the signal comes, whether a checkpoint is saved)
-    "tokenising": ({"where": "fsdptrain.data:Encoder.__call__"}, False),
+    "tokenising": ({"where": "fsdptrain.encode:Encoder.__call__"}, False),
     "loading": ({"where": "fsdptrain.weights:draw_weights"}, True),
     "resuming": ({"where": "fsdptrain.checkpoint:Checkpointer.load_newest"}, True),
     "forward": ({"where": LOSS, "call": 7}, True),

@@ -21,7 +21,8 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from fsdptrain.data import PLAIN_CHAT_TEMPLATE, prepare
+from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data import prepare
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.hub import checkpoint_files
 from fsdptrain.model import LIMITS, load_config, position_limit, save_assets, skeleton
@@ -247,7 +248,7 @@ def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary
 def test_a_template_without_an_end_is_stopped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr("fsdptrain.data.TEMPLATE_S", 1)
+    monkeypatch.setattr("fsdptrain.chat.TEMPLATE_S", 1)
     (model / "chat_template.jinja").write_text(template)
     started = time.perf_counter()
     assert "chat template" in refusal(tmp_path)

@@ -38,8 +38,9 @@ LONG = [{"text": FILLER}] * 1_060
 
 
 def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[str, Any]]:
-    """All rows behind a path, from all its files."""
-    return [row for source in open_sources(str(path)) for rows in read(source, Data(**data), limit) for row in rows]
+    """All rows behind a path, from all its files, without the places of conversations."""
+    rows = (row for source in open_sources(str(path)) for rows in read(source, Data(**data), limit) for row in rows)
+    return [{field: value for field, value in row.items() if field != "place"} for row in rows]
 
 
 def complaint(path: object, **data: Any) -> str:
