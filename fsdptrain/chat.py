@@ -192,7 +192,12 @@ class Conversations:
             marks = self._marked_like(messages, tools, text).view.marks
         except DataError:
             return spans
-        _check_order(spans, marks, messages)  # transformers counts wrongly where these marks are inside a macro
+        _check_order(spans, marks, messages)
+        empty = any(m["role"] == "assistant" and not m.get("content", "").strip() for m in messages)  # has no marks
+        for a, b in spans:  # transformers counts wrongly where these marks are inside a macro
+            inside = {m.kind for m in marks if a <= m.at <= b and messages[m.message]["role"] == "assistant"}
+            if (not inside and not empty) or (BEGIN in inside and END not in inside):
+                raise _unknown("has {% generation %} marks that miss what the assistant says")
         return spans
 
     def _marked_like(self, messages: list[Message], tools: list[Any] | None, text: str) -> Talk:
@@ -301,10 +306,8 @@ class Talk:
         known = (gap, self.messages[i - 1]["role"] if i else "")
         if known in self.of._headers:
             return at + self.of._headers[known]
-        if previous is None:
-            length = self._header_of_the_first(gap)
-        else:
-            length = self._header(i, previous, gap, begin is not None, stop, anchor)
+        header = self._header if i else self._header_of_the_first
+        length = header(i, previous, gap, begin is not None, stop, anchor)
         if length is None and begin is None:
             raise _unknown("rewrites what the assistant says", i)
         length = len(gap) if length is None else length
@@ -312,7 +315,9 @@ class Talk:
             self.of._headers[known] = length
         return at + length
 
-    def _header(self, i: int, previous: Mark, gap: str, begins: bool, stop: int, anchor: Mark | None) -> int | None:
+    def _header(
+        self, i: int, previous: Mark | None, gap: str, begins: bool, stop: int, anchor: Mark | None
+    ) -> int | None:
         """How much of the gap between another's words and the assistant's is the header; None where none is found."""
         asked, unasked = (self._rendered(self.marked[:i], previous, prompt) for prompt in (True, False))
         if asked is None or not gap.startswith(asked):
@@ -324,13 +329,12 @@ class Talk:
         appended = alone[stop - anchor.at :].strip() if alone and anchor else ""
         return len(asked) if appended and asked.strip().endswith(appended) else None  # the header comes unasked
 
-    def _header_of_the_first(self, gap: str) -> int | None:
+    def _header_of_the_first(self, i: int, previous: Mark | None, gap: str, *_: Any) -> int | None:
         """The same where no words stand before: all up to the generation prompt, as it is after the conversation."""
+        text = self.view.text
         asked = self.of.marked(self.marked, self.tools, self.bounds, True)
-        prompt = asked.text.removeprefix(self.view.text) if asked is not None else ""
-        if not prompt or asked is None or not asked.text.startswith(self.view.text) or prompt not in gap:
-            return None
-        return gap.rindex(prompt) + len(prompt)
+        prompt = asked.text.removeprefix(text) if asked is not None and asked.text.startswith(text) else ""
+        return gap.rindex(prompt) + len(prompt) if prompt and prompt in gap else None
 
     def _stop(self, i: int, end: int, following: int, anchor: Mark | None) -> int:
         """Where turn `i` ends: behind its end-of-turn token, before whatever belongs to the next."""
@@ -370,10 +374,15 @@ class Talk:
             raise _unknown("has no end that can be told behind the call of a tool", i)
         return 0
 
-    def _rendered(self, messages: list[Message], mark: Mark, prompt: bool) -> str | None:
-        """What the template puts behind a mark, where these are all messages and no other's words come later."""
+    def _rendered(self, messages: list[Message], mark: Mark | None, prompt: bool) -> str | None:
+        """What the template puts behind a mark, where these are all messages; None where other words come later.
+
+        Without a mark: all of it.
+        """
         view = self.of.marked(messages, self.tools, self.bounds, prompt)
-        return view.behind(mark, to_the_end=True) if view is not None else None
+        if view is None or mark is None:
+            return view.text if view is not None else None
+        return view.behind(mark, to_the_end=True)
 
 
 def called(message: Message) -> list[str]:

@@ -34,8 +34,8 @@ class Encoder:
             raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
         self.eos = int(tokenizer.eos_token_id)
         self.prefix = prefix(tokenizer)  # which also turns truncation and padding off in the backend
-        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self.added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+        self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
+        self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _continuing(self.backend) if self.backend is not None else None
         self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
         self.lengths = array("I")  # tokens of each row, before the cut
@@ -118,7 +118,9 @@ class Encoder:
         counts as behind it.
         """
         bounds = [0, *edges, len(text)]
-        parts = [self._continued(text[a:b]) if a else self._part(text[:b]) for a, b in itertools.pairwise(bounds)]
+        parts = [
+            self._continued(text[:a], text[a:b]) if a else self._part(text[:b]) for a, b in itertools.pairwise(bounds)
+        ]
         ids = list(itertools.chain.from_iterable(parts))
         if self.tokenizer.decode(ids) == self.tokenizer.decode(found.ids):
             return ids, list(itertools.accumulate(len(part) for part in parts[:-1]))
@@ -127,10 +129,16 @@ class Encoder:
     def _part(self, text: str) -> list[int]:
         return next(iter(self._ids([text])))
 
-    def _continued(self, text: str) -> list[int]:
-        """Tokens of a text that stands behind another: without the space that some tokenizers put before every text."""
+    def _continued(self, before: str, text: str) -> list[int]:
+        """Tokens of a text that stands behind another: without the space that some tokenizers put before every text.
+
+        Some put it behind every added token, too; there the text is encoded behind that token.
+        """
         assert self.continuing is not None
-        special = self.added.search(text)
+        if before.endswith(self.added):
+            token = next(token for token in self.added if before.endswith(token))
+            return self._part(token + text)[len(self._part(token)) :]
+        special = self.any_added.search(text)
         head = text[: special.start()] if special else text
         ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
         return ids + self._part(text[len(head) :]) if len(head) < len(text) else ids

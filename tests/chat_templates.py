@@ -1,0 +1,386 @@
+"""Chat templates with the structure of those that real models have, and what of a conversation they have trained.
+
+Written down from the models' documentation, shortened where a model says more (default system prompts, images). `said`
+is what a turn of the assistant's has to become, told by hand: {} stands for its words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, the special tokens it writes, and how it renders a turn of the assistant's."""
+
+    template: str
+    tokens: tuple[str, ...]  # all special ones, the end-of-sequence token first
+    said: str = "{}"  # from behind the generation prompt to the end-of-turn token
+    last: str | None = None  # the same for the last turn, where it differs
+    bos: str | None = None
+    trims: bool = False  # white space around words
+    system: bool = True  # it takes a system message
+    call: str | None = None  # what a turn that calls get_weather(city=Paris) has to become
+    result: str = "tool"  # the role that tells a tool's result
+
+
+def loop(body: str, before: str = "", after: str = "") -> str:
+    """A template that does the same for every message `m`, with generation prompt `after`."""
+    prompt = "{% if add_generation_prompt %}{{ '" + after + "' }}{% endif %}" if after else ""
+    return before + "{% for m in messages %}" + body + "{% endfor %}" + prompt
+
+
+CHATML_TOKENS = ("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>")
+ALTERNATE = (
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+)
+SYSTEM_APART = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set talk = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set talk = messages %}{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+MISTRAL_CALL = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "123456789"}]</s>'
+INST = ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")  # fmt: skip
+
+
+def mistral(user: str, assistant: str) -> str:
+    """Mistral's: tools stand before the last question, and the system prompt inside it."""
+    return (
+        SYSTEM_APART + "{{ bos_token }}{% set users = talk | selectattr('role', 'equalto', 'user') | list %}"
+        "{% for m in talk %}{% if m['role'] == 'user' %}"
+        "{% if tools and m == users[-1] %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+        "{% if loop.last and system or m == users[-1] and system %}{{ '"
+        + user
+        + "' + system + '\n\n' + m['content'] }}"
+        "{% else %}{{ '" + user + "' + m['content'] }}{% endif %}{{ '[/INST]' }}"
+        "{% elif m.tool_calls is defined %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}"
+        "{% set out = call.function | tojson %}{{ out[:-1] }}"
+        "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+        "{{ ', \"id\": \"' + call.id + '\"}' }}{{ ', ' if not loop.last else ']' + eos_token }}{% endfor %}"
+        "{% elif m['role'] == 'assistant' %}{{ " + assistant + " + eos_token }}"
+        "{% elif m['role'] == 'tool' %}{{ '[TOOL_RESULTS]{\"content\": ' + m.content + '}[/TOOL_RESULTS]' }}"
+        "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
+    )
+
+
+LLAMA2 = (
+    SYSTEM_APART + "{% for m in talk %}" + ALTERNATE + "{% if loop.index0 == 0 and system %}"
+    "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content = m['content'] %}"
+    "{% endif %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA3_HEAD = "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+LLAMA3 = loop(
+    "{% set content = " + LLAMA3_HEAD + " + m['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}",
+    after="<|start_header_id|>assistant<|end_header_id|>\n\n",
+)
+LLAMA31 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\n' }}{{ 'Cutting Knowledge Date: December 2023\n\n' }}"
+    "{% if tools %}{{ 'You have these functions:\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) + '\n\n' }}{% endfor %}"
+    "{% endif %}{{ system + '<|eot_id|>' }}"
+    "{% for m in messages %}{% if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+    "{{ " + LLAMA3_HEAD + " + m['content'] | trim + '<|eot_id|>' }}"
+    "{% elif 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' }}{{ call.arguments | tojson }}{{ '}' }}{{ '<|eot_id|>' }}"
+    "{% else %}{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+QWEN_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
+    "{% else %}{{ 'You are Qwen.\n\n' }}{% endif %}{{ '# Tools\n<tools>' }}"
+    "{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}{{ '\n</tools><|im_end|>\n' }}"
+    "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+)
+QWEN_CALLS = (
+    "{% for call in m.tool_calls %}{% if call.function %}{% set call = call.function %}{% endif %}"
+    "{% if (loop.first and content) or not loop.first %}{{ '\n' }}{% endif %}"
+    '{{ \'<tool_call>\n{"name": "\' + call.name + \'", "arguments": \' }}{{ call.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}{% endfor %}"
+)
+QWEN_RESULT = (
+    "{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+)
+QWEN25 = (
+    QWEN_TOOLS + "{% else %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' or m.role == 'system' and not loop.first"
+    " or m.role == 'assistant' and not m.tool_calls %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}"
+    "{% if m.content %}{{ '\n' + m.content }}{% endif %}{% set content = true %}"
+    + QWEN_CALLS + "{{ '<|im_end|>\n' }}" + QWEN_RESULT + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)  # fmt: skip
+QWEN3 = (
+    QWEN_TOOLS + "{% endif %}{% set ns = namespace(searching=true, last=messages | length - 1) %}"
+    "{% for m in messages[::-1] %}{% set index = messages | length - 1 - loop.index0 %}"
+    "{% if ns.searching and m.role == 'user' and not (m.content.startswith('<tool_response>') and"
+    " m.content.endswith('</tool_response>')) %}{% set ns.searching = false %}{% set ns.last = index %}{% endif %}"
+    "{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'system' and not loop.first %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' %}{% set content = m.content or '' %}{% set thought = '' %}"
+    "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}"
+    "{% elif '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
+    "{% else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}"
+    + QWEN_CALLS + "{{ '<|im_end|>\n' }}" + QWEN_RESULT + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)  # fmt: skip
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}" + ALTERNATE + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}"
+    "{% set talk = messages[1:] %}{% else %}{% set first = '' %}{% set talk = messages %}{% endif %}"
+    "{% for m in talk %}" + ALTERNATE + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{{ raise_exception('Invalid content type') }}"
+    "{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA4 = (
+    "{% macro strip_thinking(text) %}{% set ns = namespace(result='') %}"
+    "{% for part in text.split('<channel|>') %}"
+    "{% if '<|channel>' in part %}{% set ns.result = ns.result + part.split('<|channel>')[0] %}"
+    "{% else %}{% set ns.result = ns.result + part %}{% endif %}{% endfor %}{{ ns.result | trim }}{% endmacro %}"
+    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{{ '<|turn>' + role + '\n' }}"
+    "{% if role == 'model' %}{{ strip_thinking(m['content']) }}{% else %}{{ m['content'] | trim }}{% endif %}"
+    "{{ '<turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
+COMMAND_R = (
+    "{{ bos_token }}" + SYSTEM_APART + "{% if system %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
+    "{% for m in talk %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% else %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+)
+COHERE = ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+          "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "<BOS_TOKEN>")  # fmt: skip
+COMMAND_A = (
+    "{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble\n"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}<|END_OF_TURN_TOKEN|>"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'tool' %}"
+    "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>{% elif m.role == 'user' %}"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>{% elif m.role == 'assistant' %}"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% if m.tool_calls %}<|START_ACTION|>["
+    '{% for c in m.tool_calls %}{"tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}]<|END_ACTION|>{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"
+    "<|END_OF_TURN_TOKEN|>{% endif %}{% endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+)
+DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+            "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>")  # fmt: skip
+
+
+def deepseek(prompt: str, thoughts: str) -> str:
+    """DeepSeek V3's and R1's: all system messages first, and thoughts are cut off."""
+    return (
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = ns.system + m.content %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.system }}"
+        "{% if tools %}{{ '\n## Tools\n' + (tools | tojson) }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+        "{% elif m.role == 'assistant' and 'tool_calls' in m %}{{ '<｜Assistant｜>' }}{% for call in m.tool_calls %}"
+        "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\n```json\n' }}"
+        "{{ call.function.arguments | tojson }}{{ '\n```<｜tool▁call▁end｜>' }}{% endfor %}"
+        "{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}"
+        "{% elif m.role == 'assistant' %}{% set content = m.content %}" + thoughts
+        + "{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}"
+        "{% elif m.role == 'tool' %}{{ '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}"
+    )  # fmt: skip
+
+
+CUT_THOUGHTS = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+METHARME = (
+    "{{ bos_token }}" + SYSTEM_APART + "{{ '<|system|>' + (system or 'Enter RP mode.') }}{% for m in talk %}"
+    "{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'].strip() }}{% else %}"
+    "{{ '<|model|>' + m['content'].strip() }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|model|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+HARMONY = (
+    "{{ '<|start|>system<|message|>You are ChatGPT.<|end|>' }}"
+    "{% if messages[0].role == 'system' %}{% set instructions = messages[0].content %}{% set talk = messages[1:] %}"
+    "{% else %}{% set instructions = '' %}{% set talk = messages %}{% endif %}"
+    "{% if instructions or tools %}{{ '<|start|>developer<|message|>' }}"
+    "{% if instructions %}{{ '# Instructions\n\n' + instructions + '\n\n' }}{% endif %}"
+    "{% if tools %}{{ '# Tools\n' }}{% for t in tools %}{{ 'type ' + t.function.name + ' = ' + (t.function | tojson) }}"
+    "{% endfor %}{% endif %}{{ '<|end|>' }}{% endif %}"
+    "{% for m in talk %}{% if m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ call.arguments | tojson }}{{ '<|call|>' }}"
+    "{% elif m.role == 'assistant' %}"
+    "{% if loop.last and not add_generation_prompt %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}{{ '<|start|>functions to=assistant<|message|>' + (m.content | tojson) + '<|end|>' }}"
+    "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+ALPACA = (
+    "{{ bos_token }}" + SYSTEM_APART + "{{ (system or 'Below is an instruction.') + '\n\n' }}{% for m in talk %}"
+    "{% if m['role'] == 'user' %}{{ '### Instruction:\n' + m['content'] + '\n\n' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '### Response:\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+)
+VICUNA = (
+    "{{ bos_token }}"
+    + SYSTEM_APART
+    + "{{ (system or 'A chat between a user and an assistant.') + ' ' }}{% for m in talk %}"
+    "{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+GRANITE_ROLE = "'<|start_of_role|>' + m['role'] + '<|end_of_role|>'"
+TULU = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% if not loop.last %}{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}"
+    "{% else %}{{ '<|assistant|>\n' + m['content'] + eos_token }}{% endif %}"
+    "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+PHI = ("<|end|>", "<|endoftext|>", "<|user|>", "<|system|>", "<|assistant|>")
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINK = "<think>\n\n</think>\n\n"
+
+FAMILIES = {
+    "llama2": Family(LLAMA2, ("</s>", "<s>"), " {} </s>", bos="<s>", trims=True),
+    "llama3": Family(LLAMA3, ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+                     "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True),
+    "llama3.1": Family(LLAMA31, ("<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>",
+                                 "<|end_header_id|>"), "{}<|eot_id|>", bos="<|begin_of_text|>", trims=True,
+                       call='{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>'),
+    "chatml": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+                          after="<|im_start|>assistant\n"), CHATML_TOKENS, "{}<|im_end|>"),
+    "chatml of a base tokenizer": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+                                              after="<|im_start|>assistant\n"), ("</s>",), "{}<|im_end|>"),
+    "chatml without a prompt": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"),
+                                      CHATML_TOKENS, "{}<|im_end|>"),
+    "generation marks": Family(MARKED, CHATML_TOKENS, "{}<|im_end|>"),
+    "qwen2.5": Family(QWEN25, CHATML_TOKENS, "{}<|im_end|>", call=CALL + "<|im_end|>"),
+    "qwen3": Family(QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", last=THINK + "{}<|im_end|>",
+                    call=CALL + "<|im_end|>"),
+    "yi": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
+                      after="<|im_start|>assistant\n"), ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "{}<|im_end|>"),
+    "internlm2": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
+                             "{{ bos_token }}", "<|im_start|>assistant\n"), ("</s>", "<s>", "<|im_start|>", "<|im_end|>"),
+                        "{}<|im_end|>", bos="<s>"),
+    "smollm3": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+                           "{{ '<think>\n\n</think>\n' + m['content'].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}"
+                           "{{ '<|im_end|>\n' }}", after="<|im_start|>assistant\n"),
+                      CHATML_TOKENS, "<think>\n\n</think>\n{}<|im_end|>"),
+    "mistral v1": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
+                         "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}"
+                         "{% endfor %}", ("</s>", "<s>"), "{}</s>", bos="<s>", system=False),
+    "mixtral": Family("{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
+                      "{{ ' [INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}"
+                      "{% endfor %}", ("</s>", "<s>"), " {}</s>", bos="<s>", system=False),
+    "mistral v2": Family(mistral("[INST] ", "' ' + m['content']"), INST, " {}</s>", bos="<s>"),
+    "mistral v3": Family(mistral("[INST] ", "' ' + m['content'] | trim"), INST, " {}</s>", bos="<s>", trims=True,
+                         call=MISTRAL_CALL),
+    "mistral tekken": Family(mistral("[INST]", "m['content']"), INST, "{}</s>", bos="<s>", call=MISTRAL_CALL),
+    "mistral v7": Family(SYSTEM_APART + "{{ bos_token + '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}"
+                         "{% for m in talk %}{% if m['role'] == 'user' %}{{ '[INST]' + m['content'] + '[/INST]' }}"
+                         "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>"),
+    "pixtral": Family(SYSTEM_APART + "{{ bos_token }}{% for m in talk %}" + ALTERNATE + "{% if m['role'] == 'user' %}"
+                      "{% if loop.last and system %}{{ '[INST]' + system + '\n\n' }}{% else %}{{ '[INST]' }}{% endif %}"
+                      "{% if m['content'] is not string %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"
+                      "{% else %}{{ m['content'] }}{% endif %}{{ '[/INST]' }}{% else %}"
+                      "{{ m['content'] + eos_token }}{% endif %}{% endfor %}", INST, "{}</s>", bos="<s>"),
+    "gemma": Family(GEMMA, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
+                    trims=True, system=False),
+    "gemma3": Family(GEMMA3, ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", bos="<bos>",
+                     trims=True),
+    "gemma4": Family(GEMMA4, ("<eos>", "<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"), "{}<turn|>",
+                     bos="<bos>", trims=True),
+    "phi3": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+                   "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+                   (PHI[1], PHI[0], *PHI[2:]), "{}<|end|>"),
+    "phi4": Family(loop("{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}",
+                        after="<|im_start|>assistant<|im_sep|>"), (*CHATML_TOKENS, "<|im_sep|>"), "{}<|im_end|>"),
+    "phi4-mini": Family(loop("{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'system' and tools %}{{ m['content'] +"
+                             " '<|tool|>' + (tools | tojson) + '<|/tool|>' }}{% else %}{{ m['content'] }}{% endif %}"
+                             "{{ '<|end|>' }}", after="<|assistant|>"), PHI, "{}<|end|>"),
+    "command-r": Family(COMMAND_R, COHERE, "{}<|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>", trims=True),
+    "command-a": Family(COMMAND_A, COHERE, "<|START_RESPONSE|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>",
+                        call='<|START_ACTION|>[{"tool_name": "get_weather", "parameters": {"city": "Paris"}}]'
+                        "<|END_ACTION|><|END_OF_TURN_TOKEN|>"),
+    "command-a, asked": Family(COMMAND_A + "{% if add_generation_prompt %}<|START_RESPONSE|>{% endif %}", COHERE,
+                               "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>"),
+    "deepseek v2": Family("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+                          "{{ 'User: ' + m['content'] + '\n\n' }}{% elif m['role'] == 'assistant' %}"
+                          "{{ 'Assistant: ' + m['content'] + eos_token }}{% else %}{{ m['content'] + '\n\n' }}{% endif %}"
+                          "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+                          DEEPSEEK, " {}<｜end▁of▁sentence｜>", bos="<｜begin▁of▁sentence｜>"),
+    "deepseek v3": Family(deepseek("<｜Assistant｜>", ""), DEEPSEEK, "{}<｜end▁of▁sentence｜>",
+                          bos="<｜begin▁of▁sentence｜>",
+                          call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+                          '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'),
+    "deepseek r1": Family(deepseek("<｜Assistant｜><think>\n", CUT_THOUGHTS), DEEPSEEK, "{}<｜end▁of▁sentence｜>",
+                          bos="<｜begin▁of▁sentence｜>"),
+    "zephyr": Family("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
+                     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}",
+                     ("</s>",), "\n{}</s>"),
+    "vicuna": Family(VICUNA, ("</s>", "<s>"), " {}</s>", bos="<s>"),
+    "alpaca": Family(ALPACA, ("</s>", "<s>"), "{}</s>", bos="<s>"),
+    "solar": Family(loop("{% if m['role'] == 'system' %}{{ '### System:\n' + m['content'] + '\n\n' }}"
+                         "{% elif m['role'] == 'user' %}{{ '### User:\n' + m['content'] + '\n\n' }}"
+                         "{% else %}{{ '### Assistant:\n' + m['content'] + eos_token + '\n\n' }}{% endif %}",
+                         after="### Assistant:\n"), ("</s>",), "{}</s>"),
+    "metharme": Family(METHARME, ("</s>", "<s>", "<|system|>", "<|user|>", "<|model|>"), "{}", last="{}</s>", bos="<s>",
+                       trims=True),
+    "falcon": Family(loop("{{ m['role'] | capitalize + ': ' + m['content'] + '\n\n' }}", after="Assistant:"),
+                     ("<|endoftext|>",), " {}"),
+    "falcon-h1": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+                             "{{ bos_token }}", "<|im_start|>assistant\n"), ("<|end_of_text|>", "<s>", *CHATML_TOKENS),
+                        "{}<|im_end|>", bos="<s>"),
+    "olmo2": Family("{{ bos_token }}" + TULU.removeprefix("{{ bos_token }}"), ("<|endoftext|>", "<|b|>"),
+                    "{}<|endoftext|>", bos="<|b|>"),
+    "tulu": Family(TULU, ("</s>", "<s>"), "{}</s>", bos="<s>"),
+    "granite3": Family(loop("{{ " + GRANITE_ROLE + " + m['content'] + '<|end_of_text|>\n' }}",
+                            after="<|start_of_role|>assistant<|end_of_role|>"),
+                       ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), "{}<|end_of_text|>"),
+    "glm4": Family(loop("{{ '<|' + m['role'] + '|>\n' + m['content'] }}", "[gMASK]<sop>", "<|assistant|>"),
+                   ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|system|>", "<|assistant|>"), "\n{}"),
+    "openchat": Family(loop("{{ 'GPT4 Correct ' + m['role'].title() + ': ' + m['content'] + '<|end_of_turn|>' }}",
+                            "{{ bos_token }}", "GPT4 Correct Assistant:"), ("<|end_of_turn|>", "<s>"),
+                       " {}<|end_of_turn|>", bos="<s>"),
+    "nemotron": Family(SYSTEM_APART + "{{ '<extra_id_0>System\n' + system + '\n' }}{% for m in talk %}"
+                       "{{ '<extra_id_1>' + m['role'] | capitalize + '\n' + m['content'] + '\n' }}{% endfor %}"
+                       "{% if add_generation_prompt %}{{ '<extra_id_1>Assistant\n' }}{% endif %}",
+                       ("</s>", "<extra_id_0>", "<extra_id_1>"), "{}"),
+    "gpt-oss": Family(HARMONY, ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
+                      "<|channel|>final<|message|>{}<|end|>", last="<|channel|>final<|message|>{}<|return|>",
+                      call=' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
+    "jamba": Family(loop("{{ '<|bom|><|' + m['role'] + '|> ' + m['content'] | trim + '<|eom|>' }}", "{{ bos_token }}",
+                         "<|bom|><|assistant|> "),
+                    ("<|endoftext|>", "<|startoftext|>", "<|bom|>", "<|eom|>", "<|user|>", "<|system|>", "<|assistant|>"),
+                    "{}<|eom|>", bos="<|startoftext|>", trims=True),
+    "exaone": Family(loop("{% if loop.first and m['role'] != 'system' %}{{ '[|system|][|endofturn|]\n' }}{% endif %}"
+                          "{{ '[|' + m['role'] + '|]' + m['content'] }}"
+                          "{% if m['role'] == 'user' %}{{ '\n' }}{% else %}{{ '[|endofturn|]\n' }}{% endif %}",
+                          after="[|assistant|]"), ("[|endofturn|]", "[|system|]", "[|user|]", "[|assistant|]"),
+                     "{}[|endofturn|]"),
+}  # fmt: skip

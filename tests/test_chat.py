@@ -1,0 +1,307 @@
+"""What is trained of a conversation: the assistant's words and their end, in every turn, and nobody else's.
+
+What is expected is written down by hand for every template (`chat_templates.Family.said`), and taken from the trained
+tokens, decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import FAMILIES, Family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.encode import Encoder
+from fsdptrain.errors import DataError
+from fsdptrain.rows import open_sources, read
+from fsdptrain.schema import Data
+from fsdptrain.tokenizer import train_bpe
+
+Talk = list[dict[str, Any]]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
+CALL = {"type": "function", "id": "123456789", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+
+
+@cache
+def tokenizer_of(name: str) -> Any:
+    """A byte-level BPE with a family's special tokens and its template."""
+    family = FAMILIES[name]
+    return tokenizer_with(family.template, family.tokens, family.bos)
+
+
+def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = None) -> Any:
+    """The same for any template; the first token is the end of a sequence."""
+    tokenizer = train_bpe(iter(["Hello there, how are you? Assistant: User: answer the question\n\n" * 3]), 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    tokenizer.eos_token = tokens[0]
+    if bos:
+        tokenizer.bos_token = bos
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[str]:
+    """The trained parts of a conversation, decoded; its text has to be what the template makes of it."""
+    encoder = Encoder(tokenizer, Data(format="chat", seq_len=4096, **data))
+    rows = list(encoder([{"messages": talk, "tools": tools, "place": "talks.jsonl:1"}]))
+    if not rows:
+        return []
+    [(ids, mask)] = rows
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
+    runs: list[list[int]] = []
+    for i, (token, flag) in enumerate(zip(ids, mask, strict=True)):
+        if flag:
+            if i == 0 or not mask[i - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+def expected(family: Family, talk: Talk) -> list[str]:
+    """The same by hand: what the family's template makes of the assistant's turns."""
+    said = []
+    for i, message in enumerate(talk):
+        if message["role"] == "assistant":
+            words = message["content"].strip() if family.trims else message["content"]
+            frame = family.last if family.last and i + 1 == len(talk) else family.said
+            said.append(frame.format(words))
+    return said
+
+
+def talk_of(*words: str, system: str | None = None) -> Talk:
+    """A conversation, user first."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+TALKS = {
+    "one turn": talk_of("Hi there", "Hello you"),
+    "three turns": talk_of("Hi", "Hello, who?", "Romeo", "O Romeo, Romeo!", "Yes?", "Deny thy father"),
+    "system": talk_of("Count", "one two three", "On", "four five", system="Be brief."),
+    "user last": talk_of("Hi", "Hello", "Bye"),
+    "equal words": talk_of("Hello", "Hello", "Hello", "Hello", system="Hello"),
+    "words of the user's": talk_of("Say A and B", "A", "B and Say A", "Say A and B", "A", "B"),
+    "not ASCII": talk_of("東京は?", "首都です。🙂", "é?", "naïve – “yes”"),
+    "lines": talk_of("A list?", "1. one\n2. two\n\n- three", "more", "```\ncode\n```"),
+    "markup": talk_of("<b>Hi</b>", "<b>Ho</b> [x] {y} <|z|>", "{{ m }}", "{% for %} \\n"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_assistant_is_trained_and_nobody_else(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    for title, talk in TALKS.items():
+        if family.system or talk[0]["role"] != "system":
+            assert trained(tokenizer, talk) == expected(family, talk), title
+
+
+SPACED = [" ", "\n", "\n\n  ", "\t"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("smollm3", "falcon", "nemotron")])
+def test_odd_spaces_belong_to_who_wrote_them(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    draw = random.Random(name)
+    for _ in range(6):
+        words = [draw.choice(SPACED) + word + draw.choice(SPACED) for word in ("first", "second", "third", "fourth")]
+        talk = talk_of(*words)
+        if name == "qwen3":
+            words[3] = words[3].lstrip()  # as its template has it in the last turn
+            talk = talk_of(*words)
+        assert trained(tokenizer, talk) == expected(family, talk)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5, deadline=None)
+def test_unique_words_tell_who_is_trained(name: str, seed: int) -> None:
+    """However long the conversation: all of the assistant's words, and none of the others'."""
+    family, draw = FAMILIES[name], random.Random(seed)
+    letters = iter(draw.sample(range(10_000), 200))
+
+    def words(who: str) -> str:
+        return " ".join(f"{who}{next(letters):04}" for _ in range(draw.randint(1, 4)))
+
+    talk = talk_of(*(words("vz" if i % 2 else "kq") for i in range(draw.randint(2, 9))))
+    if family.system and draw.random() < 0.5:
+        talk.insert(0, {"role": "system", "content": words("kq")})
+    runs = "".join(trained(tokenizer_of(name), talk))
+    said = [word for m in talk if m["role"] == "assistant" for word in m["content"].split()]
+    assert [word for word in said if word not in runs] == []
+    assert "kq" not in runs
+
+
+CALLERS = [name for name, family in FAMILIES.items() if family.call]
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("content", [{}, {"content": ""}])
+def test_a_call_of_a_tool_is_trained(name: str, content: dict[str, str]) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    talk = [
+        {"role": "user", "content": "The weather in Paris?"},
+        {"role": "assistant", **content, "tool_calls": [CALL]},
+        {"role": "tool", "content": "18 degrees", "tool_call_id": "123456789", "name": "get_weather"},
+        {"role": "assistant", "content": "It is 18 degrees."},
+    ]
+    assert family.call is not None
+    call = family.call
+    if name == "qwen2.5":
+        call = "\n" + call  # its prompt ends with a line break that stands before its calls twice
+    said = (family.last or family.said).format("It is 18 degrees.")
+    runs = trained(tokenizer, talk, TOOLS)
+    assert [run.lstrip("\n") for run in runs] == [call.lstrip("\n"), said]
+    assert [run.lstrip("\n") for run in trained(tokenizer, talk[:2], TOOLS)][-1].endswith(call.lstrip("\n"))
+
+
+def test_thoughts_are_trained_where_the_template_keeps_them() -> None:
+    first, last = "<think>\nsix\n</think>\n\n42", "<think>\nagain\n</think>\n\nStill 42."
+    talk = talk_of("6 × 7?", first, "Sure?", last)
+    assert trained(tokenizer_of("qwen3"), talk) == ["42<|im_end|>", last + "<|im_end|>"]
+    field = [*talk[:3], {"role": "assistant", "content": "Still 42.", "reasoning_content": "again"}]
+    assert trained(tokenizer_of("qwen3"), field) == ["42<|im_end|>", last + "<|im_end|>"]
+    r1 = ["\n\n42<｜end▁of▁sentence｜>", "\n\nStill 42.<｜end▁of▁sentence｜>"]
+    assert trained(tokenizer_of("deepseek r1"), talk) == r1
+    thought = "<|channel>thought\nsix<channel|>\n {} "
+    gemma = talk_of("6 × 7?", thought.format("42"), "Sure?", "kept <|channel>x<channel|>Still 42.")
+    assert trained(tokenizer_of("gemma4"), gemma) == ["42<turn|>", "kept Still 42.<turn|>"]
+
+
+def test_a_prompt_that_opens_a_thought() -> None:
+    """As some versions of Qwen3's: the generation prompt already begins to think."""
+    template = FAMILIES["qwen3"].template.replace(
+        "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    tokenizer = tokenizer_with(template, FAMILIES["qwen3"].tokens)
+    talk = talk_of("6 × 7?", "<think>\nsix\n</think>\n\n42", "Sure?", "<think>\nagain\n</think>\n\nStill 42.")
+    assert trained(tokenizer, talk) == ["42<|im_end|>", "again\n</think>\n\nStill 42.<|im_end|>"]
+
+
+def test_a_tools_answer_written_by_the_user() -> None:
+    """Qwen3 looks whether the user's words are between tags: they may not be marked outside of these."""
+    talk = talk_of("Weather?", "I look.", "<tool_response>\n18\n</tool_response>", "18 degrees.")
+    assert trained(tokenizer_of("qwen3"), talk) == ["I look.<|im_end|>", "<think>\n\n</think>\n\n18 degrees.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "name", ["chatml", "llama3", "qwen2.5", "deepseek v3", "granite3", "gemma4", "generation marks"]
+)
+def test_the_assistant_may_speak_first_and_twice(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    welcome = {"role": "assistant", "content": "Welcome"}
+    for talk in ([welcome, *talk_of("Hi", "Hello")], [*talk_of("Hi", "Hello"), welcome], [welcome]):
+        assert trained(tokenizer, talk) == expected(family, talk)
+
+
+@pytest.mark.parametrize(
+    "name", ["chatml", "llama3", "mistral tekken", "gemma", "deepseek v3", "command-a", "generation marks"]
+)
+def test_an_empty_answer_is_its_end(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    talk = talk_of("Hi", "", "What?", "Nothing.")
+    assert trained(tokenizer, talk) == expected(family, talk)
+    empty = talk_of("", "Hello", "", "Bye")
+    assert trained(tokenizer, empty) == expected(family, empty)
+
+
+def test_several_system_messages() -> None:
+    talk = [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, *talk_of("Hi", "Ho")]
+    for name in ("chatml", "llama3", "deepseek v3", "command-a", "phi4"):
+        assert trained(tokenizer_of(name), talk) == expected(FAMILIES[name], talk)
+
+
+def test_all_of_a_conversation() -> None:
+    for name, family in FAMILIES.items():
+        talk = TALKS["system" if family.system else "three turns"]
+        text = tokenizer_of(name).apply_chat_template(talk, tokenize=False)
+        assert trained(tokenizer_of(name), talk, train_on="all") == [text]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}{{ m.role + m.content | upper | reverse }}{% endfor %}", "changes words"),
+        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|changes|mixes|rewrites"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}</s>{% endfor %}", "repeats"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_with_its_place(template: str, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        trained(tokenizer_with(template, ("</s>",)), talk_of("Hi", "Hello"))
+    assert str(caught.value).startswith("talks.jsonl:1: the chat template")
+
+
+def test_a_macro_that_shifts_the_templates_own_marks_is_refused() -> None:
+    """transformers counts generation marks from the beginning of a macro."""
+    template = (
+        "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    with pytest.raises(DataError, match="marks that miss what the assistant says"):
+        trained(
+            tokenizer_with(template, ("<|im_end|>", "<|im_start|>")), talk_of("Hi there, you", "Hello", "And?", "So")
+        )
+
+
+def test_tools_that_the_template_leaves_out_are_refused() -> None:
+    with pytest.raises(DataError, match=r"talks\.jsonl:1: the chat template leaves out the tools"):
+        trained(tokenizer_of("chatml"), talk_of("Hi", "Ho"), TOOLS)
+    silent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    for train_on in ("completion", "all"):
+        with pytest.raises(DataError, match="leaves out the call of 'get_weather' in message 2"):
+            trained(tokenizer_of("chatml"), silent, train_on=train_on)
+
+
+@pytest.mark.parametrize("kind", ["list", "text", "texts", "parquet"])
+def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    shapes = {"list": TOOLS, "text": json.dumps(TOOLS), "texts": [json.dumps(tool) for tool in TOOLS], "parquet": TOOLS}
+    talk = [{"role": "user", "content": "Paris?"}, {"role": "assistant", "tool_calls": [CALL]}]
+    plain = talk_of("Hi", "Ho")
+    other = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+    rows = [{"messages": plain}, {"messages": talk, "functions": shapes[kind]}]
+    if kind == "parquet":  # where every mapping has all keys of all rows
+        rows = [{"messages": plain, "functions": [other]}, rows[1]]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "talks.parquet")
+    else:
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [source] = open_sources(str(next(tmp_path.iterdir())))
+    columns = {"tools": "functions"} if kind == "parquet" else {}
+    if kind != "parquet":
+        path = tmp_path / "talks.jsonl"
+        path.write_text(path.read_text().replace('"functions"', '"tools"'))
+        [source] = open_sources(str(path))
+    data = Data(format="chat", columns=columns, seq_len=4096)
+    [[first, second]] = list(read(source, data, None))
+    assert second["tools"] == TOOLS and first.get("tools", [other]) == [other]
+    assert second["messages"] == talk
+    tokenizer = tokenizer_of("qwen2.5")
+    encoded = list(Encoder(tokenizer, data)([first, second]))
+    text = tokenizer.decode(encoded[1][0])
+    assert text == tokenizer.apply_chat_template(talk, tools=second["tools"], tokenize=False)
+    assert json.dumps(second["tools"][0]) in text  # Arrow has an order of keys of its own
+
+
+@pytest.mark.parametrize("tools", ["no JSON", 5, [5], ["no JSON"], [[]], "5", [{}]])
+def test_wrong_tools_are_refused(tmp_path: Path, tools: Any) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": talk_of("Hi", "Ho"), "tools": tools}) + "\n")
+    [source] = open_sources(str(path))
+    with pytest.raises(DataError, match=r"talks\.jsonl:1: 'tools' is"):
+        list(read(source, Data(format="chat"), None))
+    with pytest.raises(DataError, match=r"no column 'functions', which data\.columns names"):
+        list(read(source, Data(format="chat", columns={"tools": "functions"}), None))

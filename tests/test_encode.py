@@ -1,0 +1,301 @@
+"""Rows → tokens with four families of tokenizers: the row's text, whole, and only what follows the prompt trained.
+
+The reference is the tokenizer itself on the whole text, with offsets: a token is the completion's when it ends in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import GSM8K
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from fsdptrain.data import tokenizer_digest
+from fsdptrain.encode import Encoder, prefix
+from fsdptrain.schema import Data
+
+PROBLEMS = [json.loads(line) for line in GSM8K.read_text().splitlines()][:90]
+CODE = [
+    ("def f():\n", "    return 1"), ("What is 2+2?\n", "4"), ("Q:", " A"), ("Q: ", "A"), ("Q:\n\n", "\n  A"),
+    ("", "alone"), ("x", "y"), ("東京", "です🙂"), ("a  ", "  b"), ("one\ttwo", "three"), ("end.", "</s>"),
+    ("e", "\u0301"),
+]  # fmt: skip
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPOKEN = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
+SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+
+
+def texts() -> Iterator[str]:
+    """What the tokenizers are trained on."""
+    for problem in PROBLEMS:
+        yield problem["question"] + "\n" + problem["answer"]
+    yield from (prompt + completion for prompt, completion in CODE)
+
+
+def byte_level(trim: bool) -> Tokenizer:
+    """GPT-2's and Llama 3's kind; with `trim` the offsets leave out a token's space, as theirs do."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=trim)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        texts(),
+        trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
+    )
+    return made
+
+
+def metaspace(scheme: str | None) -> Tokenizer:
+    """Llama 2's kind, BPE with bytes for what it does not know; None: with a normaliser, as in older files."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if scheme is None:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
+    # Trained on lines, so that no token crosses one, with every byte in the vocabulary.
+    lines = (line for text in texts() for line in text.split("\n"))
+    made.train_from_iterator(
+        lines, trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIAL + bytes_, show_progress=False)
+    )
+    plain = json.loads(made.to_str())  # bytes are no special tokens
+    plain["added_tokens"] = plain["added_tokens"][: len(SPECIAL)]
+    return Tokenizer.from_str(json.dumps(plain))
+
+
+def unigram() -> Tokenizer:
+    """T5's and XLM's kind: Unigram over words, with a space before each."""
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    made.decoder = decoders.Metaspace()
+    made.train_from_iterator(
+        texts(), trainers.UnigramTrainer(vocab_size=600, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    )
+    return made
+
+
+def word_piece() -> Tokenizer:
+    """BERT's kind: no white space at all, and other tokens inside a word than at its beginning."""
+    made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=False)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.train_from_iterator(
+        texts(), trainers.WordPieceTrainer(vocab_size=900, special_tokens=SPECIAL, show_progress=False)
+    )
+    return made
+
+
+MAKERS = {
+    "byte-level": lambda: byte_level(False), "byte-level, trimmed": lambda: byte_level(True),
+    "Metaspace, first": lambda: metaspace("first"), "Metaspace, always": lambda: metaspace("always"),
+    "Prepend": lambda: metaspace(None), "Unigram": unigram, "WordPiece": word_piece,
+}  # fmt: skip
+LOSSLESS = ["byte-level", "byte-level, trimmed", "Metaspace, first", "Metaspace, always", "Prepend"]
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """A tokenizer of each family."""
+    made = MAKERS[request.param]()
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+    wrapped.family = request.param
+    return wrapped
+
+
+def encoded(tokenizer: Any, rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], bytes]]:
+    """Rows as tokens and flags, none dropped."""
+    found = list(Encoder(tokenizer, Data(seq_len=10**6, **data))([{"place": "rows.jsonl:1", **row} for row in rows]))
+    assert len(found) == len(rows)
+    return found
+
+
+def by_offsets(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    """The reference: tokens of the whole text, and whether each ends in a span."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return found.input_ids, [any(a < end <= b for a, b in spans) for _, end in found.offset_mapping]
+
+
+@pytest.mark.parametrize("separator", ["", "\n", " "])
+def test_prompts_and_completions_are_the_tokenizers_own_tokens(tokenizer: Any, separator: str) -> None:
+    rows = [{"prompt": p["question"] + ("" if separator else "\n"), "completion": p["answer"]} for p in PROBLEMS]
+    for row, (ids, mask) in zip(
+        rows, encoded(tokenizer, rows, format="prompt_completion", separator=separator), strict=True
+    ):
+        before = row["prompt"] + separator
+        whole, labels = by_offsets(tokenizer, before + row["completion"], [(len(before), 10**9)])
+        if separator == " ":  # which is one token with the word that follows, and here has to be one of its own
+            assert tokenizer.decode(ids[:-1]) == tokenizer.decode(whole)
+            continue
+        assert ids == [*whole, tokenizer.eos_token_id]
+        assert list(mask) == [*labels, True]
+
+
+def test_texts_are_the_tokenizers_own_tokens(tokenizer: Any) -> None:
+    rows = [{"text": text} for text in texts()]
+    for row, (ids, _) in zip(rows, encoded(tokenizer, rows, format="text"), strict=True):
+        own = tokenizer(row["text"]).input_ids
+        assert ids == (own if own[-1] == tokenizer.eos_token_id else [*own, tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(("prompt", "completion"), CODE)
+def test_the_decoded_row_is_the_text(tokenizer: Any, prompt: str, completion: str) -> None:
+    [(ids, mask)] = encoded(tokenizer, [{"prompt": prompt, "completion": completion}], format="prompt_completion")
+    body = ids[:-1] if completion != "</s>" else ids
+    whole = tokenizer(prompt + completion, add_special_tokens=False).input_ids
+    assert tokenizer.decode(body) == tokenizer.decode(whole)
+    if tokenizer.family in LOSSLESS and prompt != "e":
+        assert tokenizer.decode(body) == prompt + completion
+        asked = ids[: mask.index(1)]
+        assert tokenizer.decode(asked) == prompt
+        if prompt and completion != "</s>":  # generation begins with these tokens
+            assert tokenizer.decode([*tokenizer(prompt, add_special_tokens=False).input_ids]) == prompt
+
+
+def test_a_completion_gets_no_space_of_its_own() -> None:
+    """`▁4` behind a line break would be a space that nobody wrote."""
+    for name in LOSSLESS[2:]:
+        made = MAKERS[name]()
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+        for prompt, completion in (("What is 2+2?\n", "4"), ("Q: ", "4"), ("def f():\n", "    return 1")):
+            [(ids, mask)] = encoded(wrapped, [{"prompt": prompt, "completion": completion}], format="prompt_completion")
+            said = "".join(wrapped.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]))
+            assert said == completion.replace(" ", "▁") + "</s>", name
+
+
+@pytest.mark.parametrize("template", [CHATML, SPOKEN], ids=["chatml", "spoken"])
+def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    rows = [
+        {"messages": [{"role": "user", "content": p["question"]}, {"role": "assistant", "content": p["answer"]}] * 2}
+        for p in PROBLEMS[:30]
+    ]
+    end = "<|im_end|>" if template == CHATML else "</s>"
+    counts = [0, 0]
+    for row, (ids, mask) in zip(rows, encoded(tokenizer, rows, format="chat"), strict=True):
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        said, at, spans = row["messages"][1]["content"] + end, 0, []
+        for _ in range(2):
+            at = text.index(said, at)
+            spans.append((at, at := at + len(said)))
+        whole, labels = by_offsets(tokenizer, text, spans)
+        assert tokenizer.decode(ids) == tokenizer.decode(whole)
+        counts[0] += sum(mask)
+        counts[1] += sum(labels)
+        if template == CHATML:
+            assert ids == whole and list(mask) == labels
+        elif tokenizer.family in LOSSLESS:  # a prompt ends with a space: where that is part of a token it is cut
+            assert tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag]) == said * 2
+    assert counts[0] == counts[1] if template == CHATML else abs(counts[0] / counts[1] - 1) < 0.01
+
+
+@pytest.mark.parametrize("begin", [["<s>"], ["[gMASK]", "<sop>"], []], ids=["bos", "GLM", "none"])
+def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
+    made = byte_level(False)
+    made.add_special_tokens([AddedToken(token, special=True) for token in ("[gMASK]", "<sop>")])
+    if begin:
+        ids = [(token, made.token_to_id(token)) for token in begin]
+        made.post_processor = processors.TemplateProcessing(single=" ".join([*begin, "$A"]), special_tokens=ids)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    assert wrapped.convert_ids_to_tokens(prefix(wrapped)) == begin
+    for text in ("Hello there", "".join(begin) + "Hello there"):
+        [(ids, _)] = encoded(wrapped, [{"text": text}])
+        [(again, mask)] = encoded(wrapped, [{"prompt": text, "completion": " you"}], format="prompt_completion")
+        assert ids == [*wrapped("Hello there").input_ids, wrapped.eos_token_id]
+        assert again == [*wrapped("Hello there you").input_ids, wrapped.eos_token_id]
+        assert [wrapped.decode([t]) for t, flag in zip(again, mask, strict=True) if flag][-1] == "</s>"
+
+
+class Letters(PreTrainedTokenizer):
+    """A tokenizer written in Python: one token a letter, two where `merges` says so."""
+
+    vocab_files_names = {"vocab_file": "vocab.txt"}  # noqa: RUF012
+
+    def __init__(self, vocab_file: str, **settings: Any) -> None:
+        self.merges = Path(vocab_file).read_text().split("\n")
+        super().__init__(**settings)
+
+    @property
+    def vocab_size(self) -> int:
+        return 200 + 1
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(200)} | {"##": 200} | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        found: list[str] = []
+        while text:
+            size = 2 if text[:2] in self.merges else 1
+            found.append(text[:size] if size == 1 else "##")
+            text = text[size:]
+        return found
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return 200 if token == "##" else ord(token) % 200
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return "##" if index == 200 else chr(index)
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        path = Path(save_directory) / "vocab.txt"
+        path.write_text("\n".join(self.merges))
+        return (str(path),)
+
+
+def letters(folder: Path, *merges: str, **settings: Any) -> Letters:
+    """That tokenizer with these merges."""
+    path = folder / f"vocab-{'-'.join(merges)}.txt"
+    path.write_text("\n".join(merges))
+    return Letters(str(path), eos_token="</s>", unk_token="<unk>", **settings)
+
+
+def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
+    tokenizer = letters(tmp_path, "ab")
+    rows = [{"prompt": "xa", "completion": "by"}, {"prompt": "xa", "completion": "cy"}]
+    straddled, clean = encoded(tokenizer, rows, format="prompt_completion")
+    assert straddled[0] == [*tokenizer("xaby", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert [list(mask) for _, mask in (straddled, clean)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1]]
+    tokenizer.chat_template = SPOKEN
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    [(ids, mask)] = encoded(tokenizer, [{"messages": talk}], format="chat")
+    assert tokenizer.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]) == ["h", "o", "</s>"]
+
+
+def test_the_digest_knows_all_that_makes_tokens(tmp_path: Path) -> None:
+    fast = PreTrainedTokenizerFast(tokenizer_object=byte_level(False), eos_token="</s>")
+    fast.save_pretrained(tmp_path / "fast")
+    split = AutoTokenizer.from_pretrained(tmp_path / "fast", split_special_tokens=True)
+    assert fast("a</s>").input_ids != split("a</s>").input_ids
+    [(plain, _), (parted, _)] = [encoded(each, [{"prompt": "x", "completion": "</s>a"}], format="prompt_completion")[0]
+                                 for each in (fast, split)]  # fmt: skip
+    assert plain == [*fast("x</s>a").input_ids, fast.eos_token_id]
+    assert parted == [*split("x</s>a").input_ids, split.eos_token_id]
+    each = [fast, split, letters(tmp_path, "ab"), letters(tmp_path, "bc")]
+    digests = [tokenizer_digest(one) for one in each]
+    assert len(set(digests)) == len(each)
+    assert digests == [tokenizer_digest(one) for one in each]
