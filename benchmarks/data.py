@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def write_rows(source: Path, folder: Path) -> int:
-    """Prompts that end with a line break, which we would add and TRL would not, and completions; and 64 to warm up."""
+    """Prompts that end with a line break, and completions; and 64 rows to warm up."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     lines = [json.dumps({"prompt": row["question"] + "\n", "completion": row["answer"]}) + "\n" for row in rows]
     (folder / "rows.jsonl").write_text("".join(lines))

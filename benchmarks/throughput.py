@@ -82,8 +82,8 @@ def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
 
     if shape == "gsm8k":
         rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]
-        rows = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-        texts = [f"{row['prompt']}\n{row['completion']}" for row in rows]
+        rows = [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
+        texts = [row["prompt"] + row["completion"] for row in rows]
     else:
         whole = (ROOT / "recipes/data/tinyshakespeare.txt").read_text()
         wanted = steps * WORLD * SHAPES[shape][1]

@@ -9,7 +9,7 @@ disable_progress_bar()
 folder, prompt = sys.argv[1], sys.argv[2].replace("\\n", "\n")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
+inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)  # begins as rows in training do
 set_seed(1)
 output = model.generate(
     **inputs, max_new_tokens=70, do_sample=True, temperature=0.7, top_k=40, pad_token_id=tokenizer.eos_token_id

@@ -49,6 +49,7 @@ data:
   seq_len: 2048
   packing: bfd
   train_on: completion
+  separator: ""
   max_rows: null
   eval: null
 
@@ -651,8 +652,10 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "data.columns",
             "not a field of format prompt_completion: prompt, completion",
         ),
-        (["data.format=chat", "data.columns.prompt=x"], None, "not a field of format chat: messages"),
+        (["data.format=chat", "data.columns.prompt=x"], None, "not a field of format chat: messages, tools"),
         (["data.train_on=completion"], "data.train_on", "every token is trained"),
+        (["data.separator=x"], "data.separator", "has no effect with format text"),
+        (["data.format=chat", "data.separator=x"], "data.separator", "has no effect with format chat"),
         (["fsdp.shard_size=8"], "fsdp.shard_size", "no effect with FULL_SHARD"),
         (["fsdp.shard_size=8", "fsdp.strategy=SHARD_GRAD_OP"], "fsdp.shard_size", "no effect with SHARD_GRAD_OP"),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "no effect with NO_SHARD"),
@@ -701,6 +704,7 @@ def test_a_combination_that_cannot_be_honoured_is_refused(
         ["model.revision=main"],
         ["data.train_on=all"],
         ["data.format=chat", "data.train_on=completion"],
+        ["data.format=chat", "data.columns={messages: talk, tools: functions}"],
         ["data.format=prompt_completion", "data.columns={prompt: q, completion: a}"],
         ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=8", "fsdp.backward_prefetch=BACKWARD_POST"],
         ["fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.shard_size=8"],

@@ -95,8 +95,8 @@ def test_plain_transformers_opens_the_export(finished: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer("First Citizen:", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert "hi" in chat and model.config.dtype == torch.float32
+    assert model.config.dtype == torch.float32
+    assert tokenizer.chat_template is None  # the model has seen no conversation
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
