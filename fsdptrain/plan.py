@@ -114,7 +114,7 @@ class Plan:
             if path.startswith(("model.", "data.")) and path not in ("model.attn_implementation", "data.eval")
         }
         held_out = recipe["data.eval"] or {}
-        fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out blocks are taken from the training data
+        fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         return fixed | {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
 
     def digest(self) -> str:

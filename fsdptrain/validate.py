@@ -184,6 +184,8 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
     show_sequences(plan, facts, found)
     if plan.recipe.data.format == "chat" and not own:
         found.note("the tokenizer has no chat template: a plain one is used, as in the first sequence above")
+    if facts["divided"]:
+        found.note("a text is longer than all that is to be held out: it is divided, and its end is held out")
     return int(facts["steps"])
 
 

@@ -254,7 +254,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
     said = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
-        "divided": "text is longer than all that is held out: its last part is",
+        "divided": "texts were divided: their ends are held out",
     }  # fmt: skip
     return {
         "parameters": params,

@@ -1085,6 +1085,31 @@ def test_a_trained_tokenizer_loses_nothing(bpe: Any) -> None:
     assert (bpe.eos_token, bpe.pad_token, bpe.bos_token) == (EOS, EOS, None)
 
 
+@pytest.mark.parametrize("begin", ["<s>", "[gMASK]<sop>", ""])
+def test_only_conversations_get_a_chat_template(bpe: Any, tmp_path: Path, begin: str) -> None:
+    """The plain one, for tokenizers without; it begins as the tokenizer begins a text, in training and when served."""
+    tokens = [token for token in ("<s>", "[gMASK]", "<sop>") if token in begin]
+    tokenizer = with_specials(bpe, *tokens, chat_template=None)
+    tokenizer.chat_template = None
+    if tokens:
+        ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens]
+        single = " ".join([*tokens, "$A"])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["system"], "text": "Hello"})
+    changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": str(tmp_path / "tokenizer")}
+    assert load_tokenizer(a_plan(tmp_path, **changes), quiet).chat_template is None
+    plan = a_plan(tmp_path, **changes, data__format="chat", data__packing="none", data__seq_len=128)
+    loaded = load_tokenizer(plan, quiet)
+    loaded.save_pretrained(tmp_path / "export")
+    served = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
+    text = served.apply_chat_template(TALKS["system"], tokenize=False)
+    assert text.startswith(begin + "System: You are brief.")
+    (ids,) = inputs(prepare(plan, loaded, quiet)[0].corpus)
+    assert loaded.decode(ids) == text
+    assert ids[: len(tokens)] == loaded("").input_ids
+
+
 def vocabulary(plan: Plan) -> str:
     """All tokens of the plan's tokenizer, the space mark taken away."""
     return " ".join(load_tokenizer(plan, quiet).get_vocab()).replace("Ġ", "")
