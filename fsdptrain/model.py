@@ -162,7 +162,7 @@ def skeleton(config: Any, model: Model) -> Any:
 
     Raises RecipeError for a configuration of which no model can be built.
     """
-    with _attention_errors(model.attn_implementation), _parameters_on_meta():
+    with _attention_errors(model.attn_implementation), parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, model.dtype),
@@ -185,13 +185,16 @@ def _attention_errors(kernel: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are."""
+def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
+    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are.
+
+    Parameters of modules of the class `but` stay real.
+    """
     register = nn.Module.register_parameter
 
     def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and type(self) is not but:
             self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
     nn.Module.register_parameter = register_meta  # type: ignore[method-assign]

@@ -383,10 +383,37 @@ def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
     return found
 
 
-def deviations(recipe: str) -> dict[str, float]:
-    """The standard deviation of every weight at the start."""
-    run, _ = build(recipe, [])
-    return {n: p.detach().full_tensor().std(correction=0).item() for n, p in run.engine.model.named_parameters()}
+def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
+    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    found = {}
+    for name, overrides in variants.items():
+        weights = {n: p.detach().full_tensor() for n, p in build(recipe, overrides)[0].engine.model.named_parameters()}
+        found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
+    return found
+
+
+def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
+    """What is said of copies that differ in one bit, of a weight or of a buffer of the last rank; by variant."""
+    from fsdptrain import worker
+
+    fill, found = worker.fill, {}
+    for name, overrides in variants.items():
+
+        def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
+            filled = fill(model, *others)
+            tensors = {"weight": model.parameters, "buffer": model.buffers}
+            if dist.get_rank() == dist.get_world_size() - 1 and what in tensors:
+                local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
+            return filled
+
+        with patch.object(worker, "fill", spoilt):
+            try:
+                build(recipe, overrides)
+                found[name] = None
+            except FsdptrainError as error:
+                found[name] = str(error)
+    return found
 
 
 def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
