@@ -38,11 +38,11 @@ def allocate(model: Any, device: torch.device) -> None:
 
 
 def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
-    """Move buffers to `device`; floating-point ones are cast to `dtype` where one is asked for."""
-    for module in model.modules():
+    """Move buffers to `device`; where a `dtype` is asked for, floating-point ones that may be are cast to it."""
+    for owner, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            kind = getattr(torch, dtype) if dtype and buffer.is_floating_point() else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=kind)
+            cast = dtype and buffer.is_floating_point() and _joined(owner, name) not in model.float32_names
+            module._buffers[name] = buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype)
 
 
 def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) -> None:
@@ -267,6 +267,7 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
         settings = LoadStateDictConfig(
             device_map={"": device},
             dtype=getattr(torch, plan.recipe.model.dtype),
+            dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
             weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
         )
         with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
