@@ -206,9 +206,10 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
             attn_implementation=model.attn_implementation,
             trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
-    for module in made.modules():  # as `from_pretrained` does: buffers are computed in float32, and then cast
-        module._is_hf_initialized = False
-    made.initialize_weights()
+    if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+        for module in made.modules():
+            module._is_hf_initialized = False
+        made.initialize_weights()
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _listed_as_float32(made, computed)
