@@ -23,7 +23,7 @@ from fsdptrain.checkpoint import Checkpointer, Stored, save_tensors, space_told
 from fsdptrain.data import Progress
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
 from fsdptrain.manifest import faults, fsync, read_manifest, refuse_ways_out
-from fsdptrain.model import blocks_of, saved_state, skeleton
+from fsdptrain.model import blocks_of, in_dtype, saved_state, skeleton
 from fsdptrain.ownership import Stamps, assets_in, exported, new_scratch, record_export, replace_export, stamps
 from fsdptrain.plan import Plan
 from fsdptrain.report import Reporter, Screen
@@ -67,17 +67,17 @@ def stored(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[T
 class Writer:
     """Collects tensors into safetensors files of at most 5 GB."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.bytes = 0
         self._held: Tensors = {}
         self._held_bytes = 0
         self._files: list[list[str]] = []
 
     def add(self, tensors: Tensors) -> None:
-        """Take tensors under their names in the file; floating-point ones are cast to the export's dtype."""
+        """Take tensors under their names in the file."""
         for name, tensor in tensors.items():
-            tensor = tensor.to(self.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+            tensor = tensor.contiguous()
             if self._held and self._held_bytes + tensor.nbytes > MAX_FILE_BYTES:
                 self._flush()
             self._held[name] = tensor
@@ -136,22 +136,24 @@ def write_folder(
     disk, or when what is read back is not what was to be written.
     """
     scratch = new_scratch(out)
-    stored_as = getattr(torch, dtype)
-    needed = sum(t.numel() * _stored_dtype(t, stored_as).itemsize for t in saved_state(bare).values())
+    wanted = in_dtype(bare, dtype)
+    state = saved_state(wanted)
+    needed = sum(tensor.nbytes for tensor in state.values())
     try:
         with space_told(scratch, needed):
             for name in assets_in(assets):
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(assets / name, scratch / name)
             config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
-            config.dtype = stored_as
+            config.dtype = getattr(torch, dtype)
             config.save_pretrained(scratch)
-            writer = Writer(scratch, stored_as)
+            writer = Writer(scratch)
             for done, group in enumerate(tensors, 1):
-                writer.add(revert_weight_conversion(bare, group))
+                cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
+                writer.add(revert_weight_conversion(bare, cast))
                 progress("export", done, len(groups))
             writer.finish()
-            check_folder(scratch, bare, stored_as)
+            check_folder(scratch, wanted)
     except Exception as error:  # safetensors and transformers raise their own classes
         shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
@@ -163,16 +165,17 @@ def write_folder(
     return Exported(writer.bytes, files, kept)
 
 
-def check_folder(folder: Path, bare: Any, dtype: torch.dtype) -> None:
-    """Raise CheckpointError unless the folder opens and holds exactly the tensors this architecture is stored as."""
-    state = {name: tensor.to("meta") for name, tensor in saved_state(bare).items()}
-    expected = {n: (tuple(t.shape), _stored_dtype(t, dtype)) for n, t in revert_weight_conversion(bare, state).items()}
+def check_folder(folder: Path, wanted: Any) -> None:
+    """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as."""
+    state = {name: tensor.to("meta") for name, tensor in saved_state(wanted).items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in revert_weight_conversion(wanted, state).items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                piece = opened.get_slice(name)
-                found[name] = (tuple(piece.get_shape()), piece[:0].dtype if piece.get_shape() else dtype)
+                shape = tuple(opened.get_slice(name).get_shape())
+                piece = opened.get_slice(name)[:0] if shape else opened.get_tensor(name)
+                found[name] = (shape, piece.dtype)
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
@@ -182,10 +185,6 @@ def check_folder(folder: Path, bare: Any, dtype: torch.dtype) -> None:
         )
     AutoConfig.from_pretrained(folder, trust_remote_code=False)
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def export_live(

@@ -43,6 +43,7 @@ def compute_in_chunks(model: Any) -> None:
         if labels is None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
+        hidden = hidden.to(head.weight.dtype)  # a residual stream in float32: mamba2's
         return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss

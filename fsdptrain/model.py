@@ -7,7 +7,9 @@ constructor made them: non-persistent buffers (rotary frequencies) are in no fil
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +38,19 @@ LIMITS = {
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**28,
     "num_experts": 2**14, "num_local_experts": 2**14,
 }  # fmt: skip
+NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed here; remove the key"
+NO_CLASSES = "it is about classifiers and has no effect on a language model; remove the key"
+WITHOUT_EFFECT = {  # keys of a configuration that nothing reads here → the way out
+    "dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
+    "torch_dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
+    "attn_implementation": "use model.attn_implementation",
+    "_attn_implementation": "use model.attn_implementation",
+    **dict.fromkeys(("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"), NO_AUXILIARY),
+    **dict.fromkeys(("num_labels", "id2label", "label2id", "problem_type"), NO_CLASSES),
+    **dict.fromkeys(
+        ("output_hidden_states", "output_attentions", "return_dict"), "it has no effect on training; remove the key"
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +91,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
             config = AutoConfig.from_pretrained(str(model.id), **overrides, **where)
             _adopt(plan, own, config)
     _refuse_sizes(config)
+    refuse_without_effect(overrides, config)
     if vocab_size is not None and config.vocab_size < vocab_size:
         raise RecipeError(f"model.config.vocab_size: {config.vocab_size}, but the tokenizer has {vocab_size} tokens")
     limit = position_limit(config)
@@ -153,26 +169,80 @@ def _refuse_sizes(config: Any) -> None:
 
 def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
     for name in overrides:
+        if name in WITHOUT_EFFECT:
+            raise RecipeError(f"model.config.{name}: {WITHOUT_EFFECT[name]}")
         if not hasattr(known, name):
             near = get_close_matches(name, known.to_dict(), n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise RecipeError(f"model.config.{name}: {known.model_type} has no such key{hint}")
 
 
-def skeleton(config: Any, model: Model) -> Any:
+def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
+    """Raise RecipeError for a window that is switched off, and for an auxiliary loss that would not be added.
+
+    That of a mixture is a product of two means over the global batch, which no micro-batch knows.
+    """
+    text = config.get_text_config()
+    if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
+        raise RecipeError("model.config.sliding_window: it has no effect without use_sliding_window: true")
+    if getattr(text, "output_router_logits", False):
+        raise RecipeError(
+            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed "
+            "here; set output_router_logits: false to train on the tokens' loss alone"
+        )
+
+
+def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     """The model with parameters on the meta device in the master dtype, and real buffers on the CPU.
 
+    `compute` is the dtype that its parameters are cast to for compute, by default the master dtype: buffers that are in
+    no file are as transformers makes them in a model of that dtype, and `float32_names` lists what transformers keeps
+    in float32 there, by the architecture's lists or by its constructors. That has float32 as its master dtype, too.
     Raises RecipeError for a configuration of which no model can be built.
     """
-    with _attention_errors(model.attn_implementation), _parameters_on_meta():
+    master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
+    with _attention_errors(model.attn_implementation), parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, model.dtype),
+            copy.deepcopy(config),  # it would get the dtype
+            dtype=computed,
             attn_implementation=model.attn_implementation,
             trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
+    if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+        for module in made.modules():
+            module._is_hf_initialized = False
+        made.initialize_weights()
+    state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
+    explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
+    made.float32_names = explicit | _listed_as_float32(made, computed)
+    wide = made.float32_names | _listed_as_float32(made, master)
+    stored = {
+        id(tensor): _like(tensor, torch.float32 if name in wide else master)
+        for name, tensor in state.items()
+        if tensor.dtype != (torch.float32 if name in wide else master)
+    }
+    for module in made.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({key: stored[id(tensor)] for key, tensor in tensors.items() if id(tensor) in stored})
     made.tie_weights()
     return made
+
+
+def in_dtype(model: Any, dtype: str) -> Any:
+    """A skeleton of the same architecture as transformers would hold it in `dtype`, with what it keeps in float32."""
+    return skeleton(model.config, Model(dtype=dtype, attn_implementation=model.config._attn_implementation))  # type: ignore[arg-type]
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The same parameter or buffer in another dtype."""
+    cast = tensor.detach().to(dtype)
+    return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
+
+
+def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
+    """The state that `from_pretrained` loads in float32 when it is asked for `dtype`."""
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
+    return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
 
 @contextlib.contextmanager
@@ -187,13 +257,16 @@ def _attention_errors(kernel: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are."""
+def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
+    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are.
+
+    Parameters of modules of the class `but` stay real.
+    """
     register = nn.Module.register_parameter
 
     def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and type(self) is not but:
             self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
     nn.Module.register_parameter = register_meta  # type: ignore[method-assign]

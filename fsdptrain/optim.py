@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -14,15 +15,10 @@ WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW over a sharded model, fused: a foreach step would need another shard-sized temporary.
-
-    Weight decay applies to parameters of two or more dimensions that are not embeddings: so not to norms, biases and
-    embedding tables (nor to a head tied to one).
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    """AdamW over a sharded model, fused: a foreach step would need another shard-sized temporary."""
+    spared = undecayed(model)
     params = [param for param in model.parameters() if param.requires_grad]
-    decayed = [p for p in params if p.ndim >= 2 and id(p) not in embeddings]
-    plain = [p for p in params if p.ndim < 2 or id(p) in embeddings]
+    decayed, plain = [p for p in params if id(p) not in spared], [p for p in params if id(p) in spared]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -31,6 +27,28 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
         eps=optim.eps,
         fused=True,
     )
+
+
+SPARED_NAMES = re.compile(
+    r"bias|norm|^(A_log|D|scale)$"
+)  # the last three: of state spaces, and of norms by other names
+
+
+def undecayed(model: nn.Module) -> set[int]:
+    """The ids of the parameters that weight decay does not reach: norms, biases, scales and embeddings.
+
+    The class and the name tell what a parameter is, not its number of dimensions: biases of experts and norms of heads
+    are tables, and some vectors have dimensions of size 1. A head that is tied to an embedding is one.
+    """
+    return {
+        id(param)
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if isinstance(module, nn.Embedding)
+        or any("Norm" in cls.__name__ for cls in type(module).__mro__)
+        or SPARED_NAMES.search(name)
+        or sum(size > 1 for size in param.shape) < 2
+    }
 
 
 def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> float:
@@ -75,9 +93,9 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -> None:
-    """Raise RuntimeError unless every parameter and every moment has the master dtype (accelerate#3979)."""
+    """Raise RuntimeError unless every parameter and every moment has the master dtype, or float32 (accelerate#3979)."""
     wanted = getattr(torch, master)
     moments: list[Any] = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    wrong = {t.dtype for t in [*model.parameters(), *moments]} - {wanted}
+    wrong = {t.dtype for t in [*model.parameters(), *moments]} - {wanted, torch.float32}
     if wrong:
         raise RuntimeError(f"master weights and optimizer state should be {wanted}, but some are {wrong}")

@@ -6,6 +6,7 @@ gathered once in backward, before its recomputation, and parameter names stay as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain import attention
@@ -36,7 +38,7 @@ KEPT = [  # what selective checkpointing does not recompute: matrix products and
 def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
     """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
     recipe = plan.recipe
-    model = skeleton(config, recipe.model)
+    model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if world.device.type == "cpu":
         attention.install()
     units = units_of(model, recipe.fsdp.wrap)
@@ -51,6 +53,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     """Spread a skeleton over the ranks in place, as the plan's strategy says."""
     fsdp = plan.recipe.fsdp
     blocks = [module for _, module in blocks_of(model)]
+    kept = {(id(model.get_submodule(owner)), key) for owner, _, key in (n.rpartition(".") for n in model.float32_names)}
     recompute(blocks, fsdp.activation_checkpointing)
     if plan.recipe.train.compile:
         for block in blocks:
@@ -71,6 +74,9 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
             module.set_force_sum_reduction_for_comms(True)
             if world.device.type == "cpu":
                 module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
+    if kept:
+        for state in {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}:
+            keep_float32(state, kept)
     set_prefetch([unit.modules[0] for unit in units], fsdp)
 
 
@@ -94,11 +100,41 @@ class GlooReduceScatter:
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
+def keep_float32(state: Any, kept: set[tuple[int, str]]) -> None:
+    """Let the parameters `kept` (id of their module, name) of a unit be computed with in float32.
+
+    FSDP computes with a group of parameters in one dtype, but a unit may have several groups: these get their own.
+    """
+    for group in list(state._fsdp_param_groups):
+        wide = [p for p in group.fsdp_params if (id(p._module_info.module), p._module_info.param_name) in kept]
+        if not wide:
+            continue
+        policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float32)
+        if len(wide) == len(group.fsdp_params):
+            group.mp_policy = policy
+            continue
+        other = FSDPParamGroup(
+            [], group.modules, group.mesh_info, group.post_forward_mesh_info, group.device, None, policy,
+            group.offload_policy,
+        )  # fmt: skip
+        other.gradient_divide_factor = group.gradient_divide_factor
+        other.force_sum_reduction_for_comms = group.force_sum_reduction_for_comms
+        other._reduce_scatter_comm = group._reduce_scatter_comm
+        other.fsdp_params = wide
+        group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
+        state._fsdp_param_groups.append(other)
+
+
 def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
-    """Compute in `param_dtype`, reduce gradients in `reduce_dtype`; what is stored keeps the master dtype."""
+    """Compute in `param_dtype`, reduce gradients in `reduce_dtype`; what is stored keeps the master dtype.
+
+    Inputs of units are not cast: what is float32 among them (ALiBi, rotary tables, mamba's residual) is so on purpose.
+    """
     dtypes = fsdp.mixed_precision
     return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, dtypes.param_dtype), reduce_dtype=getattr(torch, dtypes.reduce_dtype)
+        param_dtype=getattr(torch, dtypes.param_dtype),
+        reduce_dtype=getattr(torch, dtypes.reduce_dtype),
+        cast_forward_inputs=False,
     )
 
 

@@ -58,7 +58,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
 from fsdptrain.watchdog import Watchdog
-from fsdptrain.weights import allocate, draw_weights, read_weights
+from fsdptrain.weights import allocate, check_replicas, draw_weights, read_weights
 
 GC_EVERY = 500  # steps
 
@@ -188,6 +188,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     if checkpointer.newest_step():
         reporter.progress("reading the checkpoint", 0, 0)
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, stop, progress)
+    check_replicas(model, world)
     watchdog.beat()
     facts = start_facts(plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
@@ -232,7 +233,7 @@ def fill(
         if not resuming and plan.pretrained:
             read_weights(model, bare, plan, home, progress)
         elif not resuming:
-            draw_weights(model, bare, plan.recipe.seed, progress)
+            draw_weights(model, bare, plan.recipe, progress)
     except Exception:  # libraries wrap our Stopped in errors of theirs
         if not stop.count:
             raise

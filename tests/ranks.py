@@ -15,12 +15,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain import loss, weights
+from fsdptrain import loss, shard, weights
+from fsdptrain.dist import World
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
 from fsdptrain.export import export_live
 from fsdptrain.launch import StopRequest
+from fsdptrain.model import blocks_of, skeleton
 from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate
 from fsdptrain.plan import find_topology, make_plan
@@ -383,10 +387,86 @@ def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
     return found
 
 
-def deviations(recipe: str) -> dict[str, float]:
-    """The standard deviation of every weight at the start."""
-    run, _ = build(recipe, [])
-    return {n: p.detach().full_tensor().std(correction=0).item() for n, p in run.engine.model.named_parameters()}
+def parities(recipe: str, kinds: list[str]) -> dict[str, Any]:
+    """How far logits and gradients of every architecture are from those of transformers' own bf16 model.
+
+    By architecture: the largest difference of logits over the largest logit, the largest difference of a gradient over
+    its norm, and whose; or, as a text, what was raised. All ranks have the same tokens, so that gradients are doubled.
+    """
+    written = load(Path(recipe))
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    world = World.start(plan, StopRequest())
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        try:
+            found[kind] = parity(kind, plan, world, Path(recipe).parent / kind)
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
+    """See `parities`; through the files in `folder`."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(folder)
+    plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
+    bare = skeleton(config, plan.recipe.model)
+    plan.recipe.fsdp.wrap = "auto" if blocks_of(bare) else {"min_params": 20_000}
+    model, _ = shard.build(plan, config, world)
+    weights.read_weights(model, bare, plan, world.device, lambda *_: None)
+    ids = torch.arange(3, 35)[None]
+    logits = []
+    for one in (reference, model):
+        out = one.eval()(input_ids=ids, position_ids=torch.arange(32)[None], use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten().roll(-1)).backward()
+        logits.append(out.detach())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    expected = dict(reference.named_parameters())
+    off = [(0.0, "")]
+    for name, param in model.named_parameters():
+        ours, theirs = param.grad, expected[name].grad
+        assert (ours is None) == (theirs is None), f"gradient of {name}"
+        if ours is not None and theirs is not None:
+            wanted = theirs.float() * world.size
+            difference = (ours.full_tensor().float() - wanted).norm()
+            if difference:
+                off.append(((difference / wanted.norm()).item(), name))
+    return [((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item(), *max(off)]
+
+
+def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
+    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    found = {}
+    for name, overrides in variants.items():
+        weights = {n: p.detach().full_tensor() for n, p in build(recipe, overrides)[0].engine.model.named_parameters()}
+        found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
+    return found
+
+
+def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
+    """What is said of copies that differ in one bit, of a weight or of a buffer of the last rank; by variant."""
+    from fsdptrain import worker
+
+    fill, found = worker.fill, {}
+    for name, overrides in variants.items():
+
+        def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
+            filled = fill(model, *others)
+            tensors = {"weight": model.parameters, "buffer": model.buffers}
+            if dist.get_rank() == dist.get_world_size() - 1 and what in tensors:
+                local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
+            return filled
+
+        with patch.object(worker, "fill", spoilt):
+            try:
+                build(recipe, overrides)
+                found[name] = None
+            except FsdptrainError as error:
+                found[name] = str(error)
+    return found
 
 
 def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.optim import learning_rate, warmup_steps
-from fsdptrain.schema import Optim, Schedule
+from fsdptrain.model import skeleton
+from fsdptrain.optim import learning_rate, make_optimizer, warmup_steps
+from fsdptrain.schema import Model, Optim, Schedule
 
 OPTIM = Optim(lr=1.0)
+TABLES = {  # kind → own keys, and its parameters of two dimensions and more that are no weights of a product
+    "llama": ({}, {"embed_tokens.weight"}),
+    "cohere": ({"use_qk_norm": True}, {"embed_tokens.weight", "q_norm.weight", "k_norm.weight"}),
+    "gpt_oss": ({}, {"embed_tokens.weight", "experts.gate_up_proj_bias", "experts.down_proj_bias"}),
+    "recurrent_gemma": ({}, {"embed_tokens.weight", "rg_lru.input_gate_bias", "rg_lru.recurrent_gate_bias"}),
+    "jamba": ({}, {"embed_tokens.weight", "mamba.A_log"}),
+    "rwkv": (
+        {}, {"embeddings.weight", *(f"{part}.time_mix_{of}" for part, of in itertools.product(
+            ("attention", "feed_forward"), ("key", "value", "receptance")) if (part, of) != ("feed_forward", "value"))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_weight_decay_goes_by_what_a_parameter_is(kind: str) -> None:
+    own, tables = TABLES[kind]
+    model = skeleton(small_config(kind, **own), Model(attn_implementation="eager"))
+    decayed = {id(param) for param in make_optimizer(model, OPTIM).param_groups[0]["params"]}
+    spared = {name for name, param in model.named_parameters() if id(param) not in decayed and param.ndim > 1}
+    assert {".".join(name.split(".")[-2:]) for name in spared} == tables
+    assert not any(param.ndim < 2 for param in model.parameters() if id(param) in decayed)
 
 
 def rates(total: int, **schedule: object) -> list[float]:

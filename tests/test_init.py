@@ -1,0 +1,97 @@
+"""Every architecture starts from the weights that `AutoModelForCausalLM.from_config` draws: the same distributions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import KINDS, VOCABULARY, small_config
+from support import on_ranks, write_recipe
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import skeleton
+from fsdptrain.schema import Model, Recipe
+from fsdptrain.weights import init_groups, initial_weights
+
+RECIPE = Recipe(model=Model(attn_implementation="eager"))
+Tensors = dict[str, torch.Tensor]
+
+
+def as_transformers_draws(kind: str, seed: int) -> tuple[Tensors, Tensors]:
+    """Parameters and buffers."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager", dtype=torch.float32)
+    return {name: param.detach() for name, param in model.named_parameters()}, dict(model.named_buffers())
+
+
+def as_we_draw(kind: str) -> tuple[Tensors, Tensors]:
+    mirror = skeleton(small_config(kind), RECIPE.model)
+    drawn: Tensors = {}
+    for weights in initial_weights(mirror, init_groups(mirror), RECIPE):
+        assert not drawn.keys() & weights.keys()
+        drawn |= weights
+    assert all(param.is_meta for param in mirror.parameters())  # nothing was kept
+    return drawn, dict(mirror.named_buffers())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_drawn_as_transformers_draws_them(kind: str) -> None:
+    torch.set_num_threads(1)  # more only wait for one another
+    (first, first_buffers), (second, _) = (as_transformers_draws(kind, seed) for seed in (1, 2))
+    found, buffers = as_we_draw(kind)
+    assert found.keys() == first.keys() and buffers.keys() == first_buffers.keys()
+    assert all(torch.equal(buffers[name], first_buffers[name]) for name in buffers)
+    for name in first:
+        assert_of_one_distribution(name, found[name], first[name], second[name])
+
+
+def assert_of_one_distribution(name: str, found: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """`first` and `second` are two draws of it: what is equal in both is no chance."""
+    assert found.shape == first.shape and found.isfinite().all(), name
+    if torch.equal(first, second):
+        assert torch.equal(found, first), name
+        return
+    assert torch.equal(zero_rows(found), zero_rows(first)), name  # the row of the padding token
+    if (count := first.numel()) >= 32:  # else chance has too large a part
+        mean, spread = first.mean().item(), first.std(correction=0).item()
+        assert found.std(correction=0).item() == pytest.approx(spread, rel=6 * count**-0.5), name
+        assert found.mean().item() == pytest.approx(mean, abs=6 * spread * (2 / count) ** 0.5), name
+
+
+def zero_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor == 0).flatten(1).all(dim=1) if tensor.ndim > 1 else torch.zeros(0)
+
+
+def test_every_rank_holds_what_was_drawn(tmp_path: Path) -> None:
+    """Constructors' values, a constructor's draw, and an embedding that is tied to a head with another spread."""
+    kinds = {"gpt2": [], "apertus": [], "youtu": [], "openai-gpt": ["fsdp.wrap=[Block]", "data.packing=none"]}
+    variants = {}
+    for kind, others in kinds.items():
+        config = small_config(kind).to_diff_dict() | {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
+        variants[kind] = [f"model.config={json.dumps(config)}", "model.attn_implementation=eager", *others]
+    recipe = write_recipe(tmp_path, model={"tokenizer": {"train": VOCABULARY}, "init": "random"})
+    found = on_ranks(2, "moments", tmp_path / "ranks", recipe=str(recipe), variants=variants)[0]
+    for kind in kinds:
+        torch.manual_seed(1)
+        config = small_config(kind, tie_word_embeddings=True)
+        for name, param in AutoModelForCausalLM.from_config(config).named_parameters():
+            mean, spread = found[kind][name]
+            assert spread == pytest.approx(param.std(correction=0).item(), rel=0.1), (kind, name)
+            assert mean == pytest.approx(param.mean().item(), abs=0.3 * spread + 1e-6), (kind, name)
+
+
+class ForgetfulMLP(modeling_llama.LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.empty(3))
+
+
+def test_a_parameter_that_nothing_initialises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", ForgetfulMLP)
+    with pytest.raises(RecipeError, match=r"does not initialise model.layers.0.mlp.scale \(ForgetfulMLP\)"):
+        as_we_draw("llama")

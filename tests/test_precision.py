@@ -1,0 +1,89 @@
+"""bf16 is transformers' own: what it keeps in float32 stays float32, in compute, in a bf16 master and in the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import KINDS, small_config
+from safetensors.torch import load_file
+from support import on_ranks, write_recipe
+from transformers import AutoModelForCausalLM
+
+LISTED = ["deepseek_v3", "glm4_moe", "dots1", "hy_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
+INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # float32 goes into their blocks, or must not
+NOT_EQUAL = {  # kind → why it is not transformers' bf16 to the last bit
+    "blt": "gradients of weights that are used several times are summed in another order",
+    "inkling2_text": "gradients of weights that are used several times are summed in another order",
+    "minimax_m3_vl_text": "its router's bias stays float32; transformers rounds it, and other experts are chosen",
+}
+NOT_HERE = {  # kind → why there is nothing to compare
+    "emu3": "transformers cannot open its files as a language model", "mllama": "as emu3",
+    "falcon_mamba": "uses weights of a unit outside of its forward", "mamba": "as falcon_mamba", "mbart": "as mamba",
+    "llama4": "one layer is in two units", "llama4_text": "as llama4",
+    "minimax": "tables in float32 meet weights in bf16, without buffer_dtype",
+    "prophetnet": "blocks share weights", "zamba": "as prophetnet", "zamba2": "as prophetnet",
+    "reformer": "transformers itself cannot compute it in bf16", "xlnet": "as reformer",
+}  # fmt: skip
+
+
+def write_model(kind: str, folder: Path) -> None:
+    """A model whose norms and router biases are not the constants they start as."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 1:
+                param.add_(torch.randn_like(param) * 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    model.save_pretrained(folder)
+
+
+def parities(kinds: list[str], world: int, tmp: Path) -> dict[str, Any]:
+    for kind in kinds:
+        write_model(kind, tmp / kind)
+    recipe = write_recipe(tmp, model={"id": "unset", "tokenizer": {"train": 512}}, fsdp={}, train__loss="plain")
+    ranks = on_ranks(world, "parities", tmp / "ranks", recipe=str(recipe), kinds=kinds)
+    assert all(other == ranks[0] for other in ranks)
+    return dict(ranks[0])
+
+
+def test_logits_and_gradients_are_those_of_transformers_in_bf16(tmp_path: Path) -> None:
+    found = parities(LISTED + INPUTS, 2, tmp_path)
+    assert found == {kind: [0.0, 0.0, ""] for kind in found}
+
+
+@pytest.mark.soak
+def test_every_architecture_is_transformers_in_bf16(tmp_path: Path) -> None:
+    found = parities([kind for kind in KINDS if kind not in NOT_HERE], 1, tmp_path)
+    for kind, values in found.items():
+        print(f"{kind:28} {values}")
+    assert {kind for kind, values in found.items() if values != [0.0, 0.0, ""]} == set(NOT_EQUAL)
+
+
+def test_exports_in_bf16_keep_what_transformers_keeps(tmp_path: Path) -> None:
+    kinds, variants = ["deepseek_v3", "ernie4_5_moe", "flint"], {}
+    for kind in kinds:
+        write_model(kind, tmp_path / kind)
+        for master in ("float32", "bfloat16"):
+            run = tmp_path / f"{kind}-{master}"
+            variants[run.name] = [f"model.id={tmp_path / kind}", f"model.dtype={master}", f"output_dir={run}"]
+    recipe = write_recipe(
+        tmp_path, model={"id": "unset", "tokenizer": {"train": 512}, "attn_implementation": "eager"}, fsdp={},
+        data__packing="none", export__dtype="bfloat16", optim__lr=0.0, train__global_batch_size=4,
+    )  # fmt: skip
+    wrong = on_ranks(2, "exports", tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=1)[0]
+    assert not wrong, "\n\n".join(f"{name}: {text}" for name, text in wrong.items())
+    for kind in kinds:
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.bfloat16)
+        expected.save_pretrained(tmp_path / f"{kind}-expected")
+        theirs = load_file(tmp_path / f"{kind}-expected" / "model.safetensors")
+        assert torch.float32 in {tensor.dtype for tensor in theirs.values()}
+        for master in ("float32", "bfloat16"):
+            ours = load_file(tmp_path / f"{kind}-{master}" / "export" / "model.safetensors")
+            assert theirs.keys() == ours.keys()
+            assert all(theirs[n].dtype == ours[n].dtype and torch.equal(theirs[n], ours[n]) for n in theirs), kind
