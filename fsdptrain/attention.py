@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 QUERIES = 128  # in a tile: fewer are slow to multiply, more waste what masks save
+LARGE = 8  # scores beyond are rounded by more than their weights are: by 2^-5 in bf16, of a weight that is 3%
 STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a product for every shape it meets
 
 
@@ -63,12 +64,14 @@ def attention(
 
     `q` is [B, H, S, D], `k` and `v` [B, G, S, D], where each of the G heads serves H / G of q's; `mask` says what a
     query sees, bool [B, 1, S, S], at least one key each, and is never written to; without one it is causal. Products
-    are taken in the dtype of q, k and v: in bf16 scores are rounded to bf16, as in transformers' eager attention.
+    are taken in the dtype of q, k and v; where bf16 scores may be large, they are rounded by their distance from the
+    highest of their row.
     """
     out = q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
     k, v = k.contiguous(), v.contiguous()
+    large = _may_be_large(q, k, scale)
     for tile in tiles(q, mask):
-        weights = _weights(tile, tile.queries_of(q, k), k, scale)
+        weights = _weights(tile, tile.queries_of(q, k), k, scale, large)
         tile.put(out.transpose(1, 2), weights @ tile.keys_of(v))
         del weights  # else it is there beside the next tile's
     return out
@@ -87,9 +90,10 @@ def attention_backward(
     of_q = q.new_empty(q.shape)
     k, v = k.contiguous(), v.contiguous()
     of_k, of_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
+    large = _may_be_large(q, k, scale)
     for tile in tiles(q, mask):
         queries, of_out = tile.queries_of(q, k), tile.queries_of(grad.transpose(1, 2), k)
-        weights = _weights(tile, queries, k, scale)
+        weights = _weights(tile, queries, k, scale, large)
         of_weights = of_out @ tile.keys_of(v).mT
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
         tile.put(of_q, of_scores @ tile.keys_of(k))
@@ -139,17 +143,34 @@ class Tile:
         """The tile's part of a contiguous [B, G, S, D], as a view: [B·G, n, D]."""
         return k[self.rows].flatten(0, 1)[:, self.keys]
 
+    def hide(self, scores: torch.Tensor) -> None:
+        """Give hidden pairs of [B·G, H/G·queries, keys] the lowest score there is."""
+        part = scores.unflatten(1, (-1, len(self.hidden)))[..., self.clear - self.keys.start :]
+        part.masked_fill_(self.hidden, torch.finfo(scores.dtype).min)
+
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Write the tile's part of [B, H, S, D]."""
         part = target[self.rows, :, self.queries]
         part.copy_(values.view(part.shape))
 
 
-def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """The softmax of a tile's scores: [B·G, H/G·queries, keys]."""
-    scores = torch.baddbmm(queries.new_empty(()), queries, tile.keys_of(k).mT, beta=0, alpha=scale)  # rounded once
-    part = scores.unflatten(1, (-1, len(tile.hidden)))[..., tile.clear - tile.keys.start :]
-    part.masked_fill_(tile.hidden, torch.finfo(scores.dtype).min)
+def _may_be_large(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
+    """Whether rounding scores could matter: none exceeds the product of the longest query and the longest key."""
+    return q.dtype == torch.bfloat16 and float(scale * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) > LARGE
+
+
+def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, large: bool) -> torch.Tensor:
+    """The softmax of a tile's scores: [B·G, H/G·queries, keys].
+
+    Scores are rounded once, by oneDNN. Where they are large they are computed again, less the highest of their row: it
+    is the same softmax, and a difference near 0, whose weight is large, is rounded by little.
+    """
+    keys = tile.keys_of(k).mT
+    scores = torch.baddbmm(queries.new_empty(()), queries, keys, beta=0, alpha=scale)
+    tile.hide(scores)
+    if large and float((highest := scores.amax(dim=-1, keepdim=True)).abs().amax()) > LARGE:
+        scores.copy_(-highest).baddbmm_(queries, keys, alpha=scale)
+        tile.hide(scores)
     return scores.softmax(dim=-1)
 
 

@@ -132,20 +132,14 @@ def test_it_is_attention_whatever_the_mask(length: int, share: float, seed: int,
     assert max(compared(mask, length, 4, 2, 16, torch.float32)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("deviation", [1.0, 4.0])
-def test_bf16_is_about_as_near_as_eager_attention(deviation: float) -> None:
-    """The larger scores are, the more it costs to round them, which torch's own kernel does not do and eager does."""
-
-    def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # as in transformers
-        hidden = torch.zeros(300, 300, dtype=q.dtype).masked_fill(~causal(300), torch.finfo(q.dtype).min)
-        weights = (q @ k.mT * 0.125 + hidden).softmax(-1, dtype=torch.float32).to(q.dtype)
-        return (weights @ v).transpose(1, 2)
-
+@pytest.mark.parametrize("deviation", [1.0, 3.0, 10.0, 50.0])
+def test_bf16_is_about_as_near_as_torch_however_large_the_scores(deviation: float) -> None:
+    """Rounded as they are, scores with a deviation of 50 would give twenty times the error of torch's kernel."""
     *qkv, grad = inputs(300, 4, 4, 64, torch.bfloat16)
     qkv[0] = qkv[0] * deviation
     exact = differentiated(of_torch(None, 0.125), [x.double() for x in qkv], grad.double())
-    ours, others = (errors(differentiated(f, qkv, grad), exact) for f in (in_tiles(None, 0.125), eager))
-    assert all(a < 1.25 * b for a, b in zip(ours, others, strict=True)), (ours, others)
+    ours, others = (errors(differentiated(f(None, 0.125), qkv, grad), exact) for f in (in_tiles, of_torch))
+    assert all(a < 2.5 * b for a, b in zip(ours, others, strict=True)), (ours, others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
