@@ -27,6 +27,7 @@ def model_facts(plan: Plan, model: Any, units: list[Unit]) -> dict[str, Any]:
     home = next(name for name, _, params in owned if any(param is embedding for param in params))
     return {
         "architecture": type(model).__name__,
+        "attention": plan.recipe.model.attn_implementation,
         "parameters": sum(row["parameters"] for row in rows),
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
@@ -118,7 +119,7 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
         "and the root)",
         f"embedding and head are {home}",
         f"a rank keeps at most {size(facts['shard_bytes'])} of weights in {dtypes['master']}; compute in "
-        f"{dtypes['compute']}, gradients summed in {dtypes['reduce']}"
+        f"{dtypes['compute']} with {facts['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
         f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"
         if recomputed

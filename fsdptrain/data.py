@@ -67,6 +67,7 @@ class Corpus:
     lengths: np.ndarray[Any, Any]
     ends: Ints
     name: str = ""
+    counting: bool = True  # whether the positions of padding go on from those of the last piece
 
     def __len__(self) -> int:
         return len(self.blocks) - 1
@@ -81,7 +82,8 @@ class Corpus:
         Labels are already shifted: position i is to predict labels[i], or nothing where that is -100. Position ids
         restart at every piece, which is how transformers knows that pieces do not attend to one another. Padding goes
         on counting: nothing before it sees it, and a block of one piece needs no mask but the causal one, so that it
-        gets the flash kernel. A number of -1 gives a block of padding.
+        gets the flash kernel; where the highest position matters to all (`counting` is False) its positions are 0.
+        A number of -1 gives a block of padding.
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
@@ -95,7 +97,8 @@ class Corpus:
                 wanted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
                 labels[row, at : at + len(wanted)] = wanted
                 at += length
-            positions[row, at:] = np.arange(length, length + self.seq_len - at)
+            if self.counting:
+                positions[row, at:] = np.arange(length, length + self.seq_len - at)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
@@ -156,16 +159,18 @@ def _permutation(seed: int, epoch: int, size: int) -> Ints:
     return _permutations[wanted]
 
 
-def prepare(plan: Plan, tokenizer: Any, progress: Progress) -> tuple[Stream, list[int], Corpus]:
-    """The training stream, the held-out block numbers and the corpus they belong to.
+def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = True) -> tuple[Stream, list[int], Corpus]:
+    """The training stream, the held-out block numbers and the corpus they belong to; `counting` as in `Corpus`.
 
     Raises DataError for wrong rows, and when no row with a trained token is left.
     """
     data, seed = plan.recipe.data, plan.recipe.seed
     corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
+    corpus = dataclasses.replace(corpus, counting=counting)
     held_out = None
     if plan.eval_path is not None:
         held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
+        held_out = dataclasses.replace(held_out, counting=counting)
     elif data.eval is not None:
         corpus, held_out = divide(corpus, data, data.eval["fraction"], seed)
     stream = Stream(corpus, np.arange(len(corpus)), seed)
@@ -243,7 +248,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
 
     folder = kept("data", wanted, write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    flat = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
+    flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, name=folder.name)

@@ -177,37 +177,30 @@ class Engine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def documents_are_apart(self) -> bool:
-        """Whether this model keeps the documents of a block apart by their position ids alone; collective.
 
-        Two blocks that differ in their first document only must give the same logits for the second. They do to 4e-7;
-        where the architecture's mask ignores position ids (bloom, falcon, opt) they differ by far more.
-        """
-        rows = self.plan.recipe.train.micro_batch_size  # flash attention reads position ids in batches of one only
-        positions = torch.arange(3, device=self.world.device).repeat(rows, 2)
-        with self.forward_only():
-            one, other = (
-                self.model(
-                    input_ids=torch.tensor([[*first, 1, 2, 3]], device=self.world.device).repeat(rows, 1),
-                    position_ids=positions, use_cache=False,
-                ).logits[:, 3:].float()
-                for first in ((1, 2, 3), (4, 5, 6))
-            )  # fmt: skip
-            return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
+# What configurations call the number of experts, and how many of them a token uses.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     """FLOPs of forward and backward for `tokens` positions: 6·N·T + 12·L·A·S·T (Chowdhery et al., arXiv:2204.02311).
 
     N counts what multiplies every token: all parameters of the unsharded skeleton `bare` but an untied embedding table,
-    and of a mixture's experts only the share that a token uses. A is heads × head size, S the sequence length.
+    and of a mixture's experts only the share that a token uses. A is heads × head size, 0 without attention; S the
+    sequence length.
     """
     config = bare.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    share = config.num_experts_per_tok / experts if experts else 1.0
-    weights = sum(p.numel() * (share if p.ndim == 3 else 1.0) for p in bare.parameters())
+    experts, used = (
+        next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+        for names in (EXPERTS, EXPERTS_OF_A_TOKEN)
+    )
+    share = used / experts if experts and used else 1.0
+    weights = sum(
+        p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters()
+    )  # experts are kept in one tensor
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * width * seq_len * tokens

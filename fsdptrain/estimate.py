@@ -22,7 +22,7 @@ from fsdptrain.engine import model_flops
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import Forecast
 from fsdptrain.hardware import Hardware
-from fsdptrain.model import load_config, skeleton
+from fsdptrain.model import load_config, settle_attention, skeleton
 from fsdptrain.plan import Plan
 from fsdptrain.pretend import PRETEND
 from fsdptrain.simulate import simulate
@@ -37,6 +37,8 @@ def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing
     if plan.recipe.train.compile:
         notes.append("train.compile: what the compiler saves is unknown; these are the figures without it")
         plan = varied(plan, {"train.compile": False})
+    if plan.recipe.model.attn_implementation == "auto":
+        plan, _ = settle_attention(plan, config)
     kernel = plan.recipe.model.attn_implementation
     if kernel in ("flash_attention_2", "flex_attention"):
         notes.append(f"{kernel}: counted as the flash kernel of torch, without a mask")

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from fsdptrain.assets import special_token_faults
 from fsdptrain.checkpoint import Checkpointer, Stored, save_tensors, space_told
 from fsdptrain.data import Progress
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
@@ -166,7 +167,10 @@ def write_folder(
 
 
 def check_folder(folder: Path, wanted: Any) -> None:
-    """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as."""
+    """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as.
+
+    Its configurations and its tokenizer must agree on the special tokens.
+    """
     state = {name: tensor.to("meta") for name, tensor in saved_state(wanted).items()}
     expected = {name: (tuple(t.shape), t.dtype) for name, t in revert_weight_conversion(wanted, state).items()}
     found = {}
@@ -183,8 +187,8 @@ def check_folder(folder: Path, wanted: Any) -> None:
             f"{folder}: {len(wrong)} tensors are not as they should be; {name}: expected {expected.get(name)}, "
             f"found {found.get(name)}"
         )
-    AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if disagreements := special_token_faults(folder):  # which also opens config, generation config and tokenizer
+        raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
 
 
 def export_live(
@@ -266,7 +270,8 @@ def _plan_of(rundir: RunDir) -> Plan:
 def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
     """The unsharded model that a run folder describes; raises CheckpointError where none can be built of it."""
     try:
-        return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), plan.recipe.model)
+        model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, perhaps without a GPU
+        return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), model)
     except RecipeError:
         raise
     except Exception as error:  # whatever a model's constructor makes of the numbers in its config

@@ -52,7 +52,7 @@ def machine_line(facts: dict[str, Any]) -> str:
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return (
         f"{' + '.join([*kinds, cpu])}; torch {facts['torch']}, transformers {facts['transformers']}; "
-        f"{' and '.join(facts['backends'])}, {facts['attention']['kernel']} attention; ranks meet at "
+        f"{' and '.join(facts['backends'])}; ranks meet at "
         f"{facts['rendezvous']['endpoint']} ({facts['rendezvous']['state']})"
     )
 
@@ -67,8 +67,7 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
             yield RecipeError(f"this build of torch has no {name}, in which {plan.topology.device} ranks talk")
     if not facts["attention"]["available"]:
         yield RecipeError(
-            f"model.attn_implementation: {kernel} is not to be had here: it needs a package of its own and a GPU for "
-            "it; sdpa and eager are part of torch"
+            f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
         )
     if facts["rendezvous"]["state"] in ("in use", "unknown host"):
         yield RecipeError(

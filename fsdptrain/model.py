@@ -10,24 +10,23 @@ import contextlib
 import copy
 import dataclasses
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.errors import NoModel, RecipeError
+from fsdptrain.advise import varied
+from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.hub import OWN_CODE, hub_errors, in_a_line, read_json, recipe_errors, source
-from fsdptrain.ownership import list_assets
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Model
 
@@ -51,6 +50,8 @@ WITHOUT_EFFECT = {  # keys of a configuration that nothing reads here → the wa
         ("output_hidden_states", "output_attentions", "return_dict"), "it has no effect on training; remove the key"
     ),
 }
+OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
+LARGEST_BUFFER = 2**28  # elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,49 +75,162 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
     if kind is not None:
         with recipe_errors(f"model.config: no architecture {kind!r}"):
             known = AutoConfig.for_model(kind)
-        if vocab_size is None and "vocab_size" not in overrides:
+        overrides = translated(overrides, known)
+        text = _text_of(overrides, known)
+        if vocab_size is None and "vocab_size" not in text:
             raise NoModel("model.config.vocab_size: unknown without the tokenizer; give it to plan without one")
-        overrides.setdefault("vocab_size", vocab_size)
+        text.setdefault("vocab_size", vocab_size)
+        with recipe_errors("model.config"):
+            config = AutoConfig.for_model(kind, **overrides)
     else:
-        cannot = f"model.id: cannot read the configuration of {model.id!r}"
         own = own_classes(plan)
         where = {**source(plan, None), "trust_remote_code": bool(own)}
+        cannot = f"model.id: cannot read the configuration of {model.id!r}"
         with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
             known = AutoConfig.from_pretrained(str(model.id), **where)
-    _refuse_unknown(overrides, known)
-    with recipe_errors("model.config"):
-        if kind is not None:
-            config = AutoConfig.for_model(kind, **overrides)
-        else:
-            config = AutoConfig.from_pretrained(str(model.id), **overrides, **where)
+        overrides = translated(overrides, known)
+        with recipe_errors("model.config"):
+            config = type(known).from_dict(overridden(known, overrides)) if overrides else known
             _adopt(plan, own, config)
-    _refuse_sizes(config)
+    text_config = config.get_text_config()
+    if not plan.own_tokenizer and "pad_token_id" not in overrides:
+        # It is a token of another vocabulary, whose embedding would get no gradient, or it lies beyond this one.
+        config.pad_token_id = text_config.pad_token_id = None
+    for part in {id(part): part for part in (config, text_config)}.values():
+        _refuse_sizes(part)
     refuse_without_effect(overrides, config)
-    if vocab_size is not None and config.vocab_size < vocab_size:
-        raise RecipeError(f"model.config.vocab_size: {config.vocab_size}, but the tokenizer has {vocab_size} tokens")
-    limit = position_limit(config)
+    limit, problems = position_limit(text_config), []
+    if vocab_size is not None and text_config.vocab_size < vocab_size:
+        problems.append(f"model.config.vocab_size: {text_config.vocab_size}, but the tokenizer has {vocab_size} tokens")
     if limit and plan.recipe.data.seq_len > limit:
-        raise RecipeError(
+        problems.append(
             f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions: use {limit} or less"
         )
+    if problems:
+        raise RecipeError([Problem(problem) for problem in problems])
     return config
+
+
+def translated(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
+    """Return overrides of the configuration `known` under the names that this version of transformers has for them.
+
+    Keys of older files (`rope_theta`, `rope_scaling`) mean what they mean there. Raises RecipeError for a key that the
+    architecture does not have.
+    """
+    found: dict[str, Any] = {}
+    for name, value in overrides.items():
+        inner = getattr(known, name, None)
+        if name in WITHOUT_EFFECT:
+            raise RecipeError(f"{field}.{name}: {WITHOUT_EFFECT[name]}")
+        if name in OLD_ROPE and name not in vars(known) and hasattr(known, "rope_parameters"):
+            continue
+        if not hasattr(known, name):
+            near = get_close_matches(name, known.to_dict(), n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise RecipeError(f"{field}.{name}: {known.model_type} has no such key{hint}")
+        if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
+            value = translated(value, inner, f"{field}.{name}")
+        found[known.attribute_map.get(name, name)] = value
+    old = {name: value for name, value in overrides.items() if name in OLD_ROPE and name not in found}
+    if old or isinstance(found.get("rope_parameters"), dict):
+        found["rope_parameters"] = _rope_parameters(old, found.get("rope_parameters"), known, field)
+    return found
+
+
+def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any, field: str) -> dict[str, Any]:
+    """The rotary parameters that older keys, or the new one, ask for; those of `known` where they say nothing."""
+    there = known.rope_parameters or {}
+    if old and new is not None:
+        raise RecipeError(f"{field}.{next(iter(old))}: rope_parameters is there as well: keep one of the two")
+    if any(isinstance(one, dict) for one in there.values()):
+        if old:
+            raise RecipeError(
+                f"{field}.{next(iter(old))}: {known.model_type} has rotary parameters for each type of layer: write "
+                f"rope_parameters: {there}"
+            )
+        return new or {}
+    asked = dict(new or old.get("rope_scaling") or {})
+    if "type" in asked:
+        asked.setdefault("rope_type", asked["type"])
+    kept = {name: there[name] for name in ("rope_theta", "partial_rotary_factor") if name in there}
+    if "rope_scaling" not in old and new is None:
+        kept = there
+    theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
+    return {**kept, **asked, **theta}
+
+
+def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration `known` as a dict with `overrides` in it, inner configurations included.
+
+    With fewer layers, lists with an entry for each layer are cut; with more they are left to the architecture.
+    """
+    whole = known.to_dict()
+    name = known.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    before, layers = whole.get(name), overrides.get(name, whole.get(name))
+    for key in _lists_of_layers(known, name) - overrides.keys() if layers != before else ():
+        whole[key] = whole[key][:layers] if layers < before else None
+    for key, value in overrides.items():
+        inner = getattr(known, key, None)
+        nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
+        whole[key] = overridden(inner, value) if nested else value
+    return whole
+
+
+def _lists_of_layers(known: Any, name: str) -> set[str]:
+    """The keys that hold a list with an entry for each layer: those that by default are as long as there are layers."""
+    default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]
+    return {
+        key for key, value in known.to_dict().items()
+        if isinstance(value, list) and len(value) == getattr(known, name)
+        and all(isinstance(d.get(key), list) and len(d[key]) == d[name] for d in default)
+    }  # fmt: skip
+
+
+def _text_of(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
+    """The overrides of the language model: all of them, or those of the configuration inside `known` that is its."""
+    inner = known.get_text_config()
+    name = next((name for name, value in vars(known).items() if value is inner), None)
+    if name is None:
+        return overrides
+    overrides[name] = dict(overrides.get(name) or {})
+    found: dict[str, Any] = overrides[name]
+    return found
 
 
 def position_limit(config: Any) -> int | None:
     """The longest sequence an architecture was made for; None where it has no positions to run out of.
 
-    Rotary positions that are stretched by a factor (yarn and the like) reach that many times as far as they did before.
+    Rotary positions that are stretched by a factor (yarn and the like) reach that many times as far as they did before;
+    dynamic ones do not: beyond the limit their frequencies depend on the longest sequence so far.
     """
     limit = next((n for key in ("max_position_embeddings", "max_seq_len") if (n := getattr(config, key, None))), None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    sets = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]  # some have one for each layer type
     stretched = [
-        int(one["original_max_position_embeddings"] * one.get("factor", 1))
-        for one in sets
-        if one.get("original_max_position_embeddings")
+        int(one["original_max_position_embeddings"] * (one.get("factor") or 1))
+        for one in rope_sets(config)
+        if one.get("original_max_position_embeddings") and one.get("rope_type") != "dynamic"
     ]
     no_limit = getattr(config, "alibi", None) or getattr(config, "attn_config", None)  # MPT keeps alibi in there
     return None if no_limit or not isinstance(limit, int) else max([limit, *stretched])
+
+
+def rope_sets(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a language model's configuration: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    inner = [one for one in rope.values() if isinstance(one, dict)]
+    return inner or [rope]
+
+
+def long_positions(config: Any, seq_len: int) -> int | None:
+    """Return the position from which on longrope takes other frequencies for a whole micro-batch, if `seq_len` has it.
+
+    There padding must not have higher positions than documents do.
+    """
+    limits = [
+        int(one["original_max_position_embeddings"])
+        for one in rope_sets(config.get_text_config())
+        if one.get("rope_type") == "longrope"
+    ]
+    return min((limit for limit in limits if limit < seq_len), default=None)
 
 
 def own_classes(plan: Plan) -> dict[str, str]:
@@ -167,16 +281,6 @@ def _refuse_sizes(config: Any) -> None:
                 raise RecipeError(f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,}")
 
 
-def _refuse_unknown(overrides: dict[str, Any], known: Any) -> None:
-    for name in overrides:
-        if name in WITHOUT_EFFECT:
-            raise RecipeError(f"model.config.{name}: {WITHOUT_EFFECT[name]}")
-        if not hasattr(known, name):
-            near = get_close_matches(name, known.to_dict(), n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise RecipeError(f"model.config.{name}: {known.model_type} has no such key{hint}")
-
-
 def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
     """Raise RecipeError for a window that is switched off, and for an auxiliary loss that would not be added.
 
@@ -201,11 +305,12 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     Raises RecipeError for a configuration of which no model can be built.
     """
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
-    with _attention_errors(model.attn_implementation), parameters_on_meta():
+    kernel = model.attn_implementation
+    with _building_errors(kernel), parameters_on_meta():
         made = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # it would get the dtype
             dtype=computed,
-            attn_implementation=model.attn_implementation,
+            attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
             trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
     if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
@@ -245,15 +350,45 @@ def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
 
+def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
+    """Return the plan with `attn_implementation: auto` replaced by a kernel, and the skeleton that has it.
+
+    The only place that decides: the best one that the architecture, this machine and the recipe's batches allow.
+    """
+    model = plan.recipe.model
+    if model.attn_implementation != "auto":
+        return plan, skeleton(config, model)
+    if _flash_is_possible(plan):
+        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
+        with contextlib.suppress(RecipeError):  # the architecture does not support it
+            return flash, skeleton(config, flash.recipe.model)
+    bare = skeleton(config, model)
+    kernel = bare.config.get_text_config()._attn_implementation
+    return varied(plan, {"model.attn_implementation": kernel}), bare
+
+
+def _flash_is_possible(plan: Plan) -> bool:
+    """Whether flash_attention_2 is installed, and takes this recipe's dtype and its packed documents."""
+    recipe = plan.recipe
+    half = recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan) and bool(is_flash_attn_2_available())
+
+
+def one_row_if_packed(plan: Plan) -> bool:
+    """Return whether no micro-batch has several rows of packed documents: transformers refuses them."""
+    return plan.recipe.data.packing == "none" or plan.recipe.train.micro_batch_size == 1
+
+
 @contextlib.contextmanager
-def _attention_errors(kernel: str) -> Iterator[None]:
+def _building_errors(kernel: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, ImportError) as error:
-        reason = str(error).split(". ")[0]
-        raise RecipeError(f"model.attn_implementation: {kernel} is not to be had: {reason}; eager always is") from None
-    except Exception as error:  # sizes that do not fit together, names of activations that do not exist
-        raise RecipeError(f"model.config: no model can be built of it: {in_a_line(error)}") from None
+    except Exception as error:  # sizes that do not fit together, names of activations that do not exist, no such kernel
+        words = in_a_line(error)
+        if kernel != "auto" and re.search("attention|flash|flex|sdpa", words, re.IGNORECASE):
+            reason = words.split(". ")[0]
+            raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None
+        raise RecipeError(f"model.config: no model can be built of it: {words}") from None
 
 
 @contextlib.contextmanager
@@ -271,19 +406,38 @@ def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
 
     nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
     try:
-        yield
+        with contextlib.nullcontext() if but else _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Inside, what is too large to be a buffer is made on the meta device: all experts of a layer may be 30 GB."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, a factory of large tensors on the meta device."""
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > LARGEST_BUFFER:
+                return made
+        return func(*args, **kwargs)
 
 
 def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
     """The model's transformer blocks, by the class names that transformers keeps for this purpose.
 
-    Sharded or not: FSDP gives a module a new class that is derived from its own.
+    Sharded or not: FSDP gives a module a new class that is derived from its own. Of one inside another (mamba names its
+    blocks and their mixers) only the outer one is taken.
     """
     classes = set(model._no_split_modules or ())
-    found = [(n, m) for n, m in model.named_modules() if classes & {cls.__name__ for cls in type(m).__mro__}]
-    return [(name, module) for name, module in found if _holds_parameters(module)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():  # an outer module comes first, and those inside it at once
+        inside = found and name.startswith(f"{found[-1][0]}.")
+        if not inside and classes & {cls.__name__ for cls in type(module).__mro__} and _holds_parameters(module):
+            found.append((name, module))
+    return found
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:
@@ -326,6 +480,8 @@ def tied(model: Any) -> bool:
 def _with_ends(model: Any, blocks: list[Unit]) -> list[Unit]:
     """Blocks, with the embedding in front and [what follows the blocks, head] behind."""
     base = model.base_model
+    if base is model:  # llama4_text has no base model: take what the last block's list is in
+        base = model.get_submodule(blocks[-1].name.rpartition(".")[0].rpartition(".")[0])
     inside = {id(m) for unit in blocks for m in unit.modules}
     children = list(base.children())
     last = max((i for i, c in enumerate(children) if any(id(m) in inside for m in c.modules())), default=-1)
@@ -371,37 +527,3 @@ def _holds_one_end(model: Any, unit: Unit) -> bool:
 
 def _holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write config, generation config and tokenizer: all of a Hugging Face folder but the weights."""
-    config.architectures = [type(model).__name__]
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as temporary:
-        scratch = Path(temporary)
-        if type(model)._auto_class is not None:  # code of its own goes along
-            custom_object_save(model, scratch, config=config)
-        config.save_pretrained(scratch)
-        _save_generation_config(plan, model, scratch)
-        tokenizer.save_pretrained(scratch)
-        names = [str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file()]
-        for name in names:  # one by one: files of others may lie beside ours
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = target.with_name(f".{target.name}.tmp")
-            shutil.copyfile(scratch / name, aside)
-            aside.replace(target)
-    list_assets(folder, names)
-
-
-def _save_generation_config(plan: Plan, model: Any, folder: Path) -> None:
-    """The generation config of `model.id`, or the architecture's where it has none or one that cannot be used."""
-    model.generation_config.save_pretrained(folder)
-    name = plan.recipe.model.id
-    if name is not None:
-        try:
-            found = GenerationConfig.from_pretrained(name, revision=plan.recipe.model.revision or "main")
-            found.save_pretrained(folder)
-        except OSError:  # many models have none of their own
-            pass
-        except Exception as error:  # it takes no part in training; and many a one that is shipped contradicts itself
-            print(f"generation_config.json of {name} is left out, a plain one is written: {in_a_line(error)}")

@@ -89,6 +89,12 @@ class Plan:
         paths = [path for path in (self.data_path, self.eval_path) if path and not Path(path).is_absolute()]
         return list(dict.fromkeys([*names, *paths]))
 
+    @property
+    def own_tokenizer(self) -> bool:
+        """Whether the tokenizer is the one that belongs to the model, so that both know the same special tokens."""
+        model = self.recipe.model
+        return model.id is not None and "model_type" not in model.config and model.tokenizer in (None, model.id)
+
     def total_steps(self, blocks: int) -> int:
         """Optimizer steps for a data set of `blocks` sequences: every sequence is seen at least `epochs` times."""
         train = self.recipe.train
@@ -172,13 +178,21 @@ def draft_plan(
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
-    held_out = recipe.data.eval or {}
+    held_out, revision = recipe.data.eval or {}, recipe.data.revision
+    data_path = find_data(recipe.data.path or "", written.folder, elsewhere)
+    eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
+    if revision is not None and Path(data_path).is_absolute():
+        problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
+    elif revision is not None:
+        if eval_path and eval_path.partition(":")[0] == data_path.partition(":")[0]:  # another split of the same
+            eval_path = f"{eval_path}@{revision}"
+        data_path = f"{data_path}@{revision}"
     plan = Plan(
         version=__version__,
         recipe=recipe,
         run_dir=str(Path(recipe.output_dir).absolute()),
-        data_path=find_data(recipe.data.path or "", written.folder, elsewhere),
-        eval_path=find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None,
+        data_path=data_path,
+        eval_path=eval_path,
         topology=topology,
         **layout(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),

@@ -42,8 +42,10 @@ class Model:
     config: dict[str, Any] = key({}, "overrides of the architecture or, with `model_type`, a whole one")
     init: Literal["pretrained", "random"] = key("pretrained", "read the weights, or draw them from `seed`")
     dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer's state")
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
-        "sdpa", "the attention kernel, as transformers names it; on a CPU `sdpa` is in tiles of our own where these pay"
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
+        "auto",
+        "the attention kernel, as transformers names it; auto: flash_attention_2 where it is installed and takes these "
+        "batches, else sdpa (on a CPU in tiles where these are faster), else eager",
     )
 
 
@@ -57,6 +59,7 @@ class Data:
     """What to train on and how rows become token blocks."""
 
     path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
+    revision: str | None = key(None, "branch, tag or commit of a Hub data set; its commit is what data are cached by")
     format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
     columns: dict[str, Any] = key(
         {},

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import transformers
 
-from fsdptrain import advise, closed_form
+from fsdptrain import advise, closed_form, preflight
+from fsdptrain.advise import varied
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
+from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data import Stream, prepare
 from fsdptrain.dryrun import Request
@@ -27,7 +29,7 @@ from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.histogram import length_facts
-from fsdptrain.hub import checkpoint_files, hub_errors, spare_retries
+from fsdptrain.hub import spare_retries
 from fsdptrain.machine import (
     attention_available,
     disk_facts,
@@ -37,7 +39,7 @@ from fsdptrain.machine import (
     machine_line,
     machine_problems,
 )
-from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.model import load_config
 from fsdptrain.outlook import (
     TRAFFIC_HEADER,
     memory_lines,
@@ -124,6 +126,7 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
         with found.trying():
             tokenizer = load_tokenizer(plan, found.progress)
             vocab_size = vocabulary(tokenizer)
+            refuse_other_tokens(plan, tokenizer)
     if rows_are_here and tokenizer is not None:
         with found.trying():
             steps = check_sequences(plan, tokenizer, found)
@@ -229,19 +232,13 @@ def show_sequences(plan: Plan, facts: dict[str, Any], found: Findings) -> None:
 
 def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings) -> None:
     """Build the model without its weights and take it apart as the strategy will."""
-    model = plan.recipe.model
     found.busy("building the model")
-    config = load_config(plan, vocab_size)
-    if not attention_available(model.attn_implementation):  # the machine's problem; eager is in every model
-        model = dataclasses.replace(model, attn_implementation="eager")
-    built = skeleton(config, model)
-    facts = model_facts(plan, built, units_of(built, plan.recipe.fsdp.wrap))
+    if not attention_available(plan.recipe.model.attn_implementation):  # the machine's problem, found there
+        plan = varied(plan, {"model.attn_implementation": "auto"})
+    ready = preflight.check_model(plan, vocab_size)
+    facts = model_facts(ready.plan, ready.bare, ready.units)
     found.passed("model", facts, "Model", *model_lines(facts))
     found.draw("Model", "table", header=HEADER, rows=unit_rows(facts))
-    if plan.pretrained:
-        with found.trying(), hub_errors("model.id", str(model.id)):
-            if Path(str(model.id)).is_dir():  # nothing is downloaded for a dry run
-                checkpoint_files(plan)
     disk = disk_facts(plan, facts["parameters"], steps)
     found.passed("model", {"disk": disk}, "Disk", disk_line(disk))
     for error in disk_problems(plan, disk):

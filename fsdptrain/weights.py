@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel, local_torch_dtype
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel, local_torch_dtype, str_to_torch_dtype
 
 from fsdptrain.data import Progress
 from fsdptrain.dist import World
@@ -253,36 +254,76 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
     """Fill a sharded meta model from the safetensors of `model.id`: this rank reads its own slices and no more.
 
-    transformers maps the files' names and layouts to the model's (fused experts and the like), by class names, which
-    FSDP changes: so the mapping is taken from the unsharded skeleton `bare`. Raises RecipeError when the files and the
-    architecture do not belong together.
+    `bare` is an unsharded skeleton. Raises RecipeError when the files and the architecture do not belong together.
     """
-    files = checkpoint_files(plan)
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
-        for file in files:
+        for file in checkpoint_files(plan):
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        slices = _counted(slices, progress)
-        settings = LoadStateDictConfig(
-            device_map={"": device},
-            dtype=getattr(torch, plan.recipe.model.dtype),
-            dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
-            weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
-        )
-        with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
-            info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+        _fill(model, bare, _counted(slices, progress), plan, device)
+
+
+def refuse_other_weights(bare: Any, plan: Plan, files: list[str]) -> None:
+    """Raise RecipeError as `read_weights` would, having read nothing but the files' headers.
+
+    `bare` is a skeleton and stays as it is.
+    """
+    slices: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                piece = opened.get_slice(name)
+                slices[name] = _Header(piece.get_shape(), piece.get_dtype())
+    _fill(copy.deepcopy(bare), bare, slices, plan, torch.device("meta"))
+
+
+def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
+    """Let transformers fill `model` from a checkpoint's tensors, which may be slices of a file or headers only.
+
+    transformers maps the files' names and layouts to the model's (fused experts and the like), by class names, which
+    FSDP changes: so the mapping is taken from the unsharded skeleton `bare`.
+    """
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=getattr(torch, plan.recipe.model.dtype),
+        dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
+        weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
+    )
+    with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
+        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     model.tie_weights()
-    missing = sorted(name for name, param in model.named_parameters() if param.is_meta)
+    names: dict[int, list[str]] = {}  # a tied parameter has several, and is there when one of them is
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    missing = sorted(same[0] for same in names.values() if info.missing_keys.issuperset(same))
     unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
     reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
     faults = {"of another shape": reshaped, "missing": missing, "unknown": unexpected}
-    for what, names in faults.items():
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    for what, found in faults.items():
+        if found:
+            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+
+
+class _Header:
+    """A tensor of a file of which only shape and dtype are known: it reads as a tensor on the meta device."""
+
+    def __init__(self, shape: list[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def get_shape(self) -> list[int]:
+        """As of a slice of a safetensors file."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """As of a slice of a safetensors file: `BF16`."""
+        return self._dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
 
 
 @contextlib.contextmanager

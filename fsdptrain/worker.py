@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from fsdptrain.assets import save_assets
 from fsdptrain.attempts import changes_since, fewer_steps
 from fsdptrain.checkpoint import Checkpointer
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
@@ -46,17 +47,17 @@ from fsdptrain.export import export_live
 from fsdptrain.hub import checkpoint_files, spare_retries
 from fsdptrain.launch import STOP_WORKER, StopRequest
 from fsdptrain.machine import disk_facts, disk_problems
-from fsdptrain.model import load_config, save_assets, skeleton
+from fsdptrain.model import long_positions
 from fsdptrain.nonfinite import find_sources
 from fsdptrain.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.ownership import sweep
 from fsdptrain.pace import Pace
 from fsdptrain.plan import Plan, read_plan
+from fsdptrain.preflight import load_checked
 from fsdptrain.pulse import Pulse
 from fsdptrain.report import Reporter, Screen
 from fsdptrain.rundir import RunDir
 from fsdptrain.shard import build
-from fsdptrain.tokenizer import load_tokenizer, vocabulary
 from fsdptrain.watchdog import Watchdog
 from fsdptrain.weights import allocate, check_replicas, draw_weights, read_weights
 
@@ -151,28 +152,29 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     spare_retries(plan, progress)
+    progress("checking the model", 0, 0)
     with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
-        tokenizer = load_tokenizer(plan, progress)
-        stream, held_out, eval_corpus = prepare(plan, tokenizer, progress)
-        config = load_config(plan, vocabulary(tokenizer))
+        tokenizer, ready = load_checked(plan, progress)
+        config, bare = ready.config, ready.bare
+        counting = long_positions(config, recipe.data.seq_len) is None
+        stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, counting)
         if plan.pretrained:
             progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
             checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
         progress("building the model", 0, 0)
         world = World.start(plan, stop)
     watchdog.beat()
-    world.agree((plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
+    world.agree((ready.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
     if world.rank == 0:
         sweep(rundir)
 
     content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
     checkpointer = Checkpointer(rundir, plan, world, content, reporter.event)
     checkpointer.refuse_another_run()
-    bare = skeleton(config, recipe.model)
     if world.rank == 0:
         save_assets(plan, config, bare, tokenizer, rundir.model)
     baseline = world.peak_memory()
-    model, units = build(plan, config, world)
+    model, units = build(ready.plan, config, world)  # with the kernel that `attn_implementation: auto` stands for
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
 
     total_steps = plan.total_steps(len(stream))
@@ -190,18 +192,13 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, stop, progress)
     check_replicas(model, world)
     watchdog.beat()
-    facts = start_facts(plan, world, stream, params, len(units), total_steps)
+    facts = start_facts(ready.plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
     if resumed or reporter.has("step"):
         reporter.event("resume", step=resumed, changed=changes_since(rundir, resumed, plan))
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
 
     engine = Engine(model, optimizer, world, plan, resumed, watchdog.beat)
-    if recipe.data.packing != "none" and not engine.documents_are_apart():
-        raise RecipeError(
-            f"data.packing: {recipe.data.packing} would let the documents of a block see one another: "
-            f"{type(bare).__name__} ignores position ids with {recipe.model.attn_implementation}; use none"
-        )
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     run = Run(
         plan, world, engine, stream, held_out, eval_corpus, checkpointer, reporter, stop, total_steps,
@@ -261,6 +258,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
         "parameters": params,
         "units": units,
         "strategy": plan.recipe.fsdp.strategy,
+        "attention": plan.recipe.model.attn_implementation,
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),

@@ -126,7 +126,9 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
         try:
             run, bare = build(recipe, overrides)
             curve(run, steps)
-            export_live(run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter)
+            export_live(
+                run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter, steps
+            )
         except Exception:
             wrong[name] = traceback.format_exc()
     return wrong

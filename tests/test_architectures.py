@@ -27,13 +27,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 32},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
 }
+NEEDED = {  # overrides that their refusals name
+    "llama4_text": ["train.loss=plain"], "mamba": ["data.packing=none"], "falcon_mamba": ["data.packing=none"],
+}  # fmt: skip
 
 
 def random_model(kind: str, folder: Path) -> None:
     """Write a tiny random model of this architecture, as transformers itself writes it."""
     own = dict(ARCHITECTURES[kind])
-    config = AutoConfig.for_model(own.pop("model_type", kind), **({} if kind == "gpt2" else COMMON), **own)
+    config = AutoConfig.for_model(own.pop("model_type", kind), **({} if kind == "gpt2" else COMMON) | own)
     config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = 512, None, 0, 0
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -50,10 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variants = {}
     for kind in ARCHITECTURES:
         random_model(kind, tmp / kind)
-        attention = "eager" if kind == "gemma2" else "sdpa"  # gemma2 caps its attention scores: sdpa cannot
-        variants[kind] = [
-            f"model.id={tmp / kind}", f"output_dir={tmp / kind}-run", f"model.attn_implementation={attention}",
-        ]  # fmt: skip
+        variants[kind] = [f"model.id={tmp / kind}", f"output_dir={tmp / kind}-run", *NEEDED.get(kind, [])]
     recipe = write_recipe(
         tmp, model={"id": "unset", "tokenizer": {"train": 512}}, optim__lr=0.0, train__global_batch_size=4
     )

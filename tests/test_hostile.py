@@ -21,11 +21,12 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from fsdptrain.assets import save_assets
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data import prepare
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.hub import checkpoint_files
-from fsdptrain.model import LIMITS, load_config, position_limit, save_assets, skeleton
+from fsdptrain.model import LIMITS, load_config, position_limit, skeleton
 from fsdptrain.plan import Plan, find_topology, make_plan
 from fsdptrain.recipe import load
 from fsdptrain.tokenizer import load_tokenizer, train_bpe

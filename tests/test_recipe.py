@@ -40,10 +40,11 @@ model:
   config: {}
   init: pretrained
   dtype: float32
-  attn_implementation: sdpa
+  attn_implementation: auto
 
 data:
   path: data/train.jsonl
+  revision: null
   format: text
   columns: {}
   seq_len: 2048

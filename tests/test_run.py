@@ -94,6 +94,8 @@ def test_plain_transformers_opens_the_export(finished: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer("First Citizen:", return_tensors="pt").input_ids
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(tokenizer, name) == getattr(model.config, name) == getattr(model.generation_config, name)
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
     assert model.config.dtype == torch.float32
     assert tokenizer.chat_template is None  # the model has seen no conversation

@@ -18,9 +18,9 @@ ABOVE = (
     "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "starter", "chat", "encode", "data", "hub", "tokenizer", "model", "loss", "attention",
-    "weights", "shard", "optim", "pace", "engine", "nonfinite", "checkpoint", "export", "pretend", "recorder",
-    "simulate", "estimate", "machine", "histogram", "anatomy", "validate", "watchdog", "pulse", "worker",
+    "dist", "rows", "starter", "chat", "encode", "data", "hub", "tokenizer", "model", "assets", "loss", "attention",
+    "probe", "weights", "shard", "optim", "pace", "engine", "preflight", "nonfinite", "checkpoint", "export", "pretend",
+    "recorder", "simulate", "estimate", "machine", "histogram", "anatomy", "validate", "watchdog", "pulse", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

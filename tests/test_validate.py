@@ -81,7 +81,7 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     found, said = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
     wanted = [
-        "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not to be had here",
+        "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not available",
         "launch.rdzv_endpoint: nobody.invalid:29500: unknown host", "data.path: nothing at", "output_dir:",
     ]  # fmt: skip
     told = [problem for problem in found.problems if not problem.startswith("this build of torch")]

@@ -67,6 +67,7 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
     bare = skeleton(AutoConfig.from_pretrained(tmp / "model"), recipe_model)
     state = saved_state(AutoModelForCausalLM.from_pretrained(tmp / "model", dtype=torch.float32))
     assets = tmp / "assets"
+    bare.config.pad_token_id = bare.generation_config.pad_token_id = 0  # the tokenizer's
     bare.config.save_pretrained(assets)
     bare.generation_config.save_pretrained(assets)
     tokenizer_of(tmp).save_pretrained(assets)
@@ -144,7 +145,7 @@ REFUSED = {  # overrides → what the message says
     "model.config.hiden_size=64": "did you mean `hidden_size`",
     "model.config.vocab_size=100": "the tokenizer has 512 tokens",
     "data.seq_len=4096": "beyond the model's 256 positions",
-    "model.attn_implementation=flash_attention_2": "flash_attention_2 is not to be had",
+    "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
     "model.id=recipes": "cannot read the configuration of 'recipes'",
     f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block see one another",

@@ -1,0 +1,133 @@
+"""What a run and a dry run check of the model alike, before any data is tokenised and any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.assets import refuse_other_tokens
+from fsdptrain.data import Progress
+from fsdptrain.engine import model_flops
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError
+from fsdptrain.hub import checkpoint_files, in_a_line
+from fsdptrain.loss import after_head
+from fsdptrain.model import (
+    Unit,
+    load_config,
+    long_positions,
+    one_row_if_packed,
+    settle_attention,
+    skeleton,
+    units_of,
+)
+from fsdptrain.plan import Plan
+from fsdptrain.probe import Probe
+from fsdptrain.tokenizer import load_tokenizer, vocabulary
+from fsdptrain.weights import refuse_other_weights
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model that can be trained: the plan with its attention kernel decided, configuration, skeleton and units."""
+
+    plan: Plan
+    config: Any
+    bare: Any
+    units: list[Unit]
+
+
+def check_model(plan: Plan, vocab_size: int | None) -> Ready:
+    """Return what the recipe, the configuration and the headers of local weights make of the model.
+
+    `vocab_size` is the tokenizer's, None where it is not known. Raises RecipeError with all that is wrong at once.
+    """
+    config = load_config(plan, vocab_size)
+    plan, bare = settle_attention(plan, config)
+    problems: list[Problem] = []
+
+    def trying(check: Callable[[], Any]) -> Any:
+        try:
+            return check()
+        except RecipeError as error:
+            problems.extend(error.problems)
+
+    units = trying(lambda: units_of(bare, plan.recipe.fsdp.wrap))
+    trying(lambda: check_forward(plan, bare))
+    trying(lambda: check_documents(plan, config, bare))
+    if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
+        trying(lambda: refuse_other_weights(bare, plan, checkpoint_files(plan)))
+    if problems:
+        raise RecipeError(problems)
+    return Ready(plan, config, bare, units)
+
+
+def load_checked(plan: Plan, progress: Progress) -> tuple[Any, Ready]:
+    """Return the tokenizer, and the model checked against it; before a tokenizer is trained, by the size it will have.
+
+    Raises RecipeError as `check_model` and `load_tokenizer` do.
+    """
+    wanted = plan.recipe.model.tokenizer
+    trained = wanted["train"] if isinstance(wanted, dict) else None
+    ready = check_model(plan, trained) if trained else None
+    tokenizer = load_tokenizer(plan, progress)
+    if ready is None or vocabulary(tokenizer) != trained:
+        ready = check_model(plan, vocabulary(tokenizer))
+    refuse_other_tokens(plan, tokenizer)
+    return tokenizer, ready
+
+
+def check_forward(plan: Plan, bare: Any) -> None:
+    """Raise RecipeError for an architecture whose loss or whose FLOPs the engine cannot compute."""
+    recipe = plan.recipe
+    if recipe.train.loss == "chunked":
+        after_head(bare)
+    if recipe.model.attn_implementation == "flash_attention_2" and not one_row_if_packed(plan):
+        raise RecipeError(
+            "model.attn_implementation: flash_attention_2 takes packed documents in micro-batches of one row only: set "
+            "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa"
+        )
+    try:
+        model_flops(bare, 1, recipe.data.seq_len)
+    except Exception as error:
+        raise FsdptrainError(f"the FLOPs of {type(bare).__name__} cannot be counted: {in_a_line(error)}") from error
+
+
+def check_documents(plan: Plan, config: Any, bare: Any) -> None:
+    """Raise RecipeError when a document would not be computed as if it were alone: before padding, or among others."""
+    recipe, name = plan.recipe, type(bare).__name__
+    seq_len, packed = recipe.data.seq_len, recipe.data.packing != "none"
+    if recipe.model.attn_implementation in ("eager", "sdpa"):
+        model = copy.deepcopy(bare)
+    else:  # these kernels may need a GPU; documents are told apart by the same position ids
+        model = skeleton(config, dataclasses.replace(recipe.model, attn_implementation="auto"))
+    # Position ids of a short document, of the beginning and end of a long one, and of padding (see `Corpus.batch`).
+    short, long = [0, 1, 2], [0, 1, seq_len - 1]
+    threshold = long_positions(config, seq_len)
+    padding = [0, 0] if threshold else [3, seq_len - 1]
+    beside = [[*long, *short, *padding] if packed else [*short, *padding]]
+    if recipe.train.micro_batch_size > 1:
+        beside.append([*range(len(beside[0]) - 1), seq_len - 1])
+    try:
+        probe = Probe(model)
+        causal = probe.same([[*short, *padding]], slice(0, 3))
+        apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6))
+        alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3))
+    except Exception as error:  # whatever the architecture's code raises over three tokens
+        raise RecipeError(f"model: {name} cannot be trained here: {in_a_line(error)}") from None
+    if not causal:
+        raise RecipeError(f"model: {name} is not causal: a token sees what follows it, and what it is to predict")
+    if not apart:
+        raise RecipeError(
+            f"data.packing: {recipe.data.packing} would let the documents of a block see one another: {name} ignores "
+            "position ids; use data.packing=none"
+        )
+    if not alone:
+        raise RecipeError(
+            f"data.seq_len: the rotary positions of {name} depend on the longest document of a micro-batch beyond "
+            f"{threshold or 'some number of'} tokens: use data.seq_len={threshold or '…'}, or data.packing=none with "
+            "train.micro_batch_size=1"
+        )

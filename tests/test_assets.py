@@ -1,0 +1,145 @@
+"""Configuration, generation configuration and tokenizer of an export agree on bos, eos and pad."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import TINY, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from fsdptrain.assets import end_of_turn, refuse_other_tokens, save_assets, special_token_faults
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import load_config, skeleton
+from fsdptrain.plan import Plan, find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.tokenizer import train_bpe, vocabulary
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer_in(folder: Path, template: str | None = None, **special: str) -> Any:
+    made = train_bpe(iter(["to be, or not to be"] * 3), 300)
+    made.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], **special})
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
+    """Config and generation config as a run writes them, read back by transformers."""
+    written = load(write_recipe(tmp, **changes))
+    plan = make_plan(written, find_topology(written.recipe, {}))
+    config = load_config(plan, vocabulary(tokenizer))
+    save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, tmp / "assets")
+    assert special_token_faults(tmp / "assets") == []
+    return AutoConfig.from_pretrained(tmp / "assets"), GenerationConfig.from_pretrained(tmp / "assets"), plan
+
+
+def model_in(folder: Path, kind: str = "llama", generation: dict[str, Any] | None = None, **config: Any) -> None:
+    made = AutoConfig.for_model(kind, **{**TINY, **config})
+    model = AutoModelForCausalLM.from_config(made)
+    model.generation_config = GenerationConfig(**(generation or {}))
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3", "opt", "mistral"])
+def test_from_scratch_the_tokenizer_decides(kind: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    config: dict[str, Any] = {"model_type": kind, **TINY, "vocab_size": 303}
+    if kind == "gemma3":
+        config = {"model_type": kind, "text_config": config | {"model_type": "gemma3_text"}}
+        config["vision_config"] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    elif kind == "opt":
+        config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 1, "ffn_dim": 64, "vocab_size": 303}
+        config |= {"num_attention_heads": 4, "word_embed_proj_dim": 64}
+    wanted = [getattr(tokenizer, name) for name in IDS]
+    assert wanted == [None, 0, 0]
+    found = written(tmp_path, tokenizer, model={"config": config, "tokenizer": str(tmp_path / "tokenizer")})
+    assert [getattr(found[0].get_text_config(), name) for name in IDS] == wanted
+    assert [getattr(found[0], name, None) for name in IDS] in (wanted, [None] * 3)
+    assert [getattr(found[1], name) for name in IDS] == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])  # whose pad tokens by default are none, 0 and 32000
+def test_every_token_of_a_model_from_scratch_is_trained(kind: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    recipe = load(write_recipe(tmp_path, model__config={"model_type": kind, **TINY}))
+    config = load_config(make_plan(recipe, find_topology(recipe.recipe, {})), vocabulary(tokenizer))
+    model = AutoModelForCausalLM.from_config(config)
+    model(input_ids=torch.arange(256)[None]).logits.square().sum().backward()
+    assert (model.get_input_embeddings().weight.grad[:256].abs().sum(dim=1) > 0).all()
+
+
+def test_a_model_with_its_own_tokenizer_keeps_its_other_end_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_in(folder, CHATML)
+    model_in(
+        folder,
+        eos_token_id=[0, 301],
+        bos_token_id=5,
+        generation={"eos_token_id": [300, 0, 301], "top_p": 0.9, "do_sample": True},
+    )
+    config, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
+    assert (config.bos_token_id, config.eos_token_id) == (5, [0, 301])  # the tokenizer has no bos: the model's stays
+    assert sorted(generation.eos_token_id) == [0, 300, 301] and generation.top_p == 0.9
+
+
+def test_a_generation_config_that_cannot_be_saved_keeps_its_end_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_in(folder)
+    model_in(folder, eos_token_id=0)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [300, 0], "top_p": 0.9, "do_sample": false}')
+    _, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
+    assert generation.eos_token_id == [0, 300] and generation.top_p != 0.9
+
+
+def test_another_tokenizer_brings_its_own_tokens_only(tmp_path: Path) -> None:
+    model_in(
+        tmp_path / "model", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=9,
+        generation={"bos_token_id": 1, "eos_token_id": [2, 7], "suppress_tokens": [3], "min_p": 0.5, "do_sample": True},
+    )  # fmt: skip
+    tokenizer = tokenizer_in(tmp_path / "tokenizer", bos_token="<s>", pad_token="<pad>")
+    model = {"id": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")}
+    config, generation, _ = written(tmp_path, tokenizer, model=model)
+    for found in (config, generation):
+        assert [getattr(found, name) for name in IDS] == [getattr(tokenizer, name) for name in IDS]
+    assert generation.suppress_tokens is None and generation.min_p == 0.5
+
+
+def test_generation_stops_where_the_template_ends_a_turn(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_in(folder, CHATML)
+    model_in(folder, eos_token_id=0)
+    chat = {"model": {"id": str(folder)}, "data__format": "chat"}
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn(tokenizer) == im_end
+    _, generation, _ = written(tmp_path, tokenizer, **chat)
+    assert generation.eos_token_id == [0, im_end]
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ eos_token }}")
+    assert end_of_turn(tokenizer) is None
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert end_of_turn(tokenizer) is None
+
+
+def test_a_folder_that_contradicts_itself_is_found_out(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    written(tmp_path, tokenizer, model__tokenizer=str(tmp_path / "tokenizer"))
+    config = AutoConfig.from_pretrained(tmp_path / "assets")
+    config.eos_token_id = 2
+    config.save_pretrained(tmp_path / "assets")
+    assert special_token_faults(tmp_path / "assets") == ["eos_token_id: the tokenizer has 0, config.json 2"]
+
+
+def test_a_recipe_that_contradicts_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    recipe = write_recipe(tmp_path, model__config__eos_token_id=2)
+    plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
+    with pytest.raises(RecipeError, match=r"model.config.eos_token_id: 2, but the tokenizer's is 0"):
+        refuse_other_tokens(plan, tokenizer)

@@ -1,0 +1,124 @@
+"""`model.config`: what people paste from a config.json means what transformers takes it for, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import TINY, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import load_config
+from fsdptrain.plan import find_topology, make_plan
+from fsdptrain.recipe import load
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LAYERS: dict[str, dict[str, Any]] = {  # of a model of twelve layers, whose lists are not those of the default
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 32},
+    "gemma3_text": {"head_dim": 16, "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 10},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
+    "qwen3_next": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16},
+}
+
+
+def config_of(tmp: Path, model: dict[str, Any], *overrides: str, vocab_size: int = 512) -> Any:
+    written = load(write_recipe(tmp, model=model), list(overrides))
+    return load_config(make_plan(written, find_topology(written.recipe, {})), vocab_size)
+
+
+def saved(folder: Path, kind: str, **config: Any) -> str:
+    AutoConfig.for_model(kind, **{**TINY, **config}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "old", [{"rope_theta": 7.0}, {"rope_scaling": YARN}, {"rope_theta": 7.0, "rope_scaling": YARN}]
+)
+def test_rope_keys_of_older_files_are_taken_as_transformers_takes_them(old: dict[str, Any], tmp_path: Path) -> None:
+    config = {**TINY, "max_position_embeddings": 1024, **old}
+    wanted = AutoConfig.for_model("llama", **copy.deepcopy(config)).rope_parameters  # which writes into it
+    assert wanted["rope_theta"] == old.get("rope_theta", 10000.0)
+    scratch = {"config": {"model_type": "llama", **config}, "tokenizer": {"train": 512}}
+    assert config_of(tmp_path, scratch).rope_parameters == wanted
+    plain = saved(tmp_path / "model", "llama", max_position_embeddings=1024)
+    assert config_of(tmp_path, {"id": plain, "config": old, "tokenizer": {"train": 512}}).rope_parameters == wanted
+
+
+def test_rope_keys_change_what_they_name_and_no_more(tmp_path: Path) -> None:
+    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    folder = saved(tmp_path / "model", "llama", rope_parameters=stretched)
+    model: dict[str, Any] = {"id": folder, "tokenizer": {"train": 512}}
+    assert config_of(tmp_path, model | {"config": {"rope_theta": 7.0}}).rope_parameters == stretched | {
+        "rope_theta": 7.0
+    }
+    linear = config_of(tmp_path, model | {"config": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}})
+    assert linear.rope_parameters == stretched | {"factor": 3.0}
+    plain = config_of(tmp_path, model | {"config": {"rope_scaling": None}}).rope_parameters
+    assert plain["rope_theta"] == 5e5 and plain["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("layers", [1, 5, 14])
+def test_another_number_of_layers_takes_the_lists_along(kind: str, layers: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", kind, num_hidden_layers=12, **LAYERS[kind])
+    before = AutoConfig.from_pretrained(folder).layer_types
+    model = {"id": folder, "tokenizer": {"train": 512}, "init": "random", "config": {"num_hidden_layers": layers}}
+    config = config_of(tmp_path, model)
+    default = AutoConfig.for_model(kind, **TINY | LAYERS[kind] | {"num_hidden_layers": layers, "layer_types": None})
+    assert config.layer_types == (before[:layers] if layers < 12 else default.layer_types)
+    AutoModelForCausalLM.from_config(config)
+
+
+def test_an_inner_configuration_keeps_what_is_not_named(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", **TINY, "head_dim": 16, "num_hidden_layers": 12, "sliding_window": 32}
+    AutoConfig.for_model("gemma3", text_config=text).save_pretrained(tmp_path / "model")
+    model = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}
+    inner = {"num_hidden_layers": 7, "vocab_size": 600}
+    config = config_of(tmp_path, model | {"config": {"text_config": inner}}).text_config
+    assert (config.num_hidden_layers, len(config.layer_types), config.vocab_size) == (7, 7, 600)
+    assert (config.hidden_size, config.sliding_window) == (64, 32)
+    with pytest.raises(RecipeError, match=r"model.config.text_config.hiden_size: gemma3_text has no such key; did you"):
+        config_of(tmp_path, model | {"config": {"text_config": {"hiden_size": 64}}})
+
+
+REFUSED = {
+    "dtype: float16": "model.config.dtype: use model.dtype",
+    "torch_dtype: bfloat16": "model.config.torch_dtype: use model.dtype",
+    "{rope_theta: 7.0, rope_parameters: {rope_type: default}}": "model.config.rope_theta: rope_parameters is there",
+    "num_hidden_layers: 0": "num_hidden_layers: 0 is not a whole number from 1",
+}
+
+
+@pytest.mark.parametrize("config", REFUSED)
+def test_what_would_have_no_effect_is_refused_with_the_way_out(config: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    with pytest.raises(RecipeError) as caught:
+        config_of(tmp_path, {"id": folder, "config": yaml.safe_load(config), "tokenizer": {"train": 512}})
+    assert REFUSED[config] in str(caught.value)
+
+
+def test_a_set_of_rotary_parameters_for_each_type_of_layer_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "gemma3_text", head_dim=16)
+    with pytest.raises(RecipeError, match=r"model.config.rope_theta: gemma3_text has .* write rope_parameters: "):
+        config_of(tmp_path, {"id": folder, "config": {"rope_theta": 7.0}, "tokenizer": {"train": 512}})
+
+
+def test_all_that_does_not_fit_comes_at_once(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    with pytest.raises(RecipeError) as caught:
+        config_of(tmp_path, {"id": folder, "tokenizer": {"train": 512}}, "data.seq_len=4096", vocab_size=1000)
+    assert "the tokenizer has 1000 tokens" in str(caught.value) and "the model's 256 positions" in str(caught.value)
+
+
+def test_a_whole_config_json_of_the_hub_can_be_pasted(tmp_path: Path) -> None:
+    written = AutoConfig.for_model("llama", **TINY, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    pasted = json.loads(written.to_json_string()) | {"rope_theta": 5e5, "rope_scaling": None, "vocab_size": 512}
+    for name in ("rope_parameters", "transformers_version", "dtype", "architectures"):
+        pasted.pop(name, None)
+    config = config_of(tmp_path, {"config": pasted, "tokenizer": {"train": 512}})
+    assert config.rope_parameters["rope_theta"] == 5e5

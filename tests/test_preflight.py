@@ -1,0 +1,233 @@
+"""The checks of the run are those of the dry run, and come before anything is tokenised, trained or read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import TINY, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain import probe
+from fsdptrain.data import Corpus
+from fsdptrain.engine import model_flops
+from fsdptrain.errors import RecipeError
+from fsdptrain.findings import Findings
+from fsdptrain.model import long_positions, skeleton
+from fsdptrain.plan import Plan, find_topology, make_plan
+from fsdptrain.preflight import check_model, load_checked
+from fsdptrain.probe import Probe
+from fsdptrain.recipe import load
+from fsdptrain.schema import Model
+from fsdptrain.validate import dry_run
+
+BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+}  # fmt: skip
+PHI3 = {
+    "model_type": "phi3",
+    **TINY,
+    "pad_token_id": None,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": LONGROPE,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **TINY},
+    "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 16},
+    "gptj": {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 512},
+    "bloom": BLOOM,
+    "bert": {"model_type": "bert", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 512},
+    "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8},
+    "opt": {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "word_embed_proj_dim": 64, "vocab_size": 512, "max_position_embeddings": 256},
+    "mixtral": {"model_type": "mixtral", **TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
+    "phi3": PHI3,
+}  # fmt: skip
+
+
+def plan_of(tmp: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> Plan:
+    model = {"config": config, "tokenizer": {"train": 512}, "init": "random"}
+    written = load(write_recipe(tmp, **{"model": model, **changes}), list(overrides))
+    return make_plan(written, find_topology(written.recipe, {}))
+
+
+def problems_of(plan: Plan) -> list[str]:
+    """What a dry run, without its forecast, has to say."""
+    found = Findings()
+    dry_run(plan, found)
+    return found.problems
+
+
+def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY)).save_pretrained(tmp_path / "model")
+    pretrained = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}
+    plan = plan_of(
+        tmp_path, {}, "model.config.num_hidden_layers=1", "fsdp.wrap=[Nothing]", model=pretrained
+    )  # two problems at once
+    stages: list[str] = []
+    with pytest.raises(RecipeError) as caught:
+        load_checked(plan, lambda stage, done, total: stages.append(stage))
+    assert stages == []  # no tokenizer was trained, and no row read
+    told = [str(problem) for problem in caught.value.problems]
+    assert "fsdp.wrap: ['Nothing'] matches nothing" in told[0] and "unknown: model.layers.1" in told[1]
+    assert problems_of(plan) == told
+
+
+def test_fewer_layers_from_scratch_are_checked_and_built(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY)).save_pretrained(tmp_path / "model")
+    model = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}, "init": "random"}
+    ready = check_model(plan_of(tmp_path, {}, "model.config.num_hidden_layers=1", model=model), 512)
+    assert len(ready.units) == 3 or ready.config.tie_word_embeddings
+    assert ready.config.layer_types == ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"), [("llama", "sdpa"), ("gemma2", "eager"), ("gptj", "eager"), ("bloom", "eager")]
+)
+def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: str, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, MODELS[kind], data__packing="none")
+    assert plan.recipe.model.attn_implementation == "auto"
+    ready = check_model(plan, 512)
+    assert ready.plan.recipe.model.attn_implementation == kernel
+    assert ready.bare.config._attn_implementation == kernel
+    assert ready.plan.identity() == plan.identity()  # a run may be resumed with another
+
+
+def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
+    from fsdptrain.preflight import check_forward
+
+    plan = plan_of(tmp_path, MODELS["llama"], "train.micro_batch_size=2")
+    bare = check_model(plan, 512).bare
+    model = dataclasses.replace(plan.recipe.model, attn_implementation="flash_attention_2")
+    recipe = dataclasses.replace(plan.recipe, model=model)
+    with pytest.raises(RecipeError, match=r"micro-batches of one row only: set train.micro_batch_size=1"):
+        check_forward(dataclasses.replace(plan, recipe=recipe), bare)
+
+
+REFUSED = {  # model, packing → what is said; None: it is trained
+    ("bloom", "bfd"): "BloomForCausalLM ignores position ids; use data.packing=none",
+    ("bloom", "none"): None,
+    ("opt", "concat"): "data.packing: concat would let the documents of a block see one another",
+    ("mamba", "bfd"): "would let the documents of a block see one another",
+    ("bert", "none"): "BertLMHeadModel is not causal",
+    ("phi3", "bfd"): "data.seq_len: the rotary positions of Phi3ForCausalLM depend on the longest document",
+    ("phi3", "none"): None,
+    ("mixtral", "bfd"): None,
+    ("gpt2", "concat"): None,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_a_document_sees_is_known_before_the_run(kind: tuple[str, str], tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, MODELS[kind[0]], f"data.packing={kind[1]}", train__loss="plain")
+    said = REFUSED[kind]
+    if said is None:
+        check_model(plan, 512)
+        return
+    with pytest.raises(RecipeError) as caught:
+        check_model(plan, 512)
+    assert said in str(caught.value)
+
+
+def test_rows_of_a_micro_batch_are_looked_at_too(tmp_path: Path) -> None:
+    overrides = ["data.packing=none", "train.micro_batch_size=2"]
+    with pytest.raises(RecipeError, match=r"use data.seq_len=32, or data.packing=none with train.micro_batch_size=1"):
+        check_model(plan_of(tmp_path, PHI3, *overrides), 512)
+    check_model(plan_of(tmp_path, PHI3, *overrides, "data.seq_len=32"), 512)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_cheap_products_tell_the_same_as_real_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dict(MODELS[kind])
+    made = AutoConfig.for_model(config.pop("model_type"), **config)
+    layouts = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
+               ([[0, 1, 60, 0, 1, 2, 0, 0]], slice(3, 6))]  # fmt: skip
+    verdicts = []
+    for small in (2**60, 0):
+        monkeypatch.setattr(probe, "SMALL", small)
+        tested = Probe(skeleton(made, Model(attn_implementation="auto")))
+        verdicts.append([tested.same(*layout) for layout in layouts])
+    assert verdicts[0] == verdicts[1]
+
+
+def test_a_large_model_takes_no_memory() -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tested = Probe(skeleton(AutoConfig.for_model("mixtral", num_hidden_layers=4), Model(attn_implementation="auto")))
+    assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB; its weights would take 24 GiB
+
+
+@pytest.mark.parametrize("seq_len", [24, 32, 48])
+def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**PHI3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    length, counting = 20, long_positions(config, seq_len) is None
+    assert counting == (seq_len <= 32)
+    corpus = Corpus(
+        tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
+        pieces=np.array([[0, length, length]]), blocks=np.array([0, 1]), labels=np.array([length - 1]), notes={},
+        seq_len=seq_len, pad=0, fingerprint="", lengths=np.array([length]), ends=np.array([0, length]),
+        counting=counting,
+    )  # fmt: skip
+    batch = corpus.batch([0])
+    with torch.no_grad():
+        alone = model(input_ids=batch["input_ids"][:, :length], use_cache=False).logits
+        padded = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    assert torch.allclose(padded[:, :length], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("aria_text", {**TINY, "moe_num_experts": 4, "moe_topk": 1, "moe_num_shared_experts": 1, "pad_token_id": None}),
+        ("qwen3_moe", {**TINY, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 96}),
+    ],
+)
+def test_flops_count_the_experts_that_a_token_uses(kind: str, sizes: dict[str, Any]) -> None:
+    few, all_of_them = (
+        model_flops(skeleton(AutoConfig.for_model(kind, **{**sizes, name: used}), Model()), 1, 1)
+        for name in sizes.keys() & {"moe_topk", "num_experts_per_tok"}
+        for used in (1, 4)
+    )
+    assert all_of_them - few == 6 * 3 * (
+        TINY["num_hidden_layers"] * 3 * TINY["hidden_size"] * TINY["intermediate_size"]
+    )
+
+
+APART = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi", "phi3",
+    "olmo2", "gpt2", "gpt_neox", "gptj", "granite", "granitemoe", "starcoder2", "stablelm", "cohere2", "deepseek_v3",
+    "glm4_moe", "llama4_text", "aria_text", "smollm3", "minimax_m2",
+)  # fmt: skip
+SEEN = (
+    "bloom",
+    "falcon",
+    "opt",
+    "mpt",
+    "gpt_oss",
+    "afmoe",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "qwen3_next",
+    "recurrent_gemma",
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", APART + SEEN)
+def test_architectures_in_their_own_sizes_are_told_apart(kind: str) -> None:
+    tested = Probe(skeleton(AutoConfig.for_model(kind), Model(attn_implementation="auto")))
+    assert tested.same([[0, 1, 2, 3, 60]], slice(0, 3))
+    assert tested.same([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)) == (kind in APART)
