@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -58,6 +59,8 @@ SPEAKERS = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+COMMIT = re.compile("[0-9a-f]{40}")
+HUB_S = 5.0  # how long the Hub may take to name a commit
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (where it stands: `file:line` or `file, row 3`; column → value)
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -127,17 +130,38 @@ def stamps(path: str) -> list[tuple[str, int, int]]:
 
 
 def fingerprint(path: str) -> str:
-    """SHA-256 over the kind and content of every data file; for a Hub data set over its name."""
+    """SHA-256 over the kind and content of every data file; for a Hub data set over its name and commit."""
     digest = hashlib.sha256()
     files = data_files(path)
     for file in files:
         with _reading(file), file.open("rb") as stream:
             digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest() if files else hashlib.sha256(path.encode()).hexdigest()
+    return digest.hexdigest() if files else hashlib.sha256(f"{path} {hub_commit(path)}".encode()).hexdigest()
+
+
+@functools.cache  # of a process: a run reads one commit
+def hub_commit(path: str) -> str | None:
+    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None where nobody here can tell.
+
+    Asks the Hub; without it, what was the revision's commit when the data set was last read.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    whole, _, revision = path.partition("@")
+    name = whole.partition(":")[0]
+    if COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return HfApi().dataset_info(name, revision=revision or None, timeout=HUB_S).sha
+    except Exception:  # offline, no such revision, or whatever the HTTP library of the day raises: loading will tell
+        refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset") / "refs"
+        known = refs / (revision or "main")
+        return known.read_text().strip() if known.is_file() else None
 
 
 def open_sources(path: str) -> list[Source]:
-    """Open every file of a local path, or the Hub data set `org/name[:config[:split]]`.
+    """Open every file of a local path, or the Hub data set `org/name[:config[:split]][@revision]`.
 
     Raises DataError for an unreadable, empty or unknown kind of file, naming the line where there is one.
     """
@@ -347,10 +371,12 @@ def _open_hub(path: str) -> Source:
     from datasets.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    name, _, rest = path.partition(":")
+    whole, _, revision = path.partition("@")
+    name, _, rest = whole.partition(":")
     config, _, split = rest.partition(":")
+    commit = hub_commit(path)
     try:
-        opened = load_dataset(name, config or None, split=split or "train")
+        opened = load_dataset(name, config or None, split=split or "train", revision=commit or revision or None)
     except ConnectionError:
         raise NoData(
             f"data.path: the data set {path!r} is not in the cache, and the Hub cannot be reached; name a local file "
@@ -358,6 +384,13 @@ def _open_hub(path: str) -> Source:
         ) from None
     except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
         raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
+
+    cached = {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
+    if commit and cached and commit not in cached:  # without the Hub `datasets` takes whichever it has
+        raise NoData(
+            f"data.revision: commit {commit} of {name} is not in the cache (there is {', '.join(sorted(cached))}), and "
+            "the Hub cannot be reached; name that one, or run where the Hub can be reached"
+        )
 
     def rows(columns: list[str]) -> Rows:
         for number, row in enumerate(opened.select_columns(columns), 1):

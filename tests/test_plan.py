@@ -154,3 +154,13 @@ def test_seeds_differ_wherever_their_parts_do() -> None:
     seeds = {seed_of(a, b, c) for a in range(10) for b in range(10) for c in ("x", "y")}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
     assert seed_of(1, "23") != seed_of(12, "3")
+
+
+def test_a_revision_belongs_to_a_hub_data_set(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    plan = plan_of(recipe, "data.path=org/name:de", "data.revision=v2", "data.eval={path: org/name:de:test}")
+    assert (plan.data_path, plan.eval_path) == ("org/name:de@v2", "org/name:de:test@v2")
+    assert plan_of(recipe, "data.path=org/name", "data.eval={path: org/other}").eval_path == "org/other"
+    assert plan.identity()["data.revision"] == "v2"
+    with pytest.raises(RecipeError, match=r"data.revision: has no effect: data.path is not a Hub data set"):
+        plan_of(recipe, "data.revision=v2")

@@ -22,6 +22,7 @@ import yaml
 from datasets import Dataset
 from support import GSM8K, ROOT, SHAKESPEARE, environment
 
+from fsdptrain import rows
 from fsdptrain.errors import DataError
 from fsdptrain.plan import find_data
 from fsdptrain.rows import data_files, describe, fingerprint, guess, open_sources, read
@@ -362,23 +363,50 @@ def test_a_limit_is_a_number_of_rows(tmp_path: Path, limit: int | None) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("org/name", ("org/name", None, "train")),
-        ("org/name:de", ("org/name", "de", "train")),
-        ("org/name:de:test", ("org/name", "de", "test")),
-        ("org/name::test[:1%]", ("org/name", None, "test[:1%]")),
+        ("org/name", ("org/name", None, "train", None)),
+        ("org/name:de", ("org/name", "de", "train", None)),
+        ("org/name:de:test", ("org/name", "de", "test", None)),
+        ("org/name::test[:1%]", ("org/name", None, "test[:1%]", None)),
+        ("org/name:de@v2", ("org/name", "de", "train", "v2")),
     ],
 )
 def test_a_hub_data_set(path: str, words: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(name: str, config: str | None, split: str) -> Dataset:
-        assert (name, config, split) == words
+    def fake(name: str, config: str | None, split: str, revision: str | None) -> Dataset:
+        assert (name, config, split, revision) == words
         return Dataset.from_dict({"id": range(3), "text": ["a", "b", None]})
 
     monkeypatch.setattr("datasets.load_dataset", fake)
     monkeypatch.setattr("fsdptrain.rows.load_dataset", fake, raising=False)
-    assert find_data(path, Path.cwd()) == path
+    assert find_data(path.partition("@")[0], Path.cwd()) == path.partition("@")[0]
     assert rows_of(path, limit=2) == [{"text": "a"}, {"text": "b"}]
     assert complaint(path).startswith(f"{path}, row 3: 'text' is null")
     assert "id, text" in complaint(path, **CHAT)
+
+
+def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = "1" * 40, "2" * 40
+    refs = tmp_path / "datasets--org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(one)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    rows.hub_commit.cache_clear()
+    assert rows.hub_commit("org/name:de:test") == one
+    assert rows.hub_commit(f"org/name@{two}") == two and rows.hub_commit("org/name@v2") is None
+    before = fingerprint("org/name")
+    (refs / "main").write_text(two)
+    assert fingerprint("org/name") == before  # within a process nothing moves
+    rows.hub_commit.cache_clear()
+    assert fingerprint("org/name") != before
+
+    def fake(*_: Any, revision: str, **__: Any) -> Dataset:
+        assert revision == two
+        made = Dataset.from_dict({"text": ["a"]})
+        made.save_to_disk(tmp_path / one)
+        return Dataset.load_from_disk(str(tmp_path / one))  # what was cached before
+
+    monkeypatch.setattr("datasets.load_dataset", fake)
+    assert f"data.revision: commit {two} of org/name is not in the cache (there is {one})" in complaint("org/name")
+    rows.hub_commit.cache_clear()
 
 
 def test_a_hub_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
