@@ -216,7 +216,8 @@ def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Fore
 
 def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster: Forecaster) -> None:
     once, twice, often = (
-        forecaster.ask(dataclasses.replace(gpu_plan(tmp_path), accumulation=count), H100) for count in (1, 2, 8)
+        forecaster.ask(gpu_plan(tmp_path, train__global_batch_size=16 * micro_batches), H100)
+        for micro_batches in (1, 2, 8)
     )
     assert often.peak_bytes == twice.peak_bytes > once.peak_bytes
     assert often.flops == 8 * (twice.flops - once.flops) + (2 * once.flops - twice.flops)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import TINY
-from test_architectures import ARCHITECTURES, COMMON
+from test_architectures import ARCHITECTURES, COMMON, NEEDED
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,7 +91,16 @@ def tiny(kind: str) -> Any:
     return model.eval()  # gpt2 has dropout
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+PLAIN_ONLY = [kind for kind, overrides in NEEDED.items() if "train.loss=plain" in overrides]
+
+
+@pytest.mark.parametrize("kind", PLAIN_ONLY)
+def test_what_cannot_be_chunked_is_refused_with_the_way_out(kind: str) -> None:
+    with pytest.raises(RecipeError, match=r"train.loss: chunked cannot be computed: .*; use plain"):
+        loss.compute_in_chunks(tiny(kind))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind not in PLAIN_ONLY])
 def test_every_architecture_gives_its_plain_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // 13))
     model = tiny(kind)

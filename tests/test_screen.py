@@ -82,7 +82,7 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> None:
     written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
-    plan = make_plan(written, topology_of(written.recipe, *parse("h100-80gb")), elsewhere=True)
+    plan = make_plan(written, topology_of(written.recipe, None, parse("h100-80gb").hardware), elsewhere=True)
     lines = dict(line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run")).splitlines())
     assert lines["run"] == f"{written.recipe.name}: new, in {tmp_path / 'run'}"
     numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
@@ -95,7 +95,7 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> No
 
 def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
-    plan = make_plan(written, topology_of(written.recipe, *parse("cpu")))
+    plan = make_plan(written, topology_of(written.recipe, None, parse("cpu").hardware))
     rundir = RunDir(Path(plan.run_dir))
     said = []
     for made in (None, 2, 4):
