@@ -43,6 +43,7 @@ bench: install
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/labels.py
 
 profile: install
 	$(BIN)/python benchmarks/step.py
