@@ -31,7 +31,7 @@ from filelock import FileLock
 
 from fsdptrain import __version__
 from fsdptrain.encode import Encoder
-from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.errors import DataError, RecipeError, is_disk_full
 from fsdptrain.plan import Plan
 from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
@@ -289,7 +289,7 @@ def cache_dir(kind: str) -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if is_disk_full(error):
             raise
         where = f"{folder}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
         raise RecipeError(

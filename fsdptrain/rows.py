@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from fsdptrain.errors import DataError, NoData, listed, shortened
+from fsdptrain.errors import DataError, NoData, first_line, listed, shortened
 from fsdptrain.plan import COMPRESSED, DATA_SUFFIXES, data_kind, matches
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
@@ -344,13 +344,13 @@ def _open_parquet(file: Path) -> Source:
                     number += 1
                     yield f"{file}, row {number}", {name: _unpadded(value) for name, value in row.items()}
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataError(f"{file}: cannot be read after row {number}: {_first_line(error)}") from None
+            raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
 
     try:
         opened = pq.ParquetFile(file)
         return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read: {_first_line(error)}") from None
+        raise DataError(f"{file}: cannot be read: {first_line(error)}") from None
 
 
 def _unpadded(value: Any) -> Any:
@@ -360,10 +360,6 @@ def _unpadded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _unpadded(item) for name, item in value.items() if item is not None}
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _open_hub(path: str) -> Source:
@@ -402,7 +398,7 @@ def _open_hub(path: str) -> Source:
 def _root(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:

@@ -75,7 +75,7 @@ class Data:
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the documents, chosen by `seed`",
+        "held-out data: {path, max_rows}, or {fraction} of the tokens, in whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 

@@ -7,7 +7,6 @@ A level that does not pass does not stop the next, so that all problems come at 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data import Stream, prepare
 from fsdptrain.dryrun import Request
-from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, listed
+from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, is_disk_full, listed
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card
@@ -174,7 +173,7 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
     try:
         stream, held_out, _ = prepare(plan, tokenizer, found.progress)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not is_disk_full(error):
             raise
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     own = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
@@ -188,7 +187,10 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
     if plan.recipe.data.format == "chat" and not own:
         found.note("the tokenizer has no chat template: a plain one is used, as in the first sequence above")
     if facts["divided"]:
-        found.note("a text is longer than all that is to be held out: it is divided, and its end is held out")
+        found.note(
+            "one text is longer than the whole held-out share: its last part is used for evaluation, the rest for "
+            "training"
+        )
     return int(facts["steps"])
 
 
@@ -385,5 +387,5 @@ def main() -> None:
         dry_run(request.plan, found, request.problems, request.build, look)
     for option, wanted, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if wanted and key not in found.step | found.levels:
-            found.note(f"{option}: nothing was done, for the step was not simulated")
+            found.note(f"{option} was skipped: the step could not be simulated")
     tell({"event": "outcome", **dataclasses.asdict(found.outcome())})

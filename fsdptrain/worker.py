@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import faulthandler
 import gc
 import json
@@ -40,6 +39,7 @@ from fsdptrain.errors import (
     Stopped,
     WorkerError,
     WorkerLost,
+    is_disk_full,
     shortened,
     to_record,
 )
@@ -252,7 +252,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
     said = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
-        "divided": "texts were divided: their ends are held out",
+        "divided": "texts were split: the last part is held out for evaluation",
     }  # fmt: skip
     return {
         "parameters": params,
@@ -437,7 +437,7 @@ def ours(error: BaseException) -> FsdptrainError:
     if isinstance(error, FsdptrainError):
         return error
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if is_disk_full(error):
         return CheckpointError(f"no space: {error}")
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(words)
