@@ -32,11 +32,10 @@ from filelock import FileLock
 from fsdptrain import __version__
 from fsdptrain.encode import Encoder
 from fsdptrain.errors import DataError, RecipeError, is_disk_full
-from fsdptrain.plan import Plan
+from fsdptrain.plan import LAYOUT, Plan
 from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
 
-LAYOUT = 4  # of a cached corpus: another number, other folders
 SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
 SUMS = "sums.json"
 IGNORED = -100  # the label of a position that carries no loss

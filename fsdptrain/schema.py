@@ -59,7 +59,9 @@ class Data:
     """What to train on and how rows become token blocks."""
 
     path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
-    revision: str | None = key(None, "branch, tag or commit of a Hub data set; its commit is what data are cached by")
+    revision: str | None = key(
+        None, "branch, tag or commit of a Hub data set; the commit of a run's first start is kept for its resumes"
+    )
     format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
     columns: dict[str, Any] = key(
         {},

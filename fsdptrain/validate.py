@@ -21,6 +21,7 @@ from fsdptrain.advise import varied
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.commits import pinned
 from fsdptrain.data import Stream, prepare
 from fsdptrain.dryrun import Request
 from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, is_disk_full, listed
@@ -51,6 +52,7 @@ from fsdptrain.outlook import (
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rows import data_files, describe, peek
+from fsdptrain.rundir import RunDir
 from fsdptrain.schema import FORMAT_FIELDS, OPTIONAL_FIELDS
 from fsdptrain.text import counted
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
@@ -117,6 +119,8 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     trained = isinstance(wanted, dict)
     vocab_size, steps = wanted["train"] if trained else None, plan.recipe.train.steps
     plan = _without_absent_eval(plan, found)
+    with found.trying():
+        plan = pinned(plan, RunDir(Path(plan.run_dir)), keep=False)
     rows_are_here, tokenizer = False, None
     found.busy("reading the data")
     with found.trying():

@@ -27,6 +27,7 @@ import transformers
 from fsdptrain.assets import save_assets
 from fsdptrain.attempts import changes_since, fewer_steps
 from fsdptrain.checkpoint import Checkpointer
+from fsdptrain.commits import pinned
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, model_flops
@@ -154,10 +155,11 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     spare_retries(plan, progress)
     progress("checking the model", 0, 0)
     with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
-        tokenizer, ready = load_checked(plan, progress)
+        settled = pinned(plan, rundir)
+        tokenizer, ready = load_checked(settled, progress)
         config, bare = ready.config, ready.bare
         counting = long_positions(config, recipe.data.seq_len) is None
-        stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, counting)
+        stream, held_out, eval_corpus = prepare(settled, tokenizer, progress, counting)
         if plan.pretrained:
             progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
             checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
