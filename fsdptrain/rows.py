@@ -170,17 +170,26 @@ def hub_commit(path: str) -> str | None:
 
 
 def _loaded(data: HubData, commit: str | None) -> Any:
-    """The data set as `datasets` has or gets it."""
+    """The data set as `datasets` has or gets it: without the Hub, of the commit where that is in its cache."""
     from datasets import load_dataset  # a second to import, and files do not need it
+    from datasets.packaged_modules.cache.cache import Cache
     from datasets.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    where = {"split": data.split or "train", "revision": commit or data.revision or None}
-    return load_dataset(data.name, data.config or None, **where)
+    split = data.split or "train"
+    opened = load_dataset(data.name, data.config or None, split=split, revision=commit or data.revision or None)
+    for file in opened.cache_files if commit and commit not in _commits_of(opened) else ():
+        folder = Path(file["filename"]).parent  # …/CONFIG/VERSION/COMMIT of the newest there is
+        if COMMIT.fullmatch(folder.name) and folder.with_name(commit).is_dir():
+            config, version = folder.parts[-3:-1]
+            name = data.name.rpartition("/")[2]
+            wanted = Cache(dataset_name=name, config_name=config, version=version, hash=commit, repo_id=data.name)
+            return wanted.as_dataset(split=split)
+    return opened
 
 
 def _commits_of(opened: Any) -> set[str]:
-    """The commits whose files a data set of `datasets` lies in; without the Hub it takes whichever it has."""
+    """The commits whose files a data set of `datasets` lies in."""
     return {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
 
 

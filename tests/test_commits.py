@@ -12,16 +12,18 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import datasets
 import pytest
+from datasets.arrow_writer import ArrowWriter
 from support import environment, write_recipe
 
 from fsdptrain.attempts import keep_plan
 from fsdptrain.commits import pinned
-from fsdptrain.errors import CheckpointError
+from fsdptrain.errors import CheckpointError, NoData
 from fsdptrain.manifest import resume_problems
 from fsdptrain.plan import HubData, Plan, find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.rows import fingerprint, hub_commit
+from fsdptrain.rows import fingerprint, hub_commit, open_sources
 from fsdptrain.rundir import RunDir
 
 PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
@@ -155,6 +157,41 @@ def test_a_record_that_cannot_be_read_is_not_guessed(text: str, tmp_path: Path) 
     rundir.commits.write_text(text)
     with pytest.raises(CheckpointError, match=r"commits\.json cannot be read .* data\.revision"):
         pinned(plan, rundir)
+
+
+def in_the_cache(commit: str, texts: list[str]) -> None:
+    """Put a commit of org/cached where `datasets` looks for it, as the newest."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "org___cached" / "default" / "0.0.0" / commit
+    folder.mkdir(parents=True)
+    features = datasets.Features({"text": datasets.Value("string")})
+    with ArrowWriter(path=str(folder / "cached-train.arrow"), features=features) as writer:
+        for text in texts:
+            writer.write({"text": text})
+        count, size = writer.finalize()
+    splits = datasets.SplitDict(dataset_name="cached")
+    splits.add(datasets.SplitInfo("train", num_bytes=size, num_examples=count, dataset_name="cached"))
+    words = {"builder_name": "parquet", "dataset_name": "cached", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=features, splits=splits, **words).write_to_directory(str(folder))
+
+
+def texts_of(path: str) -> list[str]:
+    [source] = open_sources(path)
+    return [row["text"] for _, row in source.rows(["text"])]
+
+
+def test_without_the_hub_a_run_goes_on_with_its_commit_though_a_newer_one_is_cached(tmp_path: Path) -> None:
+    old, new, absent = ("1a" * 20, "2b" * 20, "3c" * 20)
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/cached")
+    rundir = started(plan)
+    in_the_cache(old, ["a", "b", "c"])
+    assert in_a_new_process(plan, rundir) == f"org/cached@{old}"
+    rundir.checkpoint(1).mkdir(parents=True)
+    in_the_cache(new, ["d"])
+    started(plan)
+    assert texts_of(in_a_new_process(plan, rundir)) == ["a", "b", "c"]
+    assert texts_of("org/cached::train[:2]@" + old) == ["a", "b"] and texts_of("org/cached") == ["d"]
+    with pytest.raises(NoData, match=rf"commit {absent} of org/cached is not in the cache \(there is {new}\)"):
+        open_sources(f"org/cached@{absent}")
 
 
 def test_local_data_have_no_commit(tmp_path: Path) -> None:

@@ -394,8 +394,8 @@ def test_a_key_that_was_not_there_had_its_default(tmp_path: Path) -> None:
     rundir = made(recipe, steps=3, total=6)
     relabelled(rundir, 3, **{"data.separator": None})
     assert examine(rundir, plan_of(recipe)).step == 3
-    with pytest.raises(RecipeError, match=r"data\.separator: was '' in the run to resume, is '-' now"):
-        examine(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=-"))
+    with pytest.raises(RecipeError, match=r"data\.separator: was '' in the run to resume, is '\+' now"):
+        examine(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=+"))
 
 
 NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=other", "launch.nproc_per_node=1"]
