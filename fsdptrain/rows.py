@@ -173,12 +173,15 @@ def _loaded(data: HubData, commit: str | None) -> Any:
     """The data set as `datasets` has or gets it: without the Hub, of the commit where that is in its cache."""
     from datasets import load_dataset  # a second to import, and files do not need it
     from datasets.packaged_modules.cache.cache import Cache
-    from datasets.utils.logging import disable_progress_bar
+    from datasets.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
+    set_verbosity_error()  # it would name the newest commit in its cache, which may not be the one that is read
     split = data.split or "train"
     opened = load_dataset(data.name, data.config or None, split=split, revision=commit or data.revision or None)
-    for file in opened.cache_files if commit and commit not in _commits_of(opened) else ():
+    if commit is None or commit in _commits_of(opened):
+        return opened
+    for file in opened.cache_files:
         folder = Path(file["filename"]).parent  # …/CONFIG/VERSION/COMMIT of the newest there is
         if COMMIT.fullmatch(folder.name) and folder.with_name(commit).is_dir():
             config, version = folder.parts[-3:-1]
