@@ -309,7 +309,7 @@ class Talk:
         header = self._header if i else self._header_of_the_first
         length = header(i, previous, gap, begin is not None, stop, anchor)
         if length is None and begin is None:
-            raise _unknown("rewrites what the assistant says", i)
+            raise _unknown("modifies the assistant's text", i)
         length = len(gap) if length is None else length
         if begin is not None and len(gap) < SHORT and len(self.of._headers) < REMEMBERED:
             self.of._headers[known] = length
@@ -371,7 +371,7 @@ class Talk:
         if calls:
             if eos and eos in behind:
                 return behind.index(eos) + len(eos)
-            raise _unknown("has no end that can be told behind the call of a tool", i)
+            raise _unknown("writes no end-of-turn token after a tool call", i)
         return 0
 
     def _rendered(self, messages: list[Message], mark: Mark | None, prompt: bool) -> str | None:
@@ -440,7 +440,7 @@ def _check_order(spans: list[Span], marks: list[Mark], messages: list[Message]) 
 def _unknown(what: str, i: int | None = None) -> DataError:
     where = "" if i is None else f" in message {i + 1}"
     return DataError(
-        f"the chat template {what}{where}, so it cannot be told which tokens to train: use a template with "
+        f"cannot locate the assistant's tokens: the chat template {what}{where}; use a template with "
         "{% generation %} marks, or train on all with data.train_on: all"
     )
 

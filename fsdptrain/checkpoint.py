@@ -11,7 +11,6 @@ step, so the step is all there is to remember besides tensors.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.dist import World
-from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
+from fsdptrain.errors import FULL_DISK, CheckpointError, OtherVersion, RecipeError
 from fsdptrain.manifest import (
     FORMAT,
     Manifest,
@@ -55,7 +54,7 @@ from fsdptrain.report import size
 from fsdptrain.rundir import RunDir
 
 Tell = Callable[..., None]  # (event, its fields): where events are written
-FULL = re.compile(rf"(?:os error|Errno) (?:{errno.ENOSPC}|{errno.EDQUOT})\b")
+FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, FULL_DISK))})\b")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line, is_disk_full
 from fsdptrain.processes import exit_printed, open_streams, watch_parent
 from fsdptrain.text import fitted
 
@@ -84,9 +83,9 @@ def _errors_of_the_system() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise CheckpointError(f"no space: {error}") from None
+        if is_disk_full(error):
+            raise CheckpointError(f"no space: {error}") from None
+        raise FsdptrainError(f"{error.filename}: {error.strerror}" if error.filename else first_line(error)) from error
     except UnicodeEncodeError as error:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be the name of a file in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
@@ -156,7 +155,8 @@ def validate(
     plot: Annotated[Path | None, typer.Option(help="draw the memory of one step to this .svg or .png")] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     price: Annotated[
-        float | None, typer.Option("--price-per-gpu-hour", min=0, help="dollars for one GPU and hour: says the cost")
+        float | None,
+        typer.Option("--price-per-gpu-hour", min=0, help="price in dollars per GPU-hour; adds the cost of the run"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also say why something was not checked here")] = False,
@@ -282,16 +282,15 @@ def init(
     """Write a recipe for your data, with comments; the format is that of its first rows."""
     from fsdptrain.starter import starter
 
+    dest = _path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already, and is not overwritten")
     text = starter(data, model, dest)
-    try:
+    with _written(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    except OSError as error:
-        raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
     print(f"{dest}\nnext: fsdptrain validate {dest}")
 
 
@@ -325,9 +324,21 @@ def copy_recipe(name: str, dest: Path) -> None:
     if taken:
         raise RecipeError(f"exists already, and is not overwritten: {', '.join(taken)}")
     for path, target in copies.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        with _written(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
         print(target)
+
+
+@contextlib.contextmanager
+def _written(dest: Path) -> Iterator[None]:
+    """Raise RecipeError when a file that the command line names cannot be written; a full disk is `main`'s."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Any:

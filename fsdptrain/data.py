@@ -31,12 +31,11 @@ from filelock import FileLock
 
 from fsdptrain import __version__
 from fsdptrain.encode import Encoder
-from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.plan import Plan
+from fsdptrain.errors import DataError, RecipeError, is_disk_full
+from fsdptrain.plan import LAYOUT, Plan
 from fsdptrain.rows import fingerprint, open_sources, read, stamps
 from fsdptrain.schema import Data
 
-LAYOUT = 4  # of a cached corpus: another number, other folders
 SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
 SUMS = "sums.json"
 IGNORED = -100  # the label of a position that carries no loss
@@ -289,7 +288,7 @@ def cache_dir(kind: str) -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if is_disk_full(error):
             raise
         where = f"{folder}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
         raise RecipeError(

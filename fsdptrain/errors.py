@@ -19,11 +19,13 @@ that the person sees the failing rank's own words and the shell sees the right c
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 LONGEST = 8000  # characters of a message or a traceback that crosses to another process
 MOST = 30  # names in a list that a message shows
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
 
 class FsdptrainError(Exception):
@@ -128,6 +130,16 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
 def to_record(error: BaseException) -> dict[str, str]:
     """The two facts that travel between processes: `{"type": class name, "message": text}`, the text shortened."""
     return {"type": type(error).__name__, "message": shortened(str(error), LONGEST)}
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether the system refused to write for want of space, on the disk or in the user's quota."""
+    return isinstance(error, OSError) and error.errno in FULL_DISK
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says that is not empty; the name of its class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened(text: str, longest: int = 200) -> str:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain.assets import special_token_faults
 from fsdptrain.checkpoint import Checkpointer, Stored, save_tensors, space_told
 from fsdptrain.data import Progress
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.manifest import faults, fsync, read_manifest, refuse_ways_out
 from fsdptrain.model import blocks_of, in_dtype, saved_state, skeleton
 from fsdptrain.ownership import Stamps, assets_in, exported, new_scratch, record_export, replace_export, stamps
@@ -264,7 +264,7 @@ def _plan_of(rundir: RunDir) -> Plan:
             raise ValueError("it has a reference in it")
         return Plan.from_json(text)
     except Exception as error:  # JSON, OmegaConf and dataclasses each have their own classes
-        raise CheckpointError(f"{rundir.plan} is not a plan of this version: {_first_line(error)}") from None
+        raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
 
 def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
@@ -275,11 +275,7 @@ def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
     except RecipeError:
         raise
     except Exception as error:  # whatever a model's constructor makes of the numbers in its config
-        raise CheckpointError(f"{rundir.model} is not the description of a model: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{rundir.model} is not the description of a model: {first_line(error)}") from None
 
 
 def _choose(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:

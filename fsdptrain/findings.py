@@ -116,10 +116,10 @@ class Findings:
     def verdict(self) -> str:
         """What came of it, in one line."""
         beside = [text for text in self.problems if self._codes[text] != DoesNotFit.exit_code]
-        count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}, see the end"
+        count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)} (listed at the end)"
         if not beside:
             return self.forecast or "no problem found; memory and time were not forecast"
-        return f"{count}; apart from that it {self.forecast}" if self.forecast else count
+        return f"{count}; memory forecast: {self.forecast}" if self.forecast else count
 
     def outcome(self) -> Outcome:
         """Everything, to be shown or printed as JSON."""

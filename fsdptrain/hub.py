@@ -126,7 +126,7 @@ def spare_retries(plan: Plan, progress: Progress) -> None:
     if not answered.is_set():
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that forecast
-        progress("the Hub does not answer; looking into its cache", 0, 0)
+        progress(f"the Hub did not respond within {ANSWER_S:g} s; continuing offline with the local cache", 0, 0)
 
 
 def _ask_hub(answered: threading.Event) -> None:

@@ -24,10 +24,12 @@ from typing import Any
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem
 from fsdptrain.ownership import free_name
 from fsdptrain.rundir import RunDir, checkpoint_name
+from fsdptrain.schema import Recipe, flat
 
 NAME = "manifest.json"
 FORMAT = 2
 MAX_BYTES = 2**24  # a hundred thousand files take less
+LAYOUT_KEY = "layout"  # in an identity: `plan.LAYOUT` of the version that wrote it
 SEAL = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -214,11 +216,23 @@ def _content(folder: Path, pattern: str) -> Iterable[Path]:
 
 
 def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
-    """What a resume would silently turn into another run: every difference between the two identities."""
+    """What a resume would silently turn into another run: every difference between the two identities.
+
+    A key that `before` does not have was its default then. Raises OtherVersion when a version wrote `before` that makes
+    other tokens, batches or updates of the same recipe.
+    """
+    theirs, ours = before.get(LAYOUT_KEY), now[LAYOUT_KEY]
+    if theirs != ours:
+        raise OtherVersion(
+            "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
+            f"updates of the same recipe (layout {theirs or 'not recorded'}; this one: {ours}): go on with that "
+            "version, or choose another output_dir"
+        )
+    were = flat(Recipe()) | before
     return [
-        Problem(f"was {before.get(path)!r} in the run to resume, is {value!r} now; choose another output_dir", path)
+        Problem(f"was {were[path]!r} in the run to resume, is {value!r} now; choose another output_dir", path)
         for path, value in now.items()
-        if path in before and before[path] != value
+        if path in were and were[path] != value
     ]
 
 

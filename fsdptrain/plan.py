@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from fsdptrain import __version__
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
 from fsdptrain.hardware import Hardware
+from fsdptrain.manifest import LAYOUT_KEY
 from fsdptrain.paths import at_home, expanded
 from fsdptrain.recipe import Written, is_folder
 from fsdptrain.schema import Recipe, flat
@@ -34,6 +35,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
 PLAN_DIGEST = (
     "FSDPTRAIN_PLAN_DIGEST"  # in the environment of agents and workers: the digest of the plan they are to read
 )
+LAYOUT = 5  # of tokens, batches and updates that follow from a recipe: another number, another cache and no resume
 MAX_FOLDERS = 10_000  # looked into behind one data.path: /** has no end
 
 
@@ -50,6 +52,33 @@ class Topology:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nnodes * self.nproc_per_node
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set on the Hub, as `org/name[:config[:split]][@revision]`."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+    revision: str = ""
+
+    @classmethod
+    def of(cls, path: str) -> HubData:
+        """Take a data path apart."""
+        whole, _, revision = path.partition("@")
+        name, _, rest = whole.partition(":")
+        config, _, split = rest.partition(":")
+        return cls(name, config, split, revision)
+
+    def __str__(self) -> str:
+        """Return the data path."""
+        part = f"{self.name}:{self.config}:{self.split}".rstrip(":")
+        return f"{part}@{self.revision}" if self.revision else part
+
+    def at(self, revision: str) -> HubData:
+        """Return the same data set at a revision."""
+        return dataclasses.replace(self, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -112,16 +141,21 @@ class Plan:
         return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run may not change without becoming another run: dotted recipe path → value."""
+        """What a resumed run may not change without becoming another run: dotted recipe path → value.
+
+        data.revision is not in it: the commit that it stands for is in the fingerprint of the data, `data.content`.
+        """
         recipe = flat(self.recipe)
         fixed = {
             path: value
             for path, value in recipe.items()
-            if path.startswith(("model.", "data.")) and path not in ("model.attn_implementation", "data.eval")
+            if path.startswith(("model.", "data."))
+            and path not in ("model.attn_implementation", "data.eval", "data.revision")
         }
         held_out = recipe["data.eval"] or {}
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
-        return fixed | {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+        same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+        return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def digest(self) -> str:
         """SHA-256, in hex, of all of the plan that is the same on every node."""
@@ -184,9 +218,10 @@ def draft_plan(
     if revision is not None and Path(data_path).is_absolute():
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     elif revision is not None:
-        if eval_path and eval_path.partition(":")[0] == data_path.partition(":")[0]:  # another split of the same
-            eval_path = f"{eval_path}@{revision}"
-        data_path = f"{data_path}@{revision}"
+        data = HubData.of(data_path)
+        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same
+            eval_path = str(HubData.of(eval_path).at(revision))
+        data_path = str(data.at(revision))
     plan = Plan(
         version=__version__,
         recipe=recipe,

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import Problem, RecipeError, first_line
 from fsdptrain.names import MEANT, home_of, key_in, sentence
 from fsdptrain.paths import expanded, path_problems
 from fsdptrain.schema import (
@@ -218,7 +218,7 @@ def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or first_line(error)
         hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
         problems.append(Problem(f"is not YAML: {reason}{hint}", where=f"{name}{line}"))
         return []
@@ -295,7 +295,7 @@ def _construct(node: yaml.Node, path: str, where: str, problems: list[Problem]) 
     try:
         return loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or first_line(error)
         problems.append(Problem(f"cannot be read: {reason}", path, where))
         return None
     finally:
@@ -397,7 +397,7 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
         return OmegaConf.to_object(config)  # type: ignore[return-value]
     except (OmegaConfBaseException, RecursionError) as error:
         path = str(getattr(error, "full_key", "") or "")
-        problems.append(Problem(str(error).splitlines()[0], path or None, by_path.get(path)))
+        problems.append(Problem(first_line(error), path or None, by_path.get(path)))
         return Recipe()
 
 

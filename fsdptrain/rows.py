@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from fsdptrain.errors import DataError, NoData, listed, shortened
-from fsdptrain.plan import COMPRESSED, DATA_SUFFIXES, data_kind, matches
+from fsdptrain.errors import DataError, NoData, first_line, listed, shortened
+from fsdptrain.plan import COMPRESSED, DATA_SUFFIXES, HubData, data_kind, matches
 from fsdptrain.schema import FORMAT_FIELDS, Data
 
 BATCH = 1000
@@ -133,31 +133,67 @@ def fingerprint(path: str) -> str:
     """SHA-256 over the kind and content of every data file; for a Hub data set over its name and commit."""
     digest = hashlib.sha256()
     files = data_files(path)
+    if not files:
+        data = HubData.of(path)
+        known = [data.name, data.config, data.split or "train", hub_commit(path)]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
     for file in files:
         with _reading(file), file.open("rb") as stream:
             digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest() if files else hashlib.sha256(f"{path} {hub_commit(path)}".encode()).hexdigest()
+    return digest.hexdigest()
 
 
-@functools.cache  # of a process: a run reads one commit
+@functools.cache  # of a process: what looks at a data set twice sees one commit
 def hub_commit(path: str) -> str | None:
-    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None where nobody here can tell.
+    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None where nobody can tell.
 
-    Asks the Hub; without it, what was the revision's commit when the data set was last read.
+    Asks the Hub; without it, what the revision was when it was last asked from here, else the commit in the cache.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
-    whole, _, revision = path.partition("@")
-    name = whole.partition(":")[0]
-    if COMMIT.fullmatch(revision):
-        return revision
+    data = HubData.of(path)
+    if COMMIT.fullmatch(data.revision):
+        return data.revision
     try:
-        return HfApi().dataset_info(name, revision=revision or None, timeout=HUB_S).sha
+        return HfApi().dataset_info(data.name, revision=data.revision or None, timeout=HUB_S).sha
     except Exception:  # offline, no such revision, or whatever the HTTP library of the day raises: loading will tell
-        refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset") / "refs"
-        known = refs / (revision or "main")
-        return known.read_text().strip() if known.is_file() else None
+        refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=data.name, repo_type="dataset") / "refs"
+        known = refs / (data.revision or "main")
+    if known.is_file():
+        return known.read_text().strip()
+    try:
+        cached = _commits_of(_loaded(data, None))
+    except Exception:  # again: opening it will tell
+        return None
+    return cached.pop() if len(cached) == 1 else None
+
+
+def _loaded(data: HubData, commit: str | None) -> Any:
+    """The data set as `datasets` has or gets it: without the Hub, of the commit where that is in its cache."""
+    from datasets import load_dataset  # a second to import, and files do not need it
+    from datasets.packaged_modules.cache.cache import Cache
+    from datasets.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # it would name the newest commit in its cache, which may not be the one that is read
+    split = data.split or "train"
+    opened = load_dataset(data.name, data.config or None, split=split, revision=commit or data.revision or None)
+    if commit is None or commit in _commits_of(opened):
+        return opened
+    for file in opened.cache_files:
+        folder = Path(file["filename"]).parent  # …/CONFIG/VERSION/COMMIT of the newest there is
+        if COMMIT.fullmatch(folder.name) and folder.with_name(commit).is_dir():
+            config, version = folder.parts[-3:-1]
+            name = data.name.rpartition("/")[2]
+            wanted = Cache(dataset_name=name, config_name=config, version=version, hash=commit, repo_id=data.name)
+            return wanted.as_dataset(split=split)
+    return opened
+
+
+def _commits_of(opened: Any) -> set[str]:
+    """The commits whose files a data set of `datasets` lies in."""
+    return {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
 
 
 def open_sources(path: str) -> list[Source]:
@@ -344,13 +380,13 @@ def _open_parquet(file: Path) -> Source:
                     number += 1
                     yield f"{file}, row {number}", {name: _unpadded(value) for name, value in row.items()}
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataError(f"{file}: cannot be read after row {number}: {_first_line(error)}") from None
+            raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
 
     try:
         opened = pq.ParquetFile(file)
         return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read: {_first_line(error)}") from None
+        raise DataError(f"{file}: cannot be read: {first_line(error)}") from None
 
 
 def _unpadded(value: Any) -> Any:
@@ -362,21 +398,10 @@ def _unpadded(value: Any) -> Any:
     return value
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def _open_hub(path: str) -> Source:
-    from datasets import load_dataset  # a second to import, and files do not need it
-    from datasets.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    whole, _, revision = path.partition("@")
-    name, _, rest = whole.partition(":")
-    config, _, split = rest.partition(":")
-    commit = hub_commit(path)
+    data, commit = HubData.of(path), hub_commit(path)
     try:
-        opened = load_dataset(name, config or None, split=split or "train", revision=commit or revision or None)
+        opened = _loaded(data, commit)
     except ConnectionError:
         raise NoData(
             f"data.path: the data set {path!r} is not in the cache, and the Hub cannot be reached; name a local file "
@@ -385,11 +410,11 @@ def _open_hub(path: str) -> Source:
     except Exception as error:  # the Hub fails in many classes: all of them mean that there is no data
         raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root(error)}") from None
 
-    cached = {part for file in opened.cache_files for part in Path(file["filename"]).parts if COMMIT.fullmatch(part)}
-    if commit and cached and commit not in cached:  # without the Hub `datasets` takes whichever it has
+    cached = _commits_of(opened)
+    if commit and cached and commit not in cached:
         raise NoData(
-            f"data.revision: commit {commit} of {name} is not in the cache (there is {', '.join(sorted(cached))}), and "
-            "the Hub cannot be reached; name that one, or run where the Hub can be reached"
+            f"data.revision: commit {commit} of {data.name} is not in the cache (there is {listed(sorted(cached))}), "
+            "and the Hub cannot be reached; name that one, or run where the Hub can be reached"
         )
 
     def rows(columns: list[str]) -> Rows:
@@ -402,7 +427,7 @@ def _open_hub(path: str) -> Source:
 def _root(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:

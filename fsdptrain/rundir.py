@@ -41,6 +41,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def commits(self) -> Path:
+        """The commit at which each Hub data set is read."""
+        return self.root / "commits.json"
+
+    @property
     def forecast(self) -> Path:
         """What was foreseen of the run beside what was measured."""
         return self.root / "forecast.json"
@@ -119,7 +124,17 @@ class RunDir:
     def parts(self) -> list[Path]:
         """Every file and folder that a run writes into its folder."""
         return [
-            *(self.mark, self.recipe, self.plan, self.plans, self.metrics, self.forecast, self.tensorboard, self.logs),
+            *(
+                self.mark,
+                self.recipe,
+                self.plan,
+                self.plans,
+                self.metrics,
+                self.commits,
+                self.forecast,
+                self.tensorboard,
+                self.logs,
+            ),
             *(self.model, self.checkpoints, self.export, self.export_record),
         ]
 

@@ -59,7 +59,9 @@ class Data:
     """What to train on and how rows become token blocks."""
 
     path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
-    revision: str | None = key(None, "branch, tag or commit of a Hub data set; its commit is what data are cached by")
+    revision: str | None = key(
+        None, "branch, tag or commit of a Hub data set; the commit of a run's first start is kept for its resumes"
+    )
     format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
     columns: dict[str, Any] = key(
         {},
@@ -75,7 +77,7 @@ class Data:
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the documents, chosen by `seed`",
+        "held-out data: {path, max_rows}, or {fraction} of the tokens, in whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 

@@ -35,7 +35,7 @@ data:
   path: {path}
   format: {form} # {fields}
 {columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and {fate}
-  # eval: {{fraction: 0.01}} # share of the sequences to hold out; then say how often: eval: {{every: 100}}
+  # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
 
 fsdp:
   strategy: FULL_SHARD # one of {strategies}

@@ -7,7 +7,6 @@ A level that does not pass does not stop the next, so that all problems come at 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -22,9 +21,10 @@ from fsdptrain.advise import varied
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.commits import pinned
 from fsdptrain.data import Stream, prepare
 from fsdptrain.dryrun import Request
-from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, listed
+from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, is_disk_full, listed
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, CUSTOM, Hardware, card
@@ -52,6 +52,7 @@ from fsdptrain.outlook import (
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rows import data_files, describe, peek
+from fsdptrain.rundir import RunDir
 from fsdptrain.schema import FORMAT_FIELDS, OPTIONAL_FIELDS
 from fsdptrain.text import counted
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
@@ -118,6 +119,8 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     trained = isinstance(wanted, dict)
     vocab_size, steps = wanted["train"] if trained else None, plan.recipe.train.steps
     plan = _without_absent_eval(plan, found)
+    with found.trying():
+        plan = pinned(plan, RunDir(Path(plan.run_dir)), keep=False)
     rows_are_here, tokenizer = False, None
     found.busy("reading the data")
     with found.trying():
@@ -174,7 +177,7 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
     try:
         stream, held_out, _ = prepare(plan, tokenizer, found.progress)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not is_disk_full(error):
             raise
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     own = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
@@ -188,7 +191,10 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
     if plan.recipe.data.format == "chat" and not own:
         found.note("the tokenizer has no chat template: a plain one is used, as in the first sequence above")
     if facts["divided"]:
-        found.note("a text is longer than all that is to be held out: it is divided, and its end is held out")
+        found.note(
+            "one text is longer than the whole held-out share: its last part is used for evaluation, the rest for "
+            "training"
+        )
     return int(facts["steps"])
 
 
@@ -385,5 +391,5 @@ def main() -> None:
         dry_run(request.plan, found, request.problems, request.build, look)
     for option, wanted, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if wanted and key not in found.step | found.levels:
-            found.note(f"{option}: nothing was done, for the step was not simulated")
+            found.note(f"{option} was skipped: the step could not be simulated")
     tell({"event": "outcome", **dataclasses.asdict(found.outcome())})

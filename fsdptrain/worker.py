@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import faulthandler
 import gc
 import json
@@ -28,6 +27,7 @@ import transformers
 from fsdptrain.assets import save_assets
 from fsdptrain.attempts import changes_since, fewer_steps
 from fsdptrain.checkpoint import Checkpointer
+from fsdptrain.commits import pinned
 from fsdptrain.data import Batch, Corpus, Stream, prepare, tokenizer_digest
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine, model_flops
@@ -40,6 +40,7 @@ from fsdptrain.errors import (
     Stopped,
     WorkerError,
     WorkerLost,
+    is_disk_full,
     shortened,
     to_record,
 )
@@ -154,10 +155,11 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     spare_retries(plan, progress)
     progress("checking the model", 0, 0)
     with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
-        tokenizer, ready = load_checked(plan, progress)
+        settled = pinned(plan, rundir)
+        tokenizer, ready = load_checked(settled, progress)
         config, bare = ready.config, ready.bare
         counting = long_positions(config, recipe.data.seq_len) is None
-        stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, counting)
+        stream, held_out, eval_corpus = prepare(settled, tokenizer, progress, counting)
         if plan.pretrained:
             progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
             checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
@@ -252,7 +254,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
     said = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
-        "divided": "texts were divided: their ends are held out",
+        "divided": "texts were split: the last part is held out for evaluation",
     }  # fmt: skip
     return {
         "parameters": params,
@@ -437,7 +439,7 @@ def ours(error: BaseException) -> FsdptrainError:
     if isinstance(error, FsdptrainError):
         return error
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if is_disk_full(error):
         return CheckpointError(f"no space: {error}")
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(words)

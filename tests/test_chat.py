@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def test_all_of_a_conversation() -> None:
     ("template", "says"),
     [
         ("{% for m in messages %}{{ m.role + m.content | upper | reverse }}{% endfor %}", "changes words"),
-        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|changes|mixes|rewrites"),
+        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|changes|mixes|modifies"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}</s>{% endfor %}", "repeats"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
@@ -236,7 +237,7 @@ def test_all_of_a_conversation() -> None:
 def test_what_cannot_be_told_is_refused_with_its_place(template: str, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
         trained(tokenizer_with(template, ("</s>",)), talk_of("Hi", "Hello"))
-    assert str(caught.value).startswith("talks.jsonl:1: the chat template")
+    assert re.match(r"talks\.jsonl:1: (cannot locate the assistant's tokens: )?the chat template ", str(caught.value))
 
 
 def test_a_macro_that_shifts_the_templates_own_marks_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -143,6 +145,34 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     done = fsdptrain("init", "--data", rows, "--model", "org/name", recipe)
     assert done.returncode == 2 and "exists already, and is not overwritten" in done.stderr
     assert recipe.read_text() == "mine"
+    for words in (["recipes", "copy", "shakespeare", "/proc/xx/"], ["recipes", "copy", "shakespeare", rows / "x/"]):
+        done = fsdptrain(*words)
+        assert done.returncode == 2 and "cannot write" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = fsdptrain("init", "--data", rows, "--model", "org/name", "~/of/mine.yaml", HOME=str(tmp_path))
+    assert done.returncode == 0 and (tmp_path / "of" / "mine.yaml").is_file(), done.stderr
+    done = fsdptrain("init", "--data", rows, "--model", "org/name", "$X/mine.yaml")
+    assert done.returncode == 2 and "variables like $HOME are not expanded" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 6), (errno.EDQUOT, 6), (errno.EIO, 1), (errno.EACCES, 1)])
+def test_what_the_system_refuses_is_one_message(number: int, code: int) -> None:
+    """Whatever a command raises of the system, in a process of its own: a message, a code, and no traceback."""
+    words = f"""
+import os, sys
+from fsdptrain import cli
+@cli.app.command()
+def refused() -> None:
+    raise OSError({number}, os.strerror({number}), "/some/file")
+sys.argv = ["fsdptrain", "refused"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert (
+        "/some/file" in done.stderr
+        and os.strerror(number) in done.stderr
+        and ("no space" in done.stderr) == (code == 6)
+    )
 
 
 # --------------------------------------------------------------------------------------------------- on a terminal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -21,8 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fsdptrain.attempts import changes, changes_since, examine
 from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, claimed
-from fsdptrain.errors import CheckpointError, RecipeError
-from fsdptrain.manifest import FORMAT, Manifest, file_entry
+from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
+from fsdptrain.manifest import FORMAT, Manifest, file_entry, read_manifest
 from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
 from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
 from fsdptrain.processes import child_command
@@ -366,6 +367,35 @@ def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40
         fill(rundir.export, "config.json")
         record_export(rundir, steps, stamps(rundir.export))
     return rundir
+
+
+def relabelled(rundir: RunDir, step: int, **changes: Any) -> None:
+    """Write a checkpoint's manifest again with an identity of other values; None leaves a key out."""
+    folder = rundir.checkpoint(step)
+    manifest = read_manifest(folder)
+    identity = {key: value for key, value in (manifest.identity | changes).items() if value is not None}
+    dataclasses.replace(manifest, identity=identity).write(folder)
+
+
+@pytest.mark.parametrize(("layout", "told"), [(None, "layout not recorded"), (4, "layout 4")])
+def test_a_run_of_a_version_with_other_batches_is_refused_with_the_reason(
+    layout: int | None, told: str, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    relabelled(made(recipe, steps=3, total=6), 3, layout=layout)
+    with pytest.raises(OtherVersion, match=rf"another version .*{told}.* choose another output_dir"):
+        examine(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 6 and "another version of fsdptrain" in done.stderr, done.stderr
+
+
+def test_a_key_that_was_not_there_had_its_default(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=3, total=6)
+    relabelled(rundir, 3, **{"data.separator": None})
+    assert examine(rundir, plan_of(recipe)).step == 3
+    with pytest.raises(RecipeError, match=r"data\.separator: was '' in the run to resume, is '\+' now"):
+        examine(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=+"))
 
 
 NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=other", "launch.nproc_per_node=1"]

@@ -119,6 +119,7 @@ def test_the_cause_is_told_and_not_its_consequence(tmp_path: Path) -> None:
         (torch.OutOfMemoryError("tried to allocate"), errors.WorkerError),
         (KeyError("x"), errors.WorkerError),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "metrics.jsonl"), errors.CheckpointError),
         (errors.NonFiniteError("nan"), errors.NonFiniteError),
     ],
 )

@@ -392,6 +392,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
     rows.hub_commit.cache_clear()
     assert rows.hub_commit("org/name:de:test") == one
     assert rows.hub_commit(f"org/name@{two}") == two and rows.hub_commit("org/name@v2") is None
+    assert fingerprint(f"org/name@{one}") == fingerprint("org/name") == fingerprint("org/name::train")
     before = fingerprint("org/name")
     (refs / "main").write_text(two)
     assert fingerprint("org/name") == before  # within a process nothing moves

@@ -18,9 +18,10 @@ ABOVE = (
     "dryrun", "cli",
 )  # fmt: skip
 BELOW = (
-    "dist", "rows", "starter", "chat", "encode", "data", "hub", "tokenizer", "model", "assets", "loss", "attention",
-    "probe", "weights", "shard", "optim", "pace", "engine", "preflight", "nonfinite", "checkpoint", "export", "pretend",
-    "recorder", "simulate", "estimate", "machine", "histogram", "anatomy", "validate", "watchdog", "pulse", "worker",
+    "dist", "rows", "commits", "starter", "chat", "encode", "data", "hub", "tokenizer", "model", "assets", "loss",
+    "attention", "probe", "weights", "shard", "optim", "pace", "engine", "preflight", "nonfinite", "checkpoint",
+    "export", "pretend", "recorder", "simulate", "estimate", "machine", "histogram", "anatomy", "validate", "watchdog",
+    "pulse", "worker",
 )  # fmt: skip
 ROOMS = ABOVE + BELOW
 

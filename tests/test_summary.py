@@ -137,10 +137,10 @@ def test_the_first_line_says_how_many_problems_there_are() -> None:
     found.fail(DoesNotFit(f"{found.forecast}; …"))
     assert found.verdict == found.forecast
     found.fail(RecipeError("a"))
-    assert found.verdict.startswith("2 problems, see the end; apart from that it does not fit")
+    assert found.verdict.startswith("2 problems (listed at the end); memory forecast: does not fit")
     page = page_of(60)
     show(found.outcome(), page)
-    assert printed(page)[0].startswith("2 problems, see the end")
+    assert printed(page)[0].startswith("2 problems (listed at the end)")
 
 
 def test_a_request_comes_out_as_it_went_in(tmp_path: Path) -> None:
@@ -232,4 +232,4 @@ def test_a_dry_run_says_that_the_hub_is_asked(tmp_path: Path) -> None:
             terminal.wait_for("asking the Hub for org/model")
             assert terminal.wait() == 2
             text = " ".join(terminal.text().split())
-    assert text.startswith("1 problem, see the end") and "the Hub cannot be reached" in text
+    assert text.startswith("1 problem (listed at the end)") and "the Hub cannot be reached" in text

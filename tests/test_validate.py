@@ -90,7 +90,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert found.exit_code == RecipeError.exit_code
     assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
     assert "LlamaForCausalLM" in said and "torch" in said
-    assert said.startswith(f"{len(found.problems)} problems, see the end\n")
+    assert said.startswith(f"{len(found.problems)} problems (listed at the end)\n")
 
 
 @pytest.mark.usefixtures("nothing_here")
@@ -305,7 +305,7 @@ def test_the_command_lists_problems_at_the_end_and_builds_no_model_if_told_not_t
     recipe = write_recipe(tmp_path, data__path="nope.jsonl", train__global_batch_size=7)
     done = fsdptrain("validate", recipe, "--no-build")
     assert done.returncode == 2
-    assert done.stdout.startswith("2 problems, see the end\n")
+    assert done.stdout.startswith("2 problems (listed at the end)\n")
     assert "This machine" in done.stdout and "LlamaForCausalLM" not in done.stdout
     first, *problems = done.stderr.splitlines()
     assert first == "fsdptrain: 2 problems" and len(problems) == 2

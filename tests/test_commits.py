@@ -1,0 +1,199 @@
+"""Hub data sets move; a run does not. The Hub here is a server of ours that answers what commit a data set is at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import datasets
+import pytest
+from datasets.arrow_writer import ArrowWriter
+from support import environment, write_recipe
+
+from fsdptrain.attempts import keep_plan
+from fsdptrain.commits import pinned
+from fsdptrain.errors import CheckpointError, NoData
+from fsdptrain.manifest import resume_problems
+from fsdptrain.plan import HubData, Plan, find_topology, make_plan
+from fsdptrain.recipe import load
+from fsdptrain.rows import fingerprint, hub_commit, open_sources
+from fsdptrain.rundir import RunDir
+
+PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
+
+
+class Hub(ThreadingHTTPServer):
+    """A Hub with a new commit after every question."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.asked: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    """The answer to `HfApi.dataset_info`."""
+
+    server: Hub
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/datasets/"):  # the library asks for other things, too
+            self.server.asked.append(self.path)
+        body = json.dumps({"id": "org/name", "sha": f"{len(self.server.asked):040x}"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        hub_commit.cache_clear()
+        yield server
+        server.shutdown()
+        hub_commit.cache_clear()
+
+
+def plan_of(recipe: Path, *overrides: str) -> Plan:
+    written = load(recipe, list(overrides))
+    return make_plan(written, find_topology(written.recipe, {}))
+
+
+def started(plan: Plan) -> RunDir:
+    """The run folder as a start of the command leaves it to the workers."""
+    rundir = RunDir(Path(plan.run_dir))
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    keep_plan(rundir, plan)
+    return rundir
+
+
+def in_a_new_process(plan: Plan, rundir: RunDir, keep: bool = True) -> str:
+    hub_commit.cache_clear()
+    return pinned(plan, rundir, keep).data_path
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_data_path_is_taken_apart_and_put_together(path: str) -> None:
+    assert str(HubData.of(path)) == path
+
+
+def test_a_run_keeps_the_commit_it_began_with(hub: Hub, tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/name:de", "data.eval={path: org/name:de:test}")
+    first, second = (f"org/name:de@{commit:040x}" for commit in (1, 3))
+    rundir = started(plan)
+    assert in_a_new_process(plan, rundir) == first, hub.asked
+    assert in_a_new_process(plan, rundir) == first  # after a restart
+    started(plan)  # by the user, perhaps because the data were mended
+    assert in_a_new_process(plan, rundir) == second
+    rundir.checkpoint(5).mkdir(parents=True)
+    started(plan)
+    asked, kept = len(hub.asked), rundir.commits.read_bytes()
+    assert in_a_new_process(plan, rundir, keep=False) == second and rundir.commits.read_bytes() == kept
+    hub.shutdown()
+    hub.server_close()
+    assert in_a_new_process(plan, rundir) == second and len(hub.asked) == asked
+    assert pinned(plan, rundir).eval_path == f"org/name:de:test@{4:040x}"
+
+
+def test_a_run_may_be_resumed_with_its_commit_by_name(hub: Hub, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    plan = plan_of(recipe, "data.path=org/name")
+    found = pinned(plan, started(plan)).data_path
+    by_name = plan_of(recipe, "data.path=org/name", f"data.revision={1:040x}")
+    content = [{"data.content": fingerprint(path)} for path in (found, by_name.data_path)]
+    assert not resume_problems(plan.identity() | content[0], by_name.identity() | content[1])
+    other = {"data.content": fingerprint(f"org/name@{2:040x}")}
+    assert [p.field for p in resume_problems(plan.identity() | content[0], plan.identity() | other)] == ["data.content"]
+
+
+def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    plan = plan_of(recipe, "data.path=org/name")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    started(plan)
+    code = (
+        "import sys; from pathlib import Path; from fsdptrain.commits import pinned; from fsdptrain.plan import Plan;"
+        "from fsdptrain.rundir import RunDir; plan = Plan.from_json(Path(sys.argv[1]).read_text());"
+        "print(pinned(plan, RunDir(Path(plan.run_dir))).data_path)"
+    )
+    env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code, str(tmp_path / "plan.json")],
+                    stdout=subprocess.PIPE,
+                    env=env,
+                    text=True,
+                )
+            )
+            for _ in range(3)
+        ]
+        said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert said == [f"org/name@{1:040x}"] * 3 and len(hub.asked) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"start": 1}', '{"start": 1, "commits": {"org/name": "../x"}}'])
+def test_a_record_that_cannot_be_read_is_not_guessed(text: str, tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
+    rundir = started(plan)
+    rundir.commits.write_text(text)
+    with pytest.raises(CheckpointError, match=r"commits\.json cannot be read .* data\.revision"):
+        pinned(plan, rundir)
+
+
+def in_the_cache(commit: str, texts: list[str]) -> None:
+    """Put a commit of org/cached where `datasets` looks for it, as the newest."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "org___cached" / "default" / "0.0.0" / commit
+    folder.mkdir(parents=True)
+    features = datasets.Features({"text": datasets.Value("string")})
+    with ArrowWriter(path=str(folder / "cached-train.arrow"), features=features) as writer:
+        for text in texts:
+            writer.write({"text": text})
+        count, size = writer.finalize()
+    splits = datasets.SplitDict(dataset_name="cached")
+    splits.add(datasets.SplitInfo("train", num_bytes=size, num_examples=count, dataset_name="cached"))
+    words = {"builder_name": "parquet", "dataset_name": "cached", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=features, splits=splits, **words).write_to_directory(str(folder))
+
+
+def texts_of(path: str) -> list[str]:
+    [source] = open_sources(path)
+    return [row["text"] for _, row in source.rows(["text"])]
+
+
+def test_without_the_hub_a_run_goes_on_with_its_commit_though_a_newer_one_is_cached(tmp_path: Path) -> None:
+    old, new, absent = ("1a" * 20, "2b" * 20, "3c" * 20)
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/cached")
+    rundir = started(plan)
+    in_the_cache(old, ["a", "b", "c"])
+    assert in_a_new_process(plan, rundir) == f"org/cached@{old}"
+    rundir.checkpoint(1).mkdir(parents=True)
+    in_the_cache(new, ["d"])
+    started(plan)
+    assert texts_of(in_a_new_process(plan, rundir)) == ["a", "b", "c"]
+    assert texts_of("org/cached::train[:2]@" + old) == ["a", "b"] and texts_of("org/cached") == ["d"]
+    with pytest.raises(NoData, match=rf"commit {absent} of org/cached is not in the cache \(there is {new}\)"):
+        open_sources(f"org/cached@{absent}")
+
+
+def test_local_data_have_no_commit(tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path))
+    assert pinned(plan, RunDir(Path(plan.run_dir))) == plan and not Path(plan.run_dir).exists()
