@@ -1,4 +1,4 @@
-"""What fsdptrain wrote, and how it is removed or replaced: a file of anybody else is never lost. No torch.
+"""Track and remove only files that fsdptrain wrote; a file of anybody else is never lost. No torch.
 
 A folder of ours carries a mark. Of a checkpoint we know the names of the files, of an export we keep a record of names,
 sizes and times; what is not among them stays, where it is or in a folder called NAME.kept.
@@ -13,12 +13,14 @@ import os
 import re
 import shutil
 import stat
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdptrain.rundir import MARK, RunDir
 
 CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")  # the last: safetensors' own
 UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # what from_pretrained may take for the model
 MARK_TEXT = "fsdptrain writes this folder. Files that it did not write stay as they are.\n"
 
 Stamps = dict[str, list[int]]  # path inside the folder → [bytes, time of change in ns]
@@ -86,9 +88,9 @@ def new_scratch(target: Path) -> Path:
 def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     """Give a finished scratch folder the name `out`; return the folder with what could not be kept in place, if any.
 
-    Of an older folder `out`, the files in `written` that are unchanged are removed, and everything else moves along
-    into the new one. What has the name of a new file stays in OUT.kept, and so does everything where `written` is
-    empty: then nobody knows what is whose.
+    Of an older folder `out`, the files in `written` that are unchanged are removed, and files of others move along into
+    the new one. OUT.kept gets what has the name of a new file, what may be a part of the older model (weights, and files
+    in `written` whose size or time changed, as a copy changes it), and the whole folder without a record.
     """
     old = None
     if os.path.lexists(out) and not _is_empty(out):
@@ -105,11 +107,17 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     for path in old.iterdir():
         if path.is_dir() and not path.is_symlink() and _is_empty(path):
             path.rmdir()
-        elif not os.path.lexists(out / path.name):
+        elif not os.path.lexists(out / path.name) and not _may_be_of_the_model(path.name, written):
             path.rename(out / path.name)
     with contextlib.suppress(OSError):
         old.rmdir()
     return old if old.exists() else None
+
+
+def _may_be_of_the_model(name: str, written: Stamps) -> bool:
+    """Return whether a file or folder beside a new export could be loaded as a part of it."""
+    ours = {Path(path).parts[0] for path in written}
+    return name in ours or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
 def record_export(rundir: RunDir, step: int, written: Stamps) -> None:

@@ -300,7 +300,7 @@ class Screen:
     def _on_export(self, record: Record) -> None:
         self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
         if "kept" in record:
-            self.say(f"  files that fsdptrain did not write were in the way, and are kept in {record['kept']}")
+            self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
     def summary(self, seconds: float) -> None:
         """The closing lines: what was trained, how fast, and how to load the result."""

@@ -13,9 +13,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,6 +32,7 @@ from fsdptrain.recipe import load
 from fsdptrain.report import Reporter, effective, history
 from fsdptrain.rows import data_files
 from fsdptrain.rundir import RunDir
+from fsdptrain.verify import survey
 
 
 def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
@@ -519,6 +522,39 @@ def test_an_export_that_nobody_recorded_is_kept_whole(tmp_path: Path) -> None:
         kept = export(rundir, 2, "config.json")
         assert kept is not None and contents(kept).keys() == {"config.json", "model.safetensors"}
         assert contents(rundir.export) == {"config.json": b"step 2"}
+
+
+@pytest.mark.parametrize("how", ["copied", "never recorded"])
+def test_older_weights_never_lie_in_a_new_export(how: str, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    first = ["config.json", "chat_template.jinja", "model.safetensors"]
+    export(rundir, 1, *first)
+    if how == "copied":  # as by an object store or `cp -r`: other times
+        for path in rundir.export.iterdir():
+            os.utime(path, ns=(1, 1))
+    else:  # the process ended between the export and its record
+        record_export(rundir, 0, {"config.json": [1, 1]})
+        (rundir.export / "chat_template.jinja").unlink()
+    fill(rundir.export, "notes.md")
+    new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    kept = export(rundir, 2, *new)
+    assert contents(rundir.export).keys() == {*new, "notes.md"}
+    assert kept is not None and contents(kept)["model.safetensors"] == b"step 1"
+    export(rundir, 3, *first)
+    assert contents(rundir.export).keys() == {*first, "notes.md"}
+
+
+def test_verify_tells_of_weights_that_hide_those_of_the_index(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    fill(rundir.export, "config.json")
+    (rundir.export / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1)}, rundir.export / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (rundir.export / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert survey(rundir)["export"]["problems"] == []
+    save_file({"w": np.ones(1)}, rundir.export / "model.safetensors")
+    (problem,) = survey(rundir)["export"]["problems"]
+    assert "lies beside model.safetensors.index.json: from_pretrained loads it instead" in problem
 
 
 def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:
