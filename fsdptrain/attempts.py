@@ -1,7 +1,8 @@
 """Earlier attempts of a run: their plans, what they trained, and what a new plan changes. No torch.
 
-Every start of the command keeps its plan in `plans/`, and a checkpoint names the plan that made it by its digest. So a
-resume can say what differs from the plan that the weights were trained with, whatever attempts were made in between.
+Every start that trains keeps its plan in `plans/` (of several nodes and ranks, the one that writes), and a checkpoint
+names the plan that made it by its digest. So a resume can say what differs from the plan that the weights were trained
+with, whatever attempts were made in between.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     """
     manifest = newest_manifest(rundir)
     if manifest is None:
+        _refuse_lost_checkpoints(rundir)
         return Before()
     if problems := resume_problems(manifest.identity, plan.identity()):
         raise RecipeError(problems)
@@ -70,6 +72,19 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     if changed or wanted < made:
         raise RecipeError(_finished_otherwise(rundir, made, changed or {"steps": [made, wanted]}))
     return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made))
+
+
+def _refuse_lost_checkpoints(rundir: RunDir) -> None:
+    """Raise RecipeError when there was a result, and no checkpoint is left: a run from step 0 would replace it."""
+    events, (of_step, _) = history(rundir.metrics), exported(rundir)
+    start, made = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
+    finished = start is not None and made >= start["total_steps"]
+    if finished or of_step is not None:
+        raise RecipeError(
+            f"output_dir: {rundir.root} holds {'a finished run' if finished else 'an export'} "
+            f"({made if finished else of_step} steps), but its checkpoints are gone: training would begin at step 0 "
+            "and replace the export. Choose another `name` or output_dir, or delete this folder"
+        )
 
 
 def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:

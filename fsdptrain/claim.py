@@ -1,6 +1,7 @@
-"""How a run takes its folder: everything that may be refused is refused before a byte in it changes. No torch.
+"""How a run takes its folder: what can be refused is refused before a byte in it changes. No torch.
 
-    whose folder is it, do inputs lie in it → mark → lock → what was made here before → plans/, recipe.yaml, plan.json
+    checks that only read → mark → lock → the same checks, for another run may have come between → plans/, recipe.yaml,
+    plan.json
 
 One process writes: the command, the first of the nodes to come, or rank 0 under somebody else's torchrun. The others
 wait until the plan in the folder is theirs.
@@ -40,17 +41,25 @@ POLL_S = 0.2
 
 @contextlib.contextmanager
 def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
-    """Hold the run folder of a plan, with the plan in it; what was made there before. A finished run is not touched.
+    """Lock the run folder, write the plan, and yield what earlier attempts made. A finished run is not touched.
 
-    Raises RecipeError when the folder is not to be written by this run, and what `examine` raises.
+    `fresh`, or `checkpoint.resume: never`: a folder that was used is refused. Raises RecipeError when the folder must
+    not be written by this run, and what `examine` raises.
     """
     rundir = RunDir(Path(plan.run_dir))
+    fresh = fresh or plan.recipe.checkpoint.resume == "never"
+    writes = not plan.topology.joined or os.environ["RANK"] == "0"
     refuse_folder(rundir)
     refuse_inputs(plan, rundir)
-    if plan.topology.joined and os.environ["RANK"] != "0":
-        before = examine(rundir, plan)
-        if not before.finished:
-            _wait_for(plan, rundir)
+    # With several nodes, the first may have begun to use it a moment ago: then it is asked under the lock alone.
+    if fresh and writes and rundir.in_use() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
+        _refuse_used(rundir)
+    before = examine(rundir, plan)
+    if before.finished:
+        yield before
+        return
+    if not writes:
+        _wait_for(plan, rundir)
         yield before
         return
     with _readable_errors(rundir):
@@ -58,7 +67,7 @@ def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
         mark(rundir.root)
     with _held(rundir, plan) as first:
         if first and fresh and rundir.in_use():
-            raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
+            _refuse_used(rundir)
         before = examine(rundir, plan)
         if first and not before.finished:
             with _readable_errors(rundir):
@@ -75,7 +84,13 @@ def check_folder(plan: Plan) -> Before:
     rundir = RunDir(Path(plan.run_dir))
     refuse_folder(rundir)
     refuse_inputs(plan, rundir)
+    if plan.recipe.checkpoint.resume == "never" and rundir.in_use():
+        _refuse_used(rundir)
     return examine(rundir, plan)
+
+
+def _refuse_used(rundir: RunDir) -> None:
+    raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
 
 
 def refuse_folder(rundir: RunDir) -> None:

@@ -119,7 +119,6 @@ def run(
     topology = find_topology(written.recipe, dict(os.environ))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
-    fresh = fresh or plan.recipe.checkpoint.resume == "never"
     started = time.monotonic()
     with claimed(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
         if before.finished:

@@ -88,9 +88,9 @@ def new_scratch(target: Path) -> Path:
 def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     """Give a finished scratch folder the name `out`; return the folder with what could not be kept in place, if any.
 
-    Of an older folder `out`, the files in `written` that are unchanged are removed, and files of others move along into
-    the new one. OUT.kept gets what has the name of a new file, what may be a part of the older model (weights, and files
-    in `written` whose size or time changed, as a copy changes it), and the whole folder without a record.
+    Of an older folder `out`, the unchanged files in `written` are removed, and files of others move along into the new
+    one. OUT.kept gets what has the name of a new file, what may be a part of the older model (weights; files of
+    `written` with another size or time, as a copy has), and, without a record, the whole old folder.
     """
     old = None
     if os.path.lexists(out) and not _is_empty(out):

@@ -22,7 +22,7 @@ from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fsdptrain.attempts import changes, changes_since, examine
-from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, claimed
+from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.manifest import FORMAT, Manifest, file_entry
 from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
@@ -267,6 +267,24 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
     assert changes(fields, plan_of(recipe, "optim.lr=2")) == {"optim.lr": [1, 2]}
 
 
+@pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
+@pytest.mark.parametrize("words", [["train.steps=3"], ["data.seq_len=32"], ["checkpoint.resume=never"], ["--fresh"]])
+def test_a_refused_run_leaves_not_even_a_lock(words: list[str], marked: bool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    shutil.rmtree(rundir.logs)
+    if not marked:
+        rundir.mark.unlink()
+    before = sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")])
+    overrides = [word for word in words if word != "--fresh"]
+    with pytest.raises(RecipeError):
+        claim(recipe, *overrides, fresh="--fresh" in words).__enter__()
+    if overrides:
+        with pytest.raises(RecipeError):
+            check_folder(plan_of(recipe, *overrides))
+    assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
+
+
 # --- other ranks and other nodes -------------------------------------------------------------------------------------
 
 JOINED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
@@ -437,6 +455,24 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", step=6)
     assert examine(rundir, plan_of(evaluated)).finished
+
+
+@pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: list[str], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    shutil.rmtree(rundir.checkpoints)
+    before = contents(rundir.root)
+    with pytest.raises(RecipeError, match=r"holds a finished run \(6 steps\), but its checkpoints are gone"):
+        claim(recipe, *overrides).__enter__()
+    rundir.metrics.unlink()
+    with pytest.raises(RecipeError, match=r"holds an export \(6 steps\), but its checkpoints are gone"):
+        claim(recipe, *overrides).__enter__()
+    assert contents(rundir.root).keys() == before.keys() - {"metrics.jsonl"}
+    shutil.rmtree(rundir.root)
+    shutil.rmtree(made(recipe, steps=4, total=6).checkpoints)  # it ended before its first checkpoint, or before its end
+    with claim(recipe, *overrides) as found:
+        assert (found.step, found.finished) == (0, False)
 
 
 @pytest.mark.parametrize("steps", [2, 4])
