@@ -29,10 +29,11 @@ Changes = dict[str, list[Any]]  # key → [old, new]
 
 @dataclass(frozen=True)
 class Before:
-    """What earlier attempts made: steps with a checkpoint, and whether nothing is left to do."""
+    """What earlier attempts made: steps with a checkpoint; whether all are made, and whether nothing is left to do."""
 
     step: int = 0
     finished: bool = False
+    trained: bool = False
 
 
 def keep_plan(rundir: RunDir, plan: Plan) -> None:
@@ -71,7 +72,7 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < made:
         raise RecipeError(_finished_otherwise(rundir, made, changed or {"steps": [made, wanted]}))
-    return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made))
+    return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made), trained=True)
 
 
 def _refuse_lost_checkpoints(rundir: RunDir) -> None:

@@ -37,6 +37,8 @@ LOOKS_LIKE_DATA = (
     "export/config.json", "checkpoints/step-00000001/manifest.json",
 )  # fmt: skip
 POLL_S = 0.2
+# With the host name, which several machines or containers may share: the boot of the machine, and the container in it.
+BOOT_ID, CONTAINER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 @contextlib.contextmanager
@@ -100,7 +102,7 @@ def refuse_folder(rundir: RunDir) -> None:
     """
     root = rundir.root
     if os.path.realpath(root) in ("/", os.path.realpath(expanded("~"))):
-        raise RecipeError(f"output_dir: {root} is no place for a run: choose a folder in it")
+        raise RecipeError(f"output_dir: {root} is the root or home folder; use a subfolder")
     if os.path.lexists(root) and not root.is_dir():
         what = "a link to nowhere" if root.is_symlink() else "a file"
         raise RecipeError(f"output_dir: {root} is {what}; choose another")
@@ -173,9 +175,7 @@ def alone_in(rundir: RunDir) -> Iterator[None]:
     """Hold a run folder against runs, to write an export into it; raises RecipeError when a run is at work."""
     with contextlib.ExitStack() as stack:
         if not _locked(stack, rundir, "lock"):
-            raise RecipeError(
-                f"a run is at work in {rundir.root}, and writes an export itself: name a folder with --out"
-            )
+            raise RecipeError(f"a run is using {rundir.root} and will write its export there; use --out DIR")
         yield
 
 
@@ -187,12 +187,20 @@ def _held(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _locked(stack, rundir, f"lock-{socket.gethostname()}"):
+        if several and not _locked(stack, rundir, f"lock-{_node_name()}"):
             raise RecipeError(f"output_dir: another run is at work in {rundir.root} on this machine")
         first = _locked(stack, rundir, "lock")
         if not first and not several:
             raise RecipeError(f"output_dir: another run is at work in {rundir.root}")
         yield first
+
+
+def _node_name() -> str:
+    """Return what tells this node from the others, for the name of a file."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(CONTAINER.stat().st_ino)]
+    return "-".join(parts)
 
 
 def _locked(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
@@ -207,7 +215,8 @@ def _locked(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
 
 def _wait_for(plan: Plan, rundir: RunDir) -> None:
     """Wait until the process that writes has written this very plan; raises RecipeError when it does not come."""
-    end, found = time.monotonic() + plan.recipe.launch.timeout_s, None
+    wait, found = plan.recipe.launch.timeout_s, None
+    end = time.monotonic() + wait
     while time.monotonic() < end:
         with contextlib.suppress(Exception):  # not there yet, or another version's
             found = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
@@ -215,10 +224,10 @@ def _wait_for(plan: Plan, rundir: RunDir) -> None:
                 return
         time.sleep(POLL_S)
     differing = in_words(changes(json.loads(found.to_json()), plan)) if found else []
-    what = f"is of another recipe ({'; '.join(differing)})" if differing else "is not there, or not of this recipe"
+    differ = f" ({'; '.join(differing)})" if differing else ""
     raise RecipeError(
-        f"output_dir: the plan in {rundir.root} {what}: another run is at work there, or the nodes were not started "
-        "with the same command"
+        f"output_dir: waited {wait} s (launch.timeout_s) for a plan.json that matches this recipe{differ}; start all "
+        f"nodes with the same command, or stop the other run in {rundir.root}"
     )
 
 

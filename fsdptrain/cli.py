@@ -113,7 +113,7 @@ def run(
     from fsdptrain.heading import heading
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
-    from fsdptrain.report import Screen
+    from fsdptrain.report import Screen, cut_half_lines
     from fsdptrain.rundir import RunDir
 
     topology = find_topology(written.recipe, dict(os.environ))
@@ -129,14 +129,15 @@ def run(
             from fsdptrain.worker import work
 
             if os.environ["RANK"] == "0":
-                Screen().say(heading(plan, rundir))
+                cut_half_lines(rundir)
+                Screen().say(heading(plan, rundir, before))
             work(plan)
         screen = stack.enter_context(Screen())
         calibration = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
         try:
-            launch(plan, screen)
+            launch(plan, screen, before)
         except FsdptrainError:
             raise
         except Exception as error:

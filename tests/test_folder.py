@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fsdptrain.attempts import changes, changes_since, examine
 from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
 from fsdptrain.errors import CheckpointError, RecipeError
+from fsdptrain.heading import heading
 from fsdptrain.manifest import FORMAT, Manifest, file_entry
 from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
 from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
@@ -97,9 +98,9 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
 @pytest.mark.parametrize(
     ("output_dir", "told"),
     [
-        ("/", "output_dir: / is no place for a run"),
-        ("'~'", "is no place for a run"),
-        ("~/.", "is no place for a run"),
+        ("/", "output_dir: / is the root or home folder; use a subfolder"),
+        ("'~'", "is the root or home folder"),
+        ("~/.", "is the root or home folder"),
         ("{tmp}/file", "{tmp}/file is a file; choose another"),
         ("{tmp}/file/run", "cannot write to {tmp}/file/run: Not a directory"),
         ("{tmp}/link", "{tmp}/link is a link to nowhere; choose another"),
@@ -210,7 +211,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         for overrides in ([], ["optim.lr=1"]):
             with pytest.raises(RecipeError, match=f"output_dir: another run is at work in {root}"):
                 claim(recipe, *overrides).__enter__()
-        with pytest.raises(RecipeError, match="name a folder with --out"), alone_in(RunDir(root)):
+        with pytest.raises(RecipeError, match=r"is using .* use --out DIR"), alone_in(RunDir(root)):
             pass
         assert contents(root) == before
     with claim(recipe, "optim.lr=1"):
@@ -295,7 +296,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
 ) -> None:
     recipe, root = write_recipe(tmp_path, launch__timeout_s=2), tmp_path / "run"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RecipeError, match="is not there, or not of this recipe"):
+    with pytest.raises(RecipeError, match=r"waited 2 s .* that matches this recipe; start all nodes"):
         claim(recipe, RANK="1", **JOINED).__enter__()
     assert not root.exists()
     entered = threading.Event()
@@ -313,7 +314,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
         thread.join()
         before = contents(root)
         monkeypatch.setenv("RANK", "1")
-        with pytest.raises(RecipeError, match=r"of another recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
+        with pytest.raises(RecipeError, match=r"matches this recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
             claim(recipe, "optim.lr=0.1", RANK="1", **JOINED).__enter__()
         assert contents(root) == before
 
@@ -334,11 +335,23 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
         before = contents(root)
         with node("b"), pytest.raises(RecipeError, match="on this machine"):
             node("b").__enter__()
-        with pytest.raises(RecipeError, match=r"of another recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
+        with pytest.raises(RecipeError, match=r"matches this recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
             node("b", "optim.lr=0.1").__enter__()
         with pytest.raises(RecipeError, match="another run is at work"):
             node("c", "launch.nnodes=1", "launch.rdzv_endpoint=null").__enter__()
         assert contents(root) == before
+
+
+@pytest.mark.parametrize("what", ["BOOT_ID", "CONTAINER"])
+def test_nodes_of_one_name_are_told_apart(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 2, "rdzv_endpoint": "a:1", "timeout_s": 2})
+    with claim(recipe):
+        with pytest.raises(RecipeError, match="on this machine"):
+            claim(recipe).__enter__()
+        (tmp_path / "other").write_text("another-boot-or-container")
+        monkeypatch.setattr(f"fsdptrain.claim.{what}", tmp_path / "other")
+        with claim(recipe):
+            pass
 
 
 def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path) -> None:
@@ -443,7 +456,8 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = made(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
-    assert not examine(rundir, plan_of(recipe)).finished
+    left = examine(rundir, plan_of(recipe))
+    assert not left.finished and "all 6 steps done" in heading(plan_of(recipe), rundir, left)
     assert examine(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
     record_export(rundir, 4, stamps(rundir.export))  # of an earlier step
@@ -645,8 +659,7 @@ def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) 
     rundir = RunDir(tmp_path)
     for at, last in ((0, 9), (4, 7), (0, 3)):
         with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            if at or reporter.has("step"):
-                reporter.event("resume", step=at, changed={})
+            reporter.resume(at, {})
             for step in range(at + 1, last + 1):
                 reporter.event("step", step=step, loss=float(10 * last + step))
                 reporter.event("eval", step=step, loss=float(10 * last + step))
@@ -657,6 +670,19 @@ def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) 
             assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
             found = [(r["step"], r["loss"]) for r in history(rundir.metrics) if r["event"] == kind]
             assert found == expected
+
+
+def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is_undone(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for attempt in (1, 2):
+        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
+            reporter.event("start", attempt=attempt)
+            reporter.resume(0, {})
+            reporter.event("eval", step=25, loss=float(attempt))  # eval.every: 25, log.every: 100
+    assert [r["loss"] for r in history(rundir.metrics) if r["event"] == "eval"] == [2.0]
+    board = EventAccumulator(str(rundir.tensorboard))
+    board.Reload()
+    assert [s.value for s in board.Scalars("eval/loss")] == [2.0]
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
