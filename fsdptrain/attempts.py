@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
-from fsdptrain.ownership import exported, put
+from fsdptrain.ownership import exported, put, set_aside
 from fsdptrain.plan import Plan
 from fsdptrain.report import Record, history
 from fsdptrain.rundir import RunDir
@@ -36,14 +36,23 @@ class Before:
     trained: bool = False
 
 
-def keep_plan(rundir: RunDir, plan: Plan) -> None:
-    """Write the plan into `plans/` under the next number."""
+def keep_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
+    """Write plan and recipe into `plans/` under the next number, and the recipe as `recipe.yaml`.
+
+    A `recipe.yaml` that is not as the last attempt wrote it was edited: it is called `recipe.yaml.kept` from now on.
+    """
     rundir.plans.mkdir(exist_ok=True)
     numbers = [int(path.stem) for path in _kept(rundir)]
     if not numbers and rundir.plan.is_file():  # an earlier version kept only the newest
         numbers = [1]
         put(rundir.plans / "0001.json", rundir.plan.read_text(encoding="utf-8"))
-    put(rundir.plans / f"{max(numbers, default=0) + 1:04}.json", plan.to_json())
+    last = max(numbers, default=0)
+    known = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
+    if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in known:
+        set_aside(rundir.recipe)
+    put(rundir.plans / f"{last + 1:04}.yaml", recipe_text)
+    put(rundir.plans / f"{last + 1:04}.json", plan.to_json())
+    put(rundir.recipe, recipe_text)
 
 
 def examine(rundir: RunDir, plan: Plan) -> Before:

@@ -73,8 +73,7 @@ def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
         before = examine(rundir, plan)
         if first and not before.finished:
             with _readable_errors(rundir):
-                keep_plan(rundir, plan)
-                put(rundir.recipe, recipe_text)
+                keep_plan(rundir, plan, recipe_text)
                 put(rundir.plan, plan.to_json())
         elif not before.finished:
             _wait_for(plan, rundir)

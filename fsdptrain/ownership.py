@@ -53,6 +53,11 @@ def free_name(path: Path) -> Path:
     return free
 
 
+def set_aside(path: Path) -> None:
+    """Rename what somebody else changed to NAME.kept, NAME.kept-2, …"""
+    path.rename(free_name(path.with_name(f"{path.name}.kept")))
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Remove the files of a checkpoint, and the folder if it is empty then; else it is called NAME.kept from now on."""
     if folder.is_dir() and not folder.is_symlink():
@@ -62,7 +67,7 @@ def remove_checkpoint(folder: Path) -> None:
         with contextlib.suppress(OSError):
             folder.rmdir()
     if os.path.lexists(folder):
-        folder.rename(free_name(folder.with_name(f"{folder.name}.kept")))
+        set_aside(folder)
 
 
 def sweep(rundir: RunDir) -> None:
@@ -135,18 +140,39 @@ def exported(rundir: RunDir) -> tuple[int | None, Stamps]:
         return None, {}
 
 
-def list_assets(folder: Path, names: list[str]) -> None:
-    """Write down which files of a `model` folder are ours, in its mark."""
-    put(folder / MARK, json.dumps(sorted(names), indent=2))
+def put_assets(scratch: Path, folder: Path) -> None:
+    """Move every file of `scratch` into a `model` folder, where files of others may lie, and list them in its mark.
+
+    One of ours that was edited since is renamed to NAME.kept; one of the same content, as in a copied folder, is
+    replaced.
+    """
+    before = _assets(folder)
+    names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
+    for name in names:
+        target, new = folder / name, (scratch / name).read_bytes()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        edited = os.path.lexists(target) and (name not in before or before[name] != _stamp(target))
+        if edited and not (_is_file(target) and target.read_bytes() == new):
+            set_aside(target)
+        aside = target.with_name(f".{target.name}.tmp")
+        aside.write_bytes(new)
+        aside.replace(target)
+    put(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
+
+
+def _assets(folder: Path) -> dict[str, list[int] | None]:
+    """Return the files that the mark of a `model` folder lists, with their stamps; earlier versions wrote none."""
+    try:
+        found = json.loads((folder / MARK).read_bytes())
+        return dict(found) if isinstance(found, dict) else {str(name): _stamp(folder / str(name)) for name in found}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def assets_in(folder: Path) -> list[str]:
     """Return the files of a `model` folder that go into an export: ours, or all of them where nothing says which."""
     there = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    try:
-        listed = set(json.loads((folder / MARK).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        listed = set(there) - {MARK}
+    listed = _assets(folder) or set(there) - {MARK}
     return [name for name in there if name in listed]
 
 

@@ -26,7 +26,17 @@ from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.heading import heading
 from fsdptrain.manifest import FORMAT, Manifest, file_entry
-from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
+from fsdptrain.ownership import (
+    assets_in,
+    exported,
+    new_scratch,
+    put_assets,
+    record_export,
+    remove_checkpoint,
+    replace_export,
+    stamps,
+    sweep,
+)
 from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
 from fsdptrain.processes import child_command
 from fsdptrain.recipe import load
@@ -248,12 +258,49 @@ def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:
     for lr in (1, 2, 3):
         with claim(recipe, f"optim.lr={lr}"):
             pass
-    kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").iterdir()}
+    kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").glob("*.json")}
     assert kept == {"0001.json": 1, "0002.json": 2, "0003.json": 3}
     with pytest.raises(RecipeError, match="is not empty"):
         claim(recipe, fresh=True).__enter__()
     with pytest.raises(RecipeError, match="is not empty"):
         claim(recipe, "checkpoint.resume=never", fresh=True).__enter__()
+
+
+def test_a_recipe_that_was_edited_in_the_run_folder_is_kept(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    for text in ("a: 1\n", "a: 2\n"):  # ours each time: nothing to keep
+        with claimed(plan_of(recipe), text, False):
+            assert (root / "recipe.yaml").read_text() == text
+    assert not list(root.glob("*.kept*"))
+    for name in ("recipe.yaml.kept", "recipe.yaml.kept-2"):
+        (root / "recipe.yaml").write_text(f"edited: {name}\n")
+        with claimed(plan_of(recipe), "a: 3\n", False):
+            assert (root / "recipe.yaml").read_text() == "a: 3\n"
+            assert (root / name).read_text() == f"edited: {name}\n"
+
+
+def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    def write(*names: str, text: str = "ours") -> None:
+        fill(tmp_path / "scratch", *names)
+        for name in names:
+            (tmp_path / "scratch" / name).write_text(text)
+        put_assets(tmp_path / "scratch", folder)
+        shutil.rmtree(tmp_path / "scratch")
+
+    fill(folder, "notes.md")
+    write("config.json", "code/x.py")
+    for path in (folder / "config.json", folder / "code" / "x.py"):
+        os.utime(path, ns=(1, 1))  # copied: another time, the same content
+    write("config.json", "code/x.py")
+    write("config.json", "code/x.py", text="ours, of a new recipe")
+    assert not list(folder.rglob("*.kept*"))
+    (folder / "config.json").write_text("edited")
+    write("config.json", "notes.md")
+    assert (folder / "config.json.kept").read_text() == "edited" and (folder / "config.json").read_text() == "ours"
+    assert (folder / "notes.md.kept").read_text() == "my notes.md"
+    assert assets_in(folder) == ["config.json", "notes.md"]
 
 
 def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
