@@ -7,7 +7,6 @@ generation would stop at the wrong token, or never.
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.hub import in_a_line
-from fsdptrain.ownership import list_assets
+from fsdptrain.ownership import put_assets
 from fsdptrain.plan import Plan
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,14 +41,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
         config.save_pretrained(scratch)
         generation.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        names = [str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file()]
-        for name in names:  # one by one: files of others may lie beside ours
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = target.with_name(f".{target.name}.tmp")
-            shutil.copyfile(scratch / name, aside)
-            aside.replace(target)
-    list_assets(folder, names)
+        put_assets(scratch, folder)
 
 
 def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:

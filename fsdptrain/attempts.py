@@ -1,7 +1,8 @@
 """Earlier attempts of a run: their plans, what they trained, and what a new plan changes. No torch.
 
-Every start of the command keeps its plan in `plans/`, and a checkpoint names the plan that made it by its digest. So a
-resume can say what differs from the plan that the weights were trained with, whatever attempts were made in between.
+Every start that trains keeps its plan in `plans/` (of several nodes and ranks, the one that writes), and a checkpoint
+names the plan that made it by its digest. So a resume can say what differs from the plan that the weights were trained
+with, whatever attempts were made in between.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
-from fsdptrain.ownership import exported, put
+from fsdptrain.ownership import exported, put, set_aside
 from fsdptrain.plan import Plan
 from fsdptrain.report import Record, history
 from fsdptrain.rundir import RunDir
@@ -28,20 +29,30 @@ Changes = dict[str, list[Any]]  # key → [old, new]
 
 @dataclass(frozen=True)
 class Before:
-    """What earlier attempts made: steps with a checkpoint, and whether nothing is left to do."""
+    """What earlier attempts made: steps with a checkpoint; whether all are made, and whether nothing is left to do."""
 
     step: int = 0
     finished: bool = False
+    trained: bool = False
 
 
-def keep_plan(rundir: RunDir, plan: Plan) -> None:
-    """Write the plan into `plans/` under the next number."""
+def keep_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
+    """Write plan and recipe into `plans/` under the next number, and the recipe as `recipe.yaml`.
+
+    A `recipe.yaml` that is not as the last attempt wrote it was edited: it is called `recipe.yaml.kept` from now on.
+    """
     rundir.plans.mkdir(exist_ok=True)
     numbers = [int(path.stem) for path in _kept(rundir)]
     if not numbers and rundir.plan.is_file():  # an earlier version kept only the newest
         numbers = [1]
         put(rundir.plans / "0001.json", rundir.plan.read_text(encoding="utf-8"))
-    put(rundir.plans / f"{max(numbers, default=0) + 1:04}.json", plan.to_json())
+    last = max(numbers, default=0)
+    known = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
+    if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in known:
+        set_aside(rundir.recipe)
+    put(rundir.plans / f"{last + 1:04}.yaml", recipe_text)
+    put(rundir.plans / f"{last + 1:04}.json", plan.to_json())
+    put(rundir.recipe, recipe_text)
 
 
 def examine(rundir: RunDir, plan: Plan) -> Before:
@@ -52,6 +63,7 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     """
     manifest = newest_manifest(rundir)
     if manifest is None:
+        _refuse_lost_checkpoints(rundir)
         return Before()
     if problems := resume_problems(manifest.identity, plan.identity()):
         raise RecipeError(problems)
@@ -69,7 +81,20 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < made:
         raise RecipeError(_finished_otherwise(rundir, made, changed or {"steps": [made, wanted]}))
-    return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made))
+    return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made), trained=True)
+
+
+def _refuse_lost_checkpoints(rundir: RunDir) -> None:
+    """Raise RecipeError when there was a result, and no checkpoint is left: a run from step 0 would replace it."""
+    events, (of_step, _) = history(rundir.metrics), exported(rundir)
+    start, made = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
+    finished = start is not None and made >= start["total_steps"]
+    if finished or of_step is not None:
+        raise RecipeError(
+            f"output_dir: {rundir.root} holds {'a finished run' if finished else 'an export'} "
+            f"({made if finished else of_step} steps), but its checkpoints are gone: training would begin at step 0 "
+            "and replace the export. Choose another `name` or output_dir, or delete this folder"
+        )
 
 
 def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:

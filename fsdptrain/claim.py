@@ -1,6 +1,7 @@
-"""How a run takes its folder: everything that may be refused is refused before a byte in it changes. No torch.
+"""How a run takes its folder: what can be refused is refused before a byte in it changes. No torch.
 
-    whose folder is it, do inputs lie in it → mark → lock → what was made here before → plans/, recipe.yaml, plan.json
+    checks that only read → mark → lock → the same checks, for another run may have come between → plans/, recipe.yaml,
+    plan.json
 
 One process writes: the command, the first of the nodes to come, or rank 0 under somebody else's torchrun. The others
 wait until the plan in the folder is theirs.
@@ -36,21 +37,31 @@ LOOKS_LIKE_DATA = (
     "export/config.json", "checkpoints/step-00000001/manifest.json",
 )  # fmt: skip
 POLL_S = 0.2
+# With the host name, which several machines or containers may share: the boot of the machine, and the container in it.
+BOOT_ID, CONTAINER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 @contextlib.contextmanager
 def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
-    """Hold the run folder of a plan, with the plan in it; what was made there before. A finished run is not touched.
+    """Lock the run folder, write the plan, and yield what earlier attempts made. A finished run is not touched.
 
-    Raises RecipeError when the folder is not to be written by this run, and what `examine` raises.
+    `fresh`, or `checkpoint.resume: never`: a folder that was used is refused. Raises RecipeError when the folder must
+    not be written by this run, and what `examine` raises.
     """
     rundir = RunDir(Path(plan.run_dir))
+    fresh = fresh or plan.recipe.checkpoint.resume == "never"
+    writes = not plan.topology.joined or os.environ["RANK"] == "0"
     refuse_folder(rundir)
     refuse_inputs(plan, rundir)
-    if plan.topology.joined and os.environ["RANK"] != "0":
-        before = examine(rundir, plan)
-        if not before.finished:
-            _wait_for(plan, rundir)
+    # With several nodes, the first may have begun to use it a moment ago: then it is asked under the lock alone.
+    if fresh and writes and rundir.in_use() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
+        _refuse_used(rundir)
+    before = examine(rundir, plan)
+    if before.finished:
+        yield before
+        return
+    if not writes:
+        _wait_for(plan, rundir)
         yield before
         return
     with _readable_errors(rundir):
@@ -58,12 +69,11 @@ def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
         mark(rundir.root)
     with _held(rundir, plan) as first:
         if first and fresh and rundir.in_use():
-            raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
+            _refuse_used(rundir)
         before = examine(rundir, plan)
         if first and not before.finished:
             with _readable_errors(rundir):
-                keep_plan(rundir, plan)
-                put(rundir.recipe, recipe_text)
+                keep_plan(rundir, plan, recipe_text)
                 put(rundir.plan, plan.to_json())
         elif not before.finished:
             _wait_for(plan, rundir)
@@ -75,7 +85,13 @@ def check_folder(plan: Plan) -> Before:
     rundir = RunDir(Path(plan.run_dir))
     refuse_folder(rundir)
     refuse_inputs(plan, rundir)
+    if plan.recipe.checkpoint.resume == "never" and rundir.in_use():
+        _refuse_used(rundir)
     return examine(rundir, plan)
+
+
+def _refuse_used(rundir: RunDir) -> None:
+    raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
 
 
 def refuse_folder(rundir: RunDir) -> None:
@@ -85,7 +101,7 @@ def refuse_folder(rundir: RunDir) -> None:
     """
     root = rundir.root
     if os.path.realpath(root) in ("/", os.path.realpath(expanded("~"))):
-        raise RecipeError(f"output_dir: {root} is no place for a run: choose a folder in it")
+        raise RecipeError(f"output_dir: {root} is the root or home folder; use a subfolder")
     if os.path.lexists(root) and not root.is_dir():
         what = "a link to nowhere" if root.is_symlink() else "a file"
         raise RecipeError(f"output_dir: {root} is {what}; choose another")
@@ -158,9 +174,7 @@ def alone_in(rundir: RunDir) -> Iterator[None]:
     """Hold a run folder against runs, to write an export into it; raises RecipeError when a run is at work."""
     with contextlib.ExitStack() as stack:
         if not _locked(stack, rundir, "lock"):
-            raise RecipeError(
-                f"a run is at work in {rundir.root}, and writes an export itself: name a folder with --out"
-            )
+            raise RecipeError(f"a run is using {rundir.root} and will write its export there; use --out DIR")
         yield
 
 
@@ -172,12 +186,20 @@ def _held(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _locked(stack, rundir, f"lock-{socket.gethostname()}"):
+        if several and not _locked(stack, rundir, f"lock-{_node_name()}"):
             raise RecipeError(f"output_dir: another run is at work in {rundir.root} on this machine")
         first = _locked(stack, rundir, "lock")
         if not first and not several:
             raise RecipeError(f"output_dir: another run is at work in {rundir.root}")
         yield first
+
+
+def _node_name() -> str:
+    """Return what tells this node from the others, for the name of a file."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(CONTAINER.stat().st_ino)]
+    return "-".join(parts)
 
 
 def _locked(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
@@ -192,7 +214,8 @@ def _locked(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
 
 def _wait_for(plan: Plan, rundir: RunDir) -> None:
     """Wait until the process that writes has written this very plan; raises RecipeError when it does not come."""
-    end, found = time.monotonic() + plan.recipe.launch.timeout_s, None
+    wait, found = plan.recipe.launch.timeout_s, None
+    end = time.monotonic() + wait
     while time.monotonic() < end:
         with contextlib.suppress(Exception):  # not there yet, or another version's
             found = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
@@ -200,10 +223,10 @@ def _wait_for(plan: Plan, rundir: RunDir) -> None:
                 return
         time.sleep(POLL_S)
     differing = in_words(changes(json.loads(found.to_json()), plan)) if found else []
-    what = f"is of another recipe ({'; '.join(differing)})" if differing else "is not there, or not of this recipe"
+    differ = f" ({'; '.join(differing)})" if differing else ""
     raise RecipeError(
-        f"output_dir: the plan in {rundir.root} {what}: another run is at work there, or the nodes were not started "
-        "with the same command"
+        f"output_dir: waited {wait} s (launch.timeout_s) for a plan.json that matches this recipe{differ}; start all "
+        f"nodes with the same command, or stop the other run in {rundir.root}"
     )
 
 

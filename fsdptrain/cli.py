@@ -112,13 +112,12 @@ def run(
     from fsdptrain.heading import heading
     from fsdptrain.launch import launch
     from fsdptrain.plan import find_topology, make_plan
-    from fsdptrain.report import Screen
+    from fsdptrain.report import Screen, cut_half_lines
     from fsdptrain.rundir import RunDir
 
     topology = find_topology(written.recipe, dict(os.environ))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
-    fresh = fresh or plan.recipe.checkpoint.resume == "never"
     started = time.monotonic()
     with claimed(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
         if before.finished:
@@ -129,14 +128,15 @@ def run(
             from fsdptrain.worker import work
 
             if os.environ["RANK"] == "0":
-                Screen().say(heading(plan, rundir))
+                cut_half_lines(rundir)
+                Screen().say(heading(plan, rundir, before))
             work(plan)
         screen = stack.enter_context(Screen())
         calibration = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
         try:
-            launch(plan, screen)
+            launch(plan, screen, before)
         except FsdptrainError:
             raise
         except Exception as error:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fsdptrain.attempts import Before
 from fsdptrain.plan import Plan
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
 
-def heading(plan: Plan, rundir: RunDir) -> str:
+def heading(plan: Plan, rundir: RunDir, before: Before) -> str:
     """Name and state of the run, model, data, ranks, batch, learning rate: one labelled line each."""
     lines = {
-        "run": f"{plan.recipe.name}: {_state(plan, rundir)}, in {nearby(rundir.root)}",
+        "run": f"{plan.recipe.name}: {_state(rundir, before)}, in {nearby(rundir.root)}",
         "model": _model(plan),
         "data": _data(plan),
         "ranks": _ranks(plan),
@@ -25,13 +26,13 @@ def heading(plan: Plan, rundir: RunDir) -> str:
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
 
 
-def _state(plan: Plan, rundir: RunDir) -> str:
-    """Whether the run is new, goes on or is finished; for epochs only the workers know how many steps there are."""
-    made, steps = max(rundir.checkpoint_steps(), default=0), plan.recipe.train.steps
-    if not made:
+def _state(rundir: RunDir, before: Before) -> str:
+    """Say whether the run is new, goes on, or has only its last evaluation or its export to make."""
+    if not before.step:
         return "starts again (it has no checkpoint yet)" if rundir.metrics.exists() else "new"
-    finished = steps is not None and made >= steps
-    return f"finished ({counted(made, 'step')})" if finished else f"resumes after step {made}"
+    if before.trained:
+        return f"all {counted(before.step, 'step')} done; evaluation and export follow where missing"
+    return f"resumes after step {before.step}"
 
 
 def _model(plan: Plan) -> str:

@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
+from fsdptrain.attempts import Before
 from fsdptrain.errors import FsdptrainError, Stopped, WorkerError, WorkerLost, from_record
 from fsdptrain.heading import heading
 from fsdptrain.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import child_command, child_environment
-from fsdptrain.report import Screen, Tail, cut_half_a_line
+from fsdptrain.report import Screen, Tail, cut_half_lines
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
@@ -65,23 +66,24 @@ class StopRequest:
         return "Ctrl-C" if self.name == "SIGINT" else self.name
 
 
-def launch(plan: Plan, screen: Screen) -> None:
+def launch(plan: Plan, screen: Screen, before: Before) -> None:
     """Run the plan's workers to the end, restarting them when they were lost and not when they would fail again.
 
+    `before` is what earlier attempts made, for the heading.
     Raises the first failing rank's own error, Stopped after a stop signal, or WorkerError when a worker died. Restarts
     that bring no new checkpoint are given up after two.
     """
     rundir = RunDir(Path(plan.run_dir))
     restarts = fruitless = 0
     with StopRequest() as stop:
-        screen.say(heading(plan, rundir))  # from here on Ctrl-C has its answer
+        screen.say(heading(plan, rundir, before))  # from here on Ctrl-C has its answer
         while True:
-            before = rundir.checkpoint_steps()
+            kept = rundir.checkpoint_steps()
             try:
                 Attempt(plan, rundir, screen, stop).run()
                 return
             except WorkerLost as error:
-                fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == before else 0
+                fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == kept else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
                     raise
                 if fruitless == FRUITLESS:
@@ -97,8 +99,7 @@ class Attempt:
 
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
         self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
-        for path in (rundir.metrics, rundir.progress):
-            cut_half_a_line(path)
+        cut_half_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._ended = ""  # why we ended the workers ourselves, if we did
@@ -179,7 +180,7 @@ class Attempt:
         if "step" not in last:
             return f"stopping; nothing has been trained {f'since step {made}' if made else 'yet'}"
         if made >= last["start"]["total_steps"]:
-            return "stopping; all steps are made, only what follows them is left out"
+            return "stopping: all steps are done; skipping the remaining evaluation and export"
         cost = f" and lose the work {f'since step {kept}' if kept else 'so far'}" if made > kept else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
 

@@ -1,4 +1,4 @@
-"""What fsdptrain wrote, and how it is removed or replaced: a file of anybody else is never lost. No torch.
+"""Track and remove only files that fsdptrain wrote; a file of anybody else is never lost. No torch.
 
 A folder of ours carries a mark. Of a checkpoint we know the names of the files, of an export we keep a record of names,
 sizes and times; what is not among them stays, where it is or in a folder called NAME.kept.
@@ -13,12 +13,14 @@ import os
 import re
 import shutil
 import stat
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdptrain.rundir import MARK, RunDir
 
 CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")  # the last: safetensors' own
 UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # what from_pretrained may take for the model
 MARK_TEXT = "fsdptrain writes this folder. Files that it did not write stay as they are.\n"
 
 Stamps = dict[str, list[int]]  # path inside the folder → [bytes, time of change in ns]
@@ -51,6 +53,11 @@ def free_name(path: Path) -> Path:
     return free
 
 
+def set_aside(path: Path) -> None:
+    """Rename what somebody else changed to NAME.kept, NAME.kept-2, …"""
+    path.rename(free_name(path.with_name(f"{path.name}.kept")))
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Remove the files of a checkpoint, and the folder if it is empty then; else it is called NAME.kept from now on."""
     if folder.is_dir() and not folder.is_symlink():
@@ -60,7 +67,7 @@ def remove_checkpoint(folder: Path) -> None:
         with contextlib.suppress(OSError):
             folder.rmdir()
     if os.path.lexists(folder):
-        folder.rename(free_name(folder.with_name(f"{folder.name}.kept")))
+        set_aside(folder)
 
 
 def sweep(rundir: RunDir) -> None:
@@ -86,9 +93,9 @@ def new_scratch(target: Path) -> Path:
 def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     """Give a finished scratch folder the name `out`; return the folder with what could not be kept in place, if any.
 
-    Of an older folder `out`, the files in `written` that are unchanged are removed, and everything else moves along
-    into the new one. What has the name of a new file stays in OUT.kept, and so does everything where `written` is
-    empty: then nobody knows what is whose.
+    Of an older folder `out`, the unchanged files in `written` are removed, and files of others move along into the new
+    one. OUT.kept gets what has the name of a new file, what may be a part of the older model (weights; files of
+    `written` with another size or time, as a copy has), and, without a record, the whole old folder.
     """
     old = None
     if os.path.lexists(out) and not _is_empty(out):
@@ -105,11 +112,17 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     for path in old.iterdir():
         if path.is_dir() and not path.is_symlink() and _is_empty(path):
             path.rmdir()
-        elif not os.path.lexists(out / path.name):
+        elif not os.path.lexists(out / path.name) and not _may_be_of_the_model(path.name, written):
             path.rename(out / path.name)
     with contextlib.suppress(OSError):
         old.rmdir()
     return old if old.exists() else None
+
+
+def _may_be_of_the_model(name: str, written: Stamps) -> bool:
+    """Return whether a file or folder beside a new export could be loaded as a part of it."""
+    ours = {Path(path).parts[0] for path in written}
+    return name in ours or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
 def record_export(rundir: RunDir, step: int, written: Stamps) -> None:
@@ -127,18 +140,39 @@ def exported(rundir: RunDir) -> tuple[int | None, Stamps]:
         return None, {}
 
 
-def list_assets(folder: Path, names: list[str]) -> None:
-    """Write down which files of a `model` folder are ours, in its mark."""
-    put(folder / MARK, json.dumps(sorted(names), indent=2))
+def put_assets(scratch: Path, folder: Path) -> None:
+    """Move every file of `scratch` into a `model` folder, where files of others may lie, and list them in its mark.
+
+    One of ours that was edited since is renamed to NAME.kept; one of the same content, as in a copied folder, is
+    replaced.
+    """
+    before = _assets(folder)
+    names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
+    for name in names:
+        target, new = folder / name, (scratch / name).read_bytes()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        edited = os.path.lexists(target) and (name not in before or before[name] != _stamp(target))
+        if edited and not (_is_file(target) and target.read_bytes() == new):
+            set_aside(target)
+        aside = target.with_name(f".{target.name}.tmp")
+        aside.write_bytes(new)
+        aside.replace(target)
+    put(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
+
+
+def _assets(folder: Path) -> dict[str, list[int] | None]:
+    """Return the files that the mark of a `model` folder lists, with their stamps; earlier versions wrote none."""
+    try:
+        found = json.loads((folder / MARK).read_bytes())
+        return dict(found) if isinstance(found, dict) else {str(name): _stamp(folder / str(name)) for name in found}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def assets_in(folder: Path) -> list[str]:
     """Return the files of a `model` folder that go into an export: ours, or all of them where nothing says which."""
     there = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    try:
-        listed = set(json.loads((folder / MARK).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        listed = set(there) - {MARK}
+    listed = _assets(folder) or set(there) - {MARK}
     return [name for name in there if name in listed]
 
 

@@ -1,4 +1,4 @@
-"""The processes of a command and their streams: a child ends with its parent, and nobody ends for what it prints.
+"""Bind child processes to their parent; output errors never end a process.
 
 `python -m fsdptrain.processes PARENT MODULE [argument]…` calls `main` of a module of ours in a child of process PARENT.
 It binds the child to its parent first, and imports the module, which may take ten seconds, only then.

@@ -57,9 +57,11 @@ class Pulse:
                     silent[node] = 0 if count != counts[node] or count >= MET else silent[node] + 1
                     counts[node] = count
                     if count < 0 or silent[node] > (SILENT if count else SLOW_START):
-                        return self._lost(f"node {node} was lost before the run began: see what was said there")
+                        return self._lost(
+                            f"node {node} stopped responding before training started; see that node's output"
+                        )
                 if self._ended.wait(LOOK_S):
                     break
             store.add(f"fsdptrain/pulse/{self._node}", self._last)
         except dist.DistError:
-            self._lost("the first node was lost before the run began: see what was said there")
+            self._lost("the first node stopped responding before training started; see that node's output")

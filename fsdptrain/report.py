@@ -65,6 +65,12 @@ class Reporter:
         if self._board and kind == "resume":
             self._purge(fields["step"])
 
+    def resume(self, step: int, changed: dict[str, Any]) -> None:
+        """Write that training goes on after `step`, unless this is the first start; readers drop what is made again."""
+        records = history(self._rundir.metrics) if self._rundir else ()
+        if step or any(record["event"] in OF_A_STEP for record in records):
+            self.event("resume", step=step, changed=changed)
+
     def has(self, kind: str, step: int | None = None) -> bool:
         """Whether this run holds such an event (of this step), of this process or an earlier one."""
         records = history(self._rundir.metrics) if self._rundir else ()
@@ -104,10 +110,11 @@ class Reporter:
         self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
-def cut_half_a_line(path: Path) -> None:
-    """Cut off what a full disk or a lost process left at the end of a JSON-lines file, while nobody writes to it."""
-    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
+def cut_half_lines(rundir: RunDir) -> None:
+    """Cut off the half line that a full disk or a lost process left at the end of a log, while nobody writes to it."""
+    for path in (rundir.metrics, rundir.progress):
+        if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def _finite(record: Record) -> Record:
@@ -300,7 +307,7 @@ class Screen:
     def _on_export(self, record: Record) -> None:
         self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
         if "kept" in record:
-            self.say(f"  files that fsdptrain did not write were in the way, and are kept in {record['kept']}")
+            self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
     def summary(self, seconds: float) -> None:
         """The closing lines: what was trained, how fast, and how to load the result."""

@@ -32,7 +32,7 @@ class RunDir:
 
     @property
     def plans(self) -> Path:
-        """The plan of every attempt: 0001.json, 0002.json, …"""
+        """Plan and recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …"""
         return self.root / "plans"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,16 @@ def _export(folder: Path) -> dict[str, Any]:
 
 
 def _read_export(folder: Path) -> None:
-    """Raise CheckpointError when something is missing from an export, or cannot be opened."""
+    """Raise CheckpointError when something is missing from an export, cannot be opened, or hides what was exported."""
     _object(folder / CONFIG)
     if not (folder / INDEX).exists():
         _tensors(folder / WEIGHTS)
         return
+    if os.path.lexists(folder / WEIGHTS):  # from_pretrained looks for this name first
+        raise CheckpointError(
+            f"{folder / WEIGHTS} lies beside {INDEX}: from_pretrained loads it instead of the files in the index; "
+            "remove the one that is not of this export, or export again with `fsdptrain export`"
+        )
     where = _object(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(
         isinstance(file, str) and file == Path(file).name for file in where.values()

@@ -196,8 +196,8 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     watchdog.beat()
     facts = start_facts(ready.plan, world, stream, params, len(units), total_steps)
     reporter.event("start", **facts, baseline_memory_bytes=baseline)
-    if resumed or reporter.has("step"):
-        reporter.event("resume", step=resumed, changed=changes_since(rundir, resumed, plan))
+    if world.rank == 0:
+        reporter.resume(resumed, changes_since(rundir, resumed, plan))
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
 
     engine = Engine(model, optimizer, world, plan, resumed, watchdog.beat)

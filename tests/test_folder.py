@@ -14,23 +14,37 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fsdptrain.attempts import changes, changes_since, examine
-from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, claimed
+from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
+from fsdptrain.heading import heading
 from fsdptrain.manifest import FORMAT, Manifest, file_entry, read_manifest
-from fsdptrain.ownership import exported, new_scratch, record_export, remove_checkpoint, replace_export, stamps, sweep
+from fsdptrain.ownership import (
+    assets_in,
+    exported,
+    new_scratch,
+    put_assets,
+    record_export,
+    remove_checkpoint,
+    replace_export,
+    stamps,
+    sweep,
+)
 from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
 from fsdptrain.processes import child_command
 from fsdptrain.recipe import load
 from fsdptrain.report import Reporter, effective, history
 from fsdptrain.rows import data_files
 from fsdptrain.rundir import RunDir
+from fsdptrain.verify import survey
 
 
 def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
@@ -95,9 +109,9 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
 @pytest.mark.parametrize(
     ("output_dir", "told"),
     [
-        ("/", "output_dir: / is no place for a run"),
-        ("'~'", "is no place for a run"),
-        ("~/.", "is no place for a run"),
+        ("/", "output_dir: / is the root or home folder; use a subfolder"),
+        ("'~'", "is the root or home folder"),
+        ("~/.", "is the root or home folder"),
         ("{tmp}/file", "{tmp}/file is a file; choose another"),
         ("{tmp}/file/run", "cannot write to {tmp}/file/run: Not a directory"),
         ("{tmp}/link", "{tmp}/link is a link to nowhere; choose another"),
@@ -208,7 +222,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         for overrides in ([], ["optim.lr=1"]):
             with pytest.raises(RecipeError, match=f"output_dir: another run is at work in {root}"):
                 claim(recipe, *overrides).__enter__()
-        with pytest.raises(RecipeError, match="name a folder with --out"), alone_in(RunDir(root)):
+        with pytest.raises(RecipeError, match=r"is using .* use --out DIR"), alone_in(RunDir(root)):
             pass
         assert contents(root) == before
     with claim(recipe, "optim.lr=1"):
@@ -245,12 +259,49 @@ def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:
     for lr in (1, 2, 3):
         with claim(recipe, f"optim.lr={lr}"):
             pass
-    kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").iterdir()}
+    kept = {path.name: read_plan(path).recipe.optim.lr for path in (root / "plans").glob("*.json")}
     assert kept == {"0001.json": 1, "0002.json": 2, "0003.json": 3}
     with pytest.raises(RecipeError, match="is not empty"):
         claim(recipe, fresh=True).__enter__()
     with pytest.raises(RecipeError, match="is not empty"):
         claim(recipe, "checkpoint.resume=never", fresh=True).__enter__()
+
+
+def test_a_recipe_that_was_edited_in_the_run_folder_is_kept(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    for text in ("a: 1\n", "a: 2\n"):  # ours each time: nothing to keep
+        with claimed(plan_of(recipe), text, False):
+            assert (root / "recipe.yaml").read_text() == text
+    assert not list(root.glob("*.kept*"))
+    for name in ("recipe.yaml.kept", "recipe.yaml.kept-2"):
+        (root / "recipe.yaml").write_text(f"edited: {name}\n")
+        with claimed(plan_of(recipe), "a: 3\n", False):
+            assert (root / "recipe.yaml").read_text() == "a: 3\n"
+            assert (root / name).read_text() == f"edited: {name}\n"
+
+
+def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    def write(*names: str, text: str = "ours") -> None:
+        fill(tmp_path / "scratch", *names)
+        for name in names:
+            (tmp_path / "scratch" / name).write_text(text)
+        put_assets(tmp_path / "scratch", folder)
+        shutil.rmtree(tmp_path / "scratch")
+
+    fill(folder, "notes.md")
+    write("config.json", "code/x.py")
+    for path in (folder / "config.json", folder / "code" / "x.py"):
+        os.utime(path, ns=(1, 1))  # copied: another time, the same content
+    write("config.json", "code/x.py")
+    write("config.json", "code/x.py", text="ours, of a new recipe")
+    assert not list(folder.rglob("*.kept*"))
+    (folder / "config.json").write_text("edited")
+    write("config.json", "notes.md")
+    assert (folder / "config.json.kept").read_text() == "edited" and (folder / "config.json").read_text() == "ours"
+    assert (folder / "notes.md.kept").read_text() == "my notes.md"
+    assert assets_in(folder) == ["config.json", "notes.md"]
 
 
 def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
@@ -265,6 +316,24 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
     assert changes(fields, plan_of(recipe, "optim.lr=2")) == {"optim.lr": [1, 2]}
 
 
+@pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
+@pytest.mark.parametrize("words", [["train.steps=3"], ["data.seq_len=32"], ["checkpoint.resume=never"], ["--fresh"]])
+def test_a_refused_run_leaves_not_even_a_lock(words: list[str], marked: bool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    shutil.rmtree(rundir.logs)
+    if not marked:
+        rundir.mark.unlink()
+    before = sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")])
+    overrides = [word for word in words if word != "--fresh"]
+    with pytest.raises(RecipeError):
+        claim(recipe, *overrides, fresh="--fresh" in words).__enter__()
+    if overrides:
+        with pytest.raises(RecipeError):
+            check_folder(plan_of(recipe, *overrides))
+    assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
+
+
 # --- other ranks and other nodes -------------------------------------------------------------------------------------
 
 JOINED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
@@ -275,7 +344,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
 ) -> None:
     recipe, root = write_recipe(tmp_path, launch__timeout_s=2), tmp_path / "run"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RecipeError, match="is not there, or not of this recipe"):
+    with pytest.raises(RecipeError, match=r"waited 2 s .* that matches this recipe; start all nodes"):
         claim(recipe, RANK="1", **JOINED).__enter__()
     assert not root.exists()
     entered = threading.Event()
@@ -293,7 +362,7 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
         thread.join()
         before = contents(root)
         monkeypatch.setenv("RANK", "1")
-        with pytest.raises(RecipeError, match=r"of another recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
+        with pytest.raises(RecipeError, match=r"matches this recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
             claim(recipe, "optim.lr=0.1", RANK="1", **JOINED).__enter__()
         assert contents(root) == before
 
@@ -314,11 +383,23 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
         before = contents(root)
         with node("b"), pytest.raises(RecipeError, match="on this machine"):
             node("b").__enter__()
-        with pytest.raises(RecipeError, match=r"of another recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
+        with pytest.raises(RecipeError, match=r"matches this recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
             node("b", "optim.lr=0.1").__enter__()
         with pytest.raises(RecipeError, match="another run is at work"):
             node("c", "launch.nnodes=1", "launch.rdzv_endpoint=null").__enter__()
         assert contents(root) == before
+
+
+@pytest.mark.parametrize("what", ["BOOT_ID", "CONTAINER"])
+def test_nodes_of_one_name_are_told_apart(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 2, "rdzv_endpoint": "a:1", "timeout_s": 2})
+    with claim(recipe):
+        with pytest.raises(RecipeError, match="on this machine"):
+            claim(recipe).__enter__()
+        (tmp_path / "other").write_text("another-boot-or-container")
+        monkeypatch.setattr(f"fsdptrain.claim.{what}", tmp_path / "other")
+        with claim(recipe):
+            pass
 
 
 def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path) -> None:
@@ -452,7 +533,8 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = made(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
-    assert not examine(rundir, plan_of(recipe)).finished
+    left = examine(rundir, plan_of(recipe))
+    assert not left.finished and "all 6 steps done" in heading(plan_of(recipe), rundir, left)
     assert examine(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
     record_export(rundir, 4, stamps(rundir.export))  # of an earlier step
@@ -464,6 +546,24 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", step=6)
     assert examine(rundir, plan_of(evaluated)).finished
+
+
+@pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: list[str], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = made(recipe, steps=6, total=6)
+    shutil.rmtree(rundir.checkpoints)
+    before = contents(rundir.root)
+    with pytest.raises(RecipeError, match=r"holds a finished run \(6 steps\), but its checkpoints are gone"):
+        claim(recipe, *overrides).__enter__()
+    rundir.metrics.unlink()
+    with pytest.raises(RecipeError, match=r"holds an export \(6 steps\), but its checkpoints are gone"):
+        claim(recipe, *overrides).__enter__()
+    assert contents(rundir.root).keys() == before.keys() - {"metrics.jsonl"}
+    shutil.rmtree(rundir.root)
+    shutil.rmtree(made(recipe, steps=4, total=6).checkpoints)  # it ended before its first checkpoint, or before its end
+    with claim(recipe, *overrides) as found:
+        assert (found.step, found.finished) == (0, False)
 
 
 @pytest.mark.parametrize("steps", [2, 4])
@@ -551,6 +651,39 @@ def test_an_export_that_nobody_recorded_is_kept_whole(tmp_path: Path) -> None:
         assert contents(rundir.export) == {"config.json": b"step 2"}
 
 
+@pytest.mark.parametrize("how", ["copied", "never recorded"])
+def test_older_weights_never_lie_in_a_new_export(how: str, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    first = ["config.json", "chat_template.jinja", "model.safetensors"]
+    export(rundir, 1, *first)
+    if how == "copied":  # as by an object store or `cp -r`: other times
+        for path in rundir.export.iterdir():
+            os.utime(path, ns=(1, 1))
+    else:  # the process ended between the export and its record
+        record_export(rundir, 0, {"config.json": [1, 1]})
+        (rundir.export / "chat_template.jinja").unlink()
+    fill(rundir.export, "notes.md")
+    new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    kept = export(rundir, 2, *new)
+    assert contents(rundir.export).keys() == {*new, "notes.md"}
+    assert kept is not None and contents(kept)["model.safetensors"] == b"step 1"
+    export(rundir, 3, *first)
+    assert contents(rundir.export).keys() == {*first, "notes.md"}
+
+
+def test_verify_tells_of_weights_that_hide_those_of_the_index(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    fill(rundir.export, "config.json")
+    (rundir.export / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1)}, rundir.export / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (rundir.export / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert survey(rundir)["export"]["problems"] == []
+    save_file({"w": np.ones(1)}, rundir.export / "model.safetensors")
+    (problem,) = survey(rundir)["export"]["problems"]
+    assert "lies beside model.safetensors.index.json: from_pretrained loads it instead" in problem
+
+
 def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:
     rundir, outside = RunDir(tmp_path / "run"), tmp_path / "outside"
     fill(outside, "precious")
@@ -603,8 +736,7 @@ def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) 
     rundir = RunDir(tmp_path)
     for at, last in ((0, 9), (4, 7), (0, 3)):
         with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            if at or reporter.has("step"):
-                reporter.event("resume", step=at, changed={})
+            reporter.resume(at, {})
             for step in range(at + 1, last + 1):
                 reporter.event("step", step=step, loss=float(10 * last + step))
                 reporter.event("eval", step=step, loss=float(10 * last + step))
@@ -615,6 +747,19 @@ def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) 
             assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
             found = [(r["step"], r["loss"]) for r in history(rundir.metrics) if r["event"] == kind]
             assert found == expected
+
+
+def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is_undone(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for attempt in (1, 2):
+        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
+            reporter.event("start", attempt=attempt)
+            reporter.resume(0, {})
+            reporter.event("eval", step=25, loss=float(attempt))  # eval.every: 25, log.every: 100
+    assert [r["loss"] for r in history(rundir.metrics) if r["event"] == "eval"] == [2.0]
+    board = EventAccumulator(str(rundir.tensorboard))
+    board.Reload()
+    assert [s.value for s in board.Scalars("eval/loss")] == [2.0]
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fsdptrain.launch import explain, explain_hang
 from fsdptrain.pace import COST, STEPS, WHOLE_STEP, BlockClock, Pace
 from fsdptrain.plan import Plan, find_topology, make_plan
 from fsdptrain.recipe import load
-from fsdptrain.report import cut_half_a_line
+from fsdptrain.report import cut_half_lines
 from fsdptrain.rundir import RunDir
 from fsdptrain.watchdog import Watchdog, place
 from fsdptrain.worker import ours
@@ -166,8 +166,7 @@ def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
 
 @pytest.mark.parametrize("text", ["", '{"step": 1}\n', '{"step": 1}\n{"st', '{"st'])
 def test_only_whole_lines_are_left_of_a_log(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(text)
-    cut_half_a_line(path)
-    cut_half_a_line(tmp_path / "none")
-    assert path.read_text() == text[: text.rfind("\n") + 1]
+    rundir = RunDir(tmp_path)  # without a progress log
+    rundir.metrics.write_text(text)
+    cut_half_lines(rundir)
+    assert rundir.metrics.read_text() == text[: text.rfind("\n") + 1]

@@ -210,6 +210,9 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
 
 def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".fsdptrain").touch()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "sta')  # half a line of an attempt that was killed
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
          sys.executable, "-m", "fsdptrain", "run", str(recipe)],
@@ -219,6 +222,7 @@ def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
     assert "2 steps in" in done.stdout
     assert done.stdout.count("step 2/2") == 1  # one voice, rank 0's
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
+    assert len(events(tmp_path / "run", "start")) == 1  # it begins on a line of its own
 
 
 def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:

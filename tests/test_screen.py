@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support import ROOT, write_recipe
 
+from fsdptrain.attempts import Before
 from fsdptrain.hardware import parse
 from fsdptrain.heading import heading
 from fsdptrain.liveline import LiveLine
@@ -83,7 +84,7 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
 def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> None:
     written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
     plan = make_plan(written, topology_of(written.recipe, None, parse("h100-80gb").hardware), elsewhere=True)
-    lines = dict(line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run")).splitlines())
+    lines = dict(line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), Before()).splitlines())
     assert lines["run"] == f"{written.recipe.name}: new, in {tmp_path / 'run'}"
     numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
     size, ranks, micro_batches, micro_batch, tokens = numbers
@@ -97,12 +98,15 @@ def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
     plan = make_plan(written, topology_of(written.recipe, None, parse("cpu").hardware))
     rundir = RunDir(Path(plan.run_dir))
-    said = []
-    for made in (None, 2, 4):
-        if made:
-            rundir.checkpoint(made).mkdir(parents=True)
-        said.append(heading(plan, rundir).splitlines()[0].split(": ")[1].split(",")[0])
-    assert said == ["new", "resumes after step 2", "finished (4 steps)"]
+    found = [Before(), Before(2), Before(4, trained=True)]
+    said = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
+    rundir.root.mkdir()
+    rundir.metrics.touch()
+    said.append(heading(plan, rundir, Before()).splitlines()[0].split(": ")[1].split(",")[0])
+    assert said == [
+        "new", "resumes after step 2", "all 4 steps done; evaluation and export follow where missing",
+        "starts again (it has no checkpoint yet)",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
