@@ -24,10 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.advise import varied
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.hub import OWN_CODE, hub_errors, in_a_line, read_json, recipe_errors, source
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, varied
 from fsdptrain.schema import Model
 
 # The largest sizes that a model is built with, each some ten times what the largest models have: a damaged or hostile

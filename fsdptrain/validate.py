@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from fsdptrain import advise, closed_form, preflight
-from fsdptrain.advise import varied
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
@@ -49,7 +48,7 @@ from fsdptrain.outlook import (
     traffic_rows,
     verdict,
 )
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, varied
 from fsdptrain.report import size
 from fsdptrain.rows import data_files, describe, peek
 from fsdptrain.schema import FORMAT_FIELDS, OPTIONAL_FIELDS
