@@ -100,7 +100,7 @@ def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
         written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
         if written is not None and wanted is not None and wanted not in _listed(written):
             raise RecipeError(
-                f"model.config.{name}: {written}, but the tokenizer's is {wanted}: leave it out, the tokenizer decides"
+                f"model.config.{name}: {written}: remove this key: the tokenizer's value ({wanted}) is used"
             )
 
 

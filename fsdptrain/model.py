@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations import hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
@@ -312,10 +313,10 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
             attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
             trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
-    if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
-        for module in made.modules():
-            module._is_hf_initialized = False
-        made.initialize_weights()
+        if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+            for module in made.modules():
+                module._is_hf_initialized = False
+            made.initialize_weights()
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _listed_as_float32(made, computed)
@@ -368,9 +369,13 @@ def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
 
 def _flash_is_possible(plan: Plan) -> bool:
     """Whether flash_attention_2 is installed, and takes this recipe's dtype and its packed documents."""
-    recipe = plan.recipe
-    half = recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    return plan.topology.device == "cuda" and half and one_row_if_packed(plan) and bool(is_flash_attn_2_available())
+    return flash_fits(plan) and bool(is_flash_attn_2_available())
+
+
+def flash_fits(plan: Plan) -> bool:
+    """Return whether flash_attention_2 takes this recipe's device, dtype and packed documents, installed or not."""
+    half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
 
 
 def one_row_if_packed(plan: Plan) -> bool:
@@ -409,6 +414,26 @@ def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def use_torch_operators() -> None:
+    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
+
+    Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, but they need a GPU. It
+    makes one exception: while a model is exported.
+    """
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+
+
+@contextlib.contextmanager
+def torch_operators() -> Iterator[None]:
+    """Use them inside only."""
+    before = hub_kernels.is_torchdynamo_exporting
+    use_torch_operators()
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = before
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -26,6 +26,7 @@ from fsdptrain.model import (
 )
 from fsdptrain.plan import Plan
 from fsdptrain.probe import Probe
+from fsdptrain.shard import check_dtypes
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
 from fsdptrain.weights import refuse_other_weights
 
@@ -56,6 +57,7 @@ def check_model(plan: Plan, vocab_size: int | None) -> Ready:
             problems.extend(error.problems)
 
     units = trying(lambda: units_of(bare, plan.recipe.fsdp.wrap))
+    trying(lambda: check_dtypes(bare, plan))
     trying(lambda: check_forward(plan, bare))
     trying(lambda: check_documents(plan, config, bare))
     if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
@@ -119,7 +121,7 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
     except Exception as error:  # whatever the architecture's code raises over three tokens
         raise RecipeError(f"model: {name} cannot be trained here: {in_a_line(error)}") from None
     if not causal:
-        raise RecipeError(f"model: {name} is not causal: a token sees what follows it, and what it is to predict")
+        raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
     if not apart:
         raise RecipeError(
             f"data.packing: {recipe.data.packing} would let the documents of a block see one another: {name} ignores "
@@ -127,7 +129,7 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
         )
     if not alone:
         raise RecipeError(
-            f"data.seq_len: the rotary positions of {name} depend on the longest document of a micro-batch beyond "
-            f"{threshold or 'some number of'} tokens: use data.seq_len={threshold or '…'}, or data.packing=none with "
+            f"data.seq_len: rotary frequencies of {name} depend on the longest position in the micro-batch above "
+            f"{threshold or 'some number of'} tokens; use data.seq_len={threshold or '…'}, or data.packing=none with "
             "train.micro_batch_size=1"
         )

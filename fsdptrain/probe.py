@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fsdptrain.model import blocks_of
+from fsdptrain.model import blocks_of, torch_operators
 
 SMALL = 2**16  # elements of a weight with which a product is really computed
 TOLERANCE = 1e-3  # of the largest logit: rounding is a thousandth of it, and what one document sees of another far more
@@ -50,7 +50,7 @@ class Probe:
         positions = torch.tensor(rows)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
-        with torch.no_grad(), CheapProducts(), _one_thread():
+        with torch.no_grad(), torch_operators(), CheapProducts(), _one_thread():
             among = self._logits(ids, positions)[document]
             alone = self._logits(ids[:1, document], positions[:1, document])
         if not (alone.isfinite().all() and among.isfinite().all()):
