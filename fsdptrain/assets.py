@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.hub import in_a_line
+from fsdptrain.model import set_token
 from fsdptrain.ownership import list_assets
 from fsdptrain.plan import Plan
 
@@ -63,7 +64,7 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
             wanted, there = getattr(tokenizer, name), getattr(part, name, None)
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
             if not keep:
-                setattr(part, name, wanted)
+                set_token(part, name, wanted)
     ends = [*_listed(tokenizer.eos_token_id), *_listed(turn_end)]
     if own:
         ends += [*_listed(generation.eos_token_id), *_listed(config.get_text_config().eos_token_id)]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fsdptrain.data import IGNORED, Batch, Corpus
 from fsdptrain.dist import World
 from fsdptrain.errors import NonFiniteError
-from fsdptrain.model import tied
+from fsdptrain.model import layer_values, tied
 from fsdptrain.optim import assert_dtypes, set_step
 from fsdptrain.pace import BlockClock
 from fsdptrain.plan import Plan, seed_of
@@ -201,6 +201,8 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     )  # experts are kept in one tensor
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()
-    heads = getattr(config, "num_attention_heads", None) or 0
-    width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * width * seq_len * tokens
+    layers = config.num_hidden_layers
+    heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))
+    heads, sizes = (values * layers if len(values) == 1 else values for values in (heads, sizes))
+    width = sum(n * (size or config.hidden_size // n) for n, size in zip(heads, sizes, strict=True) if n)
+    return 6.0 * weights * tokens + 12.0 * width * seq_len * tokens

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -95,7 +96,8 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
     text_config = config.get_text_config()
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         # It is a token of another vocabulary, whose embedding would get no gradient, or it lies beyond this one.
-        config.pad_token_id = text_config.pad_token_id = None
+        for part in (config, text_config):
+            set_token(part, "pad_token_id", None)
     for part in {id(part): part for part in (config, text_config)}.values():
         _refuse_sizes(part)
     refuse_without_effect(overrides, config)
@@ -273,12 +275,28 @@ def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
 
 
+def set_token(config: Any, name: str, value: int | None) -> None:
+    """Set a special token; None leaves a number where the architecture must have one."""
+    with contextlib.suppress(StrictDataclassFieldValidationError):
+        setattr(config, name, value)
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return what a configuration has for a key: a list of one value, or of one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # a key that differs between layers
+        value = [getattr(layer, name) for layer in config.per_layer_config]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _refuse_sizes(config: Any) -> None:
     for name, limit in LIMITS.items():
-        value = getattr(config, name, None)
-        for size in value if isinstance(value, (list, tuple)) else [value]:  # some have one for each layer
+        for size in layer_values(config, name):
             if size is not None and not (type(size) is int and 1 <= size <= limit):
-                raise RecipeError(f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,}")
+                raise RecipeError(
+                    f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,} ({config.model_type})"
+                )
 
 
 def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
@@ -363,7 +381,8 @@ def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
         with contextlib.suppress(RecipeError):  # the architecture does not support it
             return flash, skeleton(config, flash.recipe.model)
     bare = skeleton(config, model)
-    kernel = bare.config.get_text_config()._attn_implementation
+    kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    kernel = kernels.pop() if len(kernels) == 1 else "eager"  # one that the whole model has
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 
@@ -488,7 +507,11 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
     split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
     if split and isinstance(wrap, list):
         raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
-    units = [unit for unit in units if unit not in split]  # a tied weight has one home: the root
+    shared = _sharing(units)
+    if shared and isinstance(wrap, list):
+        names = f"{shared[0].name} and {shared[1].name}"
+        raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
+    units = [unit for unit in units if unit not in split + shared]  # a tied weight has one home: the root
     if not units:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
@@ -542,6 +565,16 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
     visit("", model)
     return units
+
+
+def _sharing(units: list[Unit]) -> list[Unit]:
+    """The units that hold weights of another one (zamba's blocks share an attention layer)."""
+    holders: dict[int, list[Unit]] = {}
+    for unit in units:
+        for param in {id(param) for module in unit.modules for param in module.parameters()}:
+            holders.setdefault(param, []).append(unit)
+    shared = [unit for several in holders.values() if len(several) > 1 for unit in several]
+    return [unit for unit in units if unit in shared]
 
 
 def _holds_one_end(model: Any, unit: Unit) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import KINDS, small_config
 from safetensors.torch import load_file
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import skeleton, units_of
+from fsdptrain.schema import Model
 
 COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -32,6 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
 }
+NAMED = r"[A-Z]\w+(LM|Model|Decoder|Generation|LMHead)\b|vocab_size|xlnet"  # an architecture's class
 NEEDED = {  # overrides that their refusals name
     "llama4_text": ["train.loss=plain"], "mamba": ["data.packing=none"], "falcon_mamba": ["data.packing=none"],
 }  # fmt: skip
@@ -85,3 +92,54 @@ def test_transformers_opens_the_export_and_computes_the_same(kind: str, exported
         expected, found = (model(input_ids=ids).logits for model in models)
     assert torch.equal(expected, found)
     assert models[0].config.to_diff_dict().keys() == models[1].config.to_diff_dict().keys()
+
+
+def errors_of(kinds: list[str], tmp: Path, **ways: list[str]) -> dict[str, list[str]]:
+    """What each architecture is refused with in bf16: [class, message], [] where it trains.
+
+    Each is tried as it is, and with the overrides of each of `ways`, named `KIND WAY`.
+    """
+    variants = {}
+    for kind in kinds:
+        small_config(kind).save_pretrained(tmp / kind)
+        common = [f"model.id={tmp / kind}", "fsdp.mixed_precision.param_dtype=bfloat16"]
+        named = {kind: [], **{f"{kind} {way}": words for way, words in ways.items()}}
+        variants |= {name: [*common, *words, f"output_dir={tmp / name}-run"] for name, words in named.items()}
+    recipe = write_recipe(
+        tmp, model={"id": "unset", "tokenizer": {"train": 512}, "init": "random"}, train__loss="plain",
+        data__packing="none", data__max_rows=40, train__global_batch_size=2,
+    )  # fmt: skip
+    found = on_ranks(2, "trains", tmp / "ranks", timeout=3600, recipe=str(recipe), variants=variants)
+    assert found[0] == found[1]
+    return dict(found[0])
+
+
+def test_shared_blocks_and_layers_of_several_kinds_train(tmp_path: Path) -> None:
+    kinds = ["zamba", "minimax", "gemma4_text", "got_ocr2", "cwm"]
+    found = errors_of(kinds, tmp_path, buffers=["fsdp.mixed_precision.buffer_dtype=bfloat16"])
+    refused = {name: error for name, error in found.items() if error}
+    assert refused.keys() == {"minimax"}, refused
+    assert refused["minimax"][0] == "RecipeError"
+    assert "buffers of MiniMaxForCausalLM cannot be used with bfloat16 weights" in refused["minimax"][1]
+    assert "set buffer_dtype to bfloat16" in refused["minimax"][1]
+
+
+def test_blocks_that_share_weights_are_in_no_unit() -> None:
+    model = skeleton(small_config("zamba"), Model())
+    held = [{id(param) for module in unit.modules for param in module.parameters()} for unit in units_of(model, "auto")]
+    assert held and sum(map(len, held)) == len(set().union(*held))
+    with pytest.raises(RecipeError, match=r"model.layers.1 and model.layers.3 of ZambaForCausalLM share weights"):
+        units_of(model, ["ZambaHybridLayer"])
+
+
+@pytest.mark.soak
+def test_every_architecture_trains_or_is_refused_by_name(tmp_path: Path) -> None:
+    refused = {
+        name: error
+        for name, error in errors_of(KINDS, tmp_path, recomputed=["fsdp.activation_checkpointing=full"]).items()
+        if error
+    }
+    for name, error in refused.items():
+        print(f"{name:40} {error}")
+    assert not {name: error for name, error in refused.items() if error[0] != "RecipeError"}
+    assert not {name: error for name, error in refused.items() if not re.search(NAMED, error[1])}
