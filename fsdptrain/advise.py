@@ -21,7 +21,7 @@ from typing import Any
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast import Forecast
 from fsdptrain.hardware import Hardware
-from fsdptrain.plan import Plan, layout
+from fsdptrain.plan import Plan, varied
 from fsdptrain.report import size
 from fsdptrain.schema import Recipe, get
 
@@ -196,16 +196,6 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
     if fsdp.strategy in RESHARDING and ladder.strategy not in RESHARDING:
         wanted["fsdp.backward_prefetch"] = "NONE"  # without effect there, so anything else somebody wrote is refused
     return {path: value for path, value in wanted.items() if get(plan.recipe, path) != value}
-
-
-def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
-    """The plan of the same job on the same ranks with these keys changed."""
-    recipe = plan.recipe
-    for path, value in overrides.items():
-        section, name = path.split(".")
-        part = dataclasses.replace(getattr(recipe, section), **{name: value})
-        recipe = dataclasses.replace(recipe, **{section: part})
-    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
 
 
 def hopeless(plan: Plan, parameters: int, memory: int) -> bool:

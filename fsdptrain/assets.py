@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from fsdptrain.errors import RecipeError
 from fsdptrain.hub import in_a_line
+from fsdptrain.model import set_token
 from fsdptrain.ownership import put_assets
 from fsdptrain.plan import Plan
 
@@ -55,7 +56,7 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
             wanted, there = getattr(tokenizer, name), getattr(part, name, None)
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
             if not keep:
-                setattr(part, name, wanted)
+                set_token(part, name, wanted)
     ends = [*_listed(tokenizer.eos_token_id), *_listed(turn_end)]
     if own:
         ends += [*_listed(generation.eos_token_id), *_listed(config.get_text_config().eos_token_id)]
@@ -92,7 +93,7 @@ def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
         written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
         if written is not None and wanted is not None and wanted not in _listed(written):
             raise RecipeError(
-                f"model.config.{name}: {written}, but the tokenizer's is {wanted}: leave it out, the tokenizer decides"
+                f"model.config.{name}: {written}: remove this key: the tokenizer's value ({wanted}) is used"
             )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptrain.errors import Stopped
-from fsdptrain.hardware import PEAK_FLOPS
+from fsdptrain.hardware import card
 from fsdptrain.launch import StopRequest
 from fsdptrain.plan import Plan
 
@@ -114,10 +114,9 @@ class World:
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s against which MFU is counted: published for known GPUs, else this device's own matrix rate."""
         if self.device.type == "cuda" and dtype == torch.bfloat16:
-            name = torch.cuda.get_device_name(self.device)
-            known = max((key for key in PEAK_FLOPS if key in name), key=len, default=None)
-            if known:
-                return PEAK_FLOPS[known]
+            known = card(torch.cuda.get_device_name(self.device), self.device_memory())
+            if known and known.bf16:
+                return known.flops
         return matrix_rate(self.device, dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from torch.nn import functional
 
 from fsdptrain.data import IGNORED, Batch, Corpus
 from fsdptrain.dist import World
-from fsdptrain.errors import NonFiniteError
-from fsdptrain.model import tied
+from fsdptrain.errors import NonFiniteError, RecipeError
+from fsdptrain.hub import in_a_line
+from fsdptrain.model import layer_values, tied
 from fsdptrain.optim import assert_dtypes, set_step
 from fsdptrain.pace import BlockClock
 from fsdptrain.plan import Plan, seed_of
@@ -112,8 +114,29 @@ class Engine:
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: int) -> torch.Tensor:
-        """The cross-entropy summed over a micro-batch's label tokens, over `divisor`: float32, 0 if all are masked."""
+        """The cross-entropy summed over a micro-batch's label tokens, over `divisor`: float32, 0 if all are masked.
+
+        Raises RecipeError for an architecture whose code does not work with these units or dtypes.
+        """
         batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
+        try:
+            return self._loss(batch, divisor)
+        except RuntimeError as error:
+            name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
+            dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise RecipeError(
+                    f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its blocks, by "
+                    "class name"
+                ) from None
+            if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
+                raise RecipeError(
+                    f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({in_a_line(error)}): "
+                    "set float32"
+                ) from None
+            raise
+
+    def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         if self.plan.recipe.train.loss == "chunked":
             loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see fsdptrain.loss
@@ -201,6 +224,8 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     )  # experts are kept in one tensor
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()
-    heads = getattr(config, "num_attention_heads", None) or 0
-    width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * width * seq_len * tokens
+    layers = config.num_hidden_layers
+    heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))
+    heads, sizes = (values * layers if len(values) == 1 else values for values in (heads, sizes))
+    width = sum(n * (size or config.hidden_size // n) for n, size in zip(heads, sizes, strict=True) if n)
+    return 6.0 * weights * tokens + 12.0 * width * seq_len * tokens

@@ -16,14 +16,13 @@ import torch
 from transformers import AutoConfig
 
 from fsdptrain import allocator, ledger, plot, timing
-from fsdptrain.advise import varied
 from fsdptrain.dist import matrix_rate
 from fsdptrain.engine import model_flops
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import Forecast
 from fsdptrain.hardware import Hardware
 from fsdptrain.model import load_config, settle_attention, skeleton
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, varied
 from fsdptrain.pretend import PRETEND
 from fsdptrain.simulate import simulate
 from fsdptrain.trace import HOST, Collective, Trace

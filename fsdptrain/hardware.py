@@ -16,13 +16,6 @@ from fsdptrain.errors import Problem, RecipeError
 
 GIB = 2**30
 
-# Dense bf16 FLOP/s by device name, as the vendors publish them (no sparsity); the longest matching name wins.
-PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "GH200": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12,
-    "A10G": 70e12, "RTX A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -60,42 +53,39 @@ class Hardware:
         return self.name == "cpu"
 
 
-def _gpu(name: str, card: str, gib: float, *rates: float, **other: Any) -> Hardware:
-    """`rates` are flops32, memory_bw, intra_bw and inter_bw."""
-    flops32, memory_bw, intra, inter = rates
-    return Hardware(name, int(gib * GIB), PEAK_FLOPS[card], flops32, memory_bw, intra, inter, **other)
+def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """`rates` are flops (dense, without sparsity), flops32, memory_bw, intra_bw and inter_bw."""
+    flops, flops32, memory_bw, intra, inter = rates
+    return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
 
 
 KNOWN = {
     hardware.name: hardware
     for hardware in (
-        _gpu("h100-80gb", "H100", 79.1, 67e12, 3.35e12, 330e9, 45e9, pcie_bw=45e9),
-        _gpu("h200-141gb", "H200", 139.8, 67e12, 4.8e12, 330e9, 45e9, pcie_bw=45e9),
-        _gpu("a100-80gb", "A100", 79.1, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
-        _gpu("a100-40gb", "A100", 39.4, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
-        _gpu("l40s-48gb", "L40S", 44.4, 91.6e12, 864e9, 18e9, 10e9),
-        _gpu("rtx4090-24gb", "RTX 4090", 23.6, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
-        _gpu("b200-192gb", "B200", 178.3, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
+        _gpu("h100-80gb", 79.1, 989e12, 67e12, 3.35e12, 330e9, 45e9, pcie_bw=45e9),
+        _gpu("h100-pcie-80gb", 79.1, 756e12, 51e12, 2.0e12, 36e9, 22e9, pcie_bw=45e9),
+        _gpu("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9, pcie_bw=45e9),  # NVLink joins pairs only
+        _gpu("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, pcie_bw=45e9),
+        _gpu("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
+        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
+        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
+        _gpu("l40s-48gb", 44.4, 362e12, 91.6e12, 864e9, 18e9, 10e9),
+        _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
+        _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
+        _gpu("b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
         _gpu(  # trays of four; the network between them is counted, although NVLink reaches across a rack
-            "gb200-186gb",
-            "GB200",
-            184.0,
-            80e12,
-            8.0e12,
-            650e9,
-            45e9,
-            pcie_bw=150e9,
-            product_share=0.65,
+            "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
             gpus_per_node=4,
         ),
-        _gpu("h20-96gb", "H20", 95.1, 44e12, 4.0e12, 330e9, 45e9, pcie_bw=45e9, product_share=0.85),
-        _gpu("a6000-48gb", "RTX A6000", 47.5, 38.7e12, 768e9, 18e9, 3e9),
-        _gpu("rtx3090-24gb", "RTX 3090", 23.7, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
-        _gpu("l4-24gb", "L4", 22.0, 30.3e12, 300e9, 18e9, 1.5e9),
-        _gpu("a10g-24gb", "A10G", 22.0, 35e12, 600e9, 9e9, 1.5e9),
+        _gpu("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, pcie_bw=45e9, product_share=0.85),
+        _gpu("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
+        _gpu("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
+        _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
+        _gpu("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
+        _gpu("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
         Hardware("v100-32gb", int(31.7 * GIB), 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
     )
-}
+}  # fmt: skip
 CPU = Hardware(  # memory and rates are measured where it is used: see `estimate`
     "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
     product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
@@ -141,17 +131,24 @@ def _words(name: str) -> list[str]:
     return [word for word in words if not FORM_FACTORS.fullmatch(word)]
 
 
+def _model(known: str) -> list[str]:
+    """The words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
+    return _words(known.rpartition("-")[0])
+
+
 def _named(name: str) -> list[Hardware]:
-    """Every known card that goes by this name; a name without a memory size may mean several."""
+    """Every known card that goes by this name; a name without a memory size may mean several, but of one model."""
     wanted = _words(name)
-    return [hardware for known, hardware in KNOWN.items() if wanted and wanted == _words(known)[: len(wanted)]]
+    found = {known: _model(known) for known in KNOWN if wanted and wanted == _words(known)[: len(wanted)]}
+    shortest = min((len(model) for model in found.values()), default=0)  # `h100` is no `h100-pcie`
+    return [KNOWN[known] for known, model in found.items() if len(model) == shortest]
 
 
 def _unknown(text: str, name: str) -> str:
     """Say that this hardware is not known, and what is."""
     if any(OTHER_MAKES.fullmatch(word) for word in _words(name)):
         return f"{text!r} is no CUDA device: runs are on NVIDIA GPUs (NCCL) or on CPUs (gloo)"
-    models = {known.partition("-")[0]: known for known in KNOWN} | {known: known for known in KNOWN}
+    models = {known.partition("-")[0]: known for known in reversed(KNOWN)} | {known: known for known in KNOWN}
     near = get_close_matches("".join(name.split()), models, n=1)
     return (
         f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else "")
@@ -184,7 +181,9 @@ def _custom(text: str) -> Hardware:
 
 def card(name: str, memory: int) -> Hardware | None:
     """The hardware of a visible GPU by the name and the memory torch reports; None for one we have no figures of."""
-    words = _words(name)
-    models = [hardware for known, hardware in KNOWN.items() if _words(known)[0] in words]
-    nearest = min(models, key=lambda hardware: abs(hardware.memory - memory), default=None)
+    words = {*_words(name)}
+    models = {known: model for known in KNOWN if words.issuperset(model := _model(known))}
+    longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is no `H100`
+    same = [KNOWN[known] for known, model in models.items() if len(model) == longest]
+    nearest = min(same, key=lambda hardware: abs(hardware.memory - memory), default=None)
     return dataclasses.replace(nearest, memory=memory) if nearest else None

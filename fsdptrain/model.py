@@ -16,18 +16,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations import hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
-from fsdptrain.advise import varied
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.hub import OWN_CODE, hub_errors, in_a_line, read_json, recipe_errors, source
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, varied
 from fsdptrain.schema import Model
 
 # The largest sizes that a model is built with, each some ten times what the largest models have: a damaged or hostile
@@ -95,7 +96,8 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
     text_config = config.get_text_config()
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         # It is a token of another vocabulary, whose embedding would get no gradient, or it lies beyond this one.
-        config.pad_token_id = text_config.pad_token_id = None
+        for part in (config, text_config):
+            set_token(part, "pad_token_id", None)
     for part in {id(part): part for part in (config, text_config)}.values():
         _refuse_sizes(part)
     refuse_without_effect(overrides, config)
@@ -273,12 +275,28 @@ def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
 
 
+def set_token(config: Any, name: str, value: int | None) -> None:
+    """Set a special token; None leaves a number where the architecture must have one."""
+    with contextlib.suppress(StrictDataclassFieldValidationError):
+        setattr(config, name, value)
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return what a configuration has for a key: a list of one value, or of one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # a key that differs between layers
+        value = [getattr(layer, name) for layer in config.per_layer_config]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _refuse_sizes(config: Any) -> None:
     for name, limit in LIMITS.items():
-        value = getattr(config, name, None)
-        for size in value if isinstance(value, (list, tuple)) else [value]:  # some have one for each layer
+        for size in layer_values(config, name):
             if size is not None and not (type(size) is int and 1 <= size <= limit):
-                raise RecipeError(f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,}")
+                raise RecipeError(
+                    f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,} ({config.model_type})"
+                )
 
 
 def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
@@ -313,10 +331,10 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
             attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
             trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
         )
-    if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
-        for module in made.modules():
-            module._is_hf_initialized = False
-        made.initialize_weights()
+        if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+            for module in made.modules():
+                module._is_hf_initialized = False
+            made.initialize_weights()
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _listed_as_float32(made, computed)
@@ -363,15 +381,20 @@ def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
         with contextlib.suppress(RecipeError):  # the architecture does not support it
             return flash, skeleton(config, flash.recipe.model)
     bare = skeleton(config, model)
-    kernel = bare.config.get_text_config()._attn_implementation
+    kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    kernel = kernels.pop() if len(kernels) == 1 else "eager"  # one that the whole model has
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 
 def _flash_is_possible(plan: Plan) -> bool:
     """Whether flash_attention_2 is installed, and takes this recipe's dtype and its packed documents."""
-    recipe = plan.recipe
-    half = recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    return plan.topology.device == "cuda" and half and one_row_if_packed(plan) and bool(is_flash_attn_2_available())
+    return flash_fits(plan) and bool(is_flash_attn_2_available())
+
+
+def flash_fits(plan: Plan) -> bool:
+    """Return whether flash_attention_2 takes this recipe's device, dtype and packed documents, installed or not."""
+    half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
 
 
 def one_row_if_packed(plan: Plan) -> bool:
@@ -410,6 +433,26 @@ def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def use_torch_operators() -> None:
+    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
+
+    Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, but they need a GPU. It
+    makes one exception: while a model is exported.
+    """
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+
+
+@contextlib.contextmanager
+def torch_operators() -> Iterator[None]:
+    """Use them inside only."""
+    before = hub_kernels.is_torchdynamo_exporting
+    use_torch_operators()
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = before
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -464,7 +507,11 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
     split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
     if split and isinstance(wrap, list):
         raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
-    units = [unit for unit in units if unit not in split]  # a tied weight has one home: the root
+    shared = _sharing(units)
+    if shared and isinstance(wrap, list):
+        names = f"{shared[0].name} and {shared[1].name}"
+        raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
+    units = [unit for unit in units if unit not in split + shared]  # a tied weight has one home: the root
     if not units:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
@@ -518,6 +565,16 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
     visit("", model)
     return units
+
+
+def _sharing(units: list[Unit]) -> list[Unit]:
+    """The units that hold weights of another one (zamba's blocks share an attention layer)."""
+    holders: dict[int, list[Unit]] = {}
+    for unit in units:
+        for param in {id(param) for module in unit.modules for param in module.parameters()}:
+            holders.setdefault(param, []).append(unit)
+    shared = [unit for several in holders.values() if len(several) > 1 for unit in several]
+    return [unit for unit in units if unit in shared]
 
 
 def _holds_one_end(model: Any, unit: Unit) -> bool:

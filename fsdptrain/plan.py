@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -244,6 +244,16 @@ def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
         "shard_size": shard_size,
         "accumulation": recipe.train.global_batch_size // (recipe.train.micro_batch_size * world),
     }
+
+
+def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+    """Return the plan of the same job on the same ranks with these keys changed."""
+    recipe = plan.recipe
+    for path, value in overrides.items():
+        section, name = path.split(".")
+        part = dataclasses.replace(getattr(recipe, section), **{name: value})
+        recipe = dataclasses.replace(recipe, **{section: part})
+    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
 
 
 def loss_chunks(tokens: int, vocab: int, hidden: int) -> int:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.data import Progress
 from fsdptrain.engine import model_flops
@@ -20,14 +23,16 @@ from fsdptrain.model import (
     load_config,
     long_positions,
     one_row_if_packed,
+    saved_state,
     settle_attention,
     skeleton,
     units_of,
 )
 from fsdptrain.plan import Plan
 from fsdptrain.probe import Probe
+from fsdptrain.shard import check_dtypes
 from fsdptrain.tokenizer import load_tokenizer, vocabulary
-from fsdptrain.weights import refuse_other_weights
+from fsdptrain.weights import place_buffers, refuse_other_weights
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,10 @@ def check_model(plan: Plan, vocab_size: int | None) -> Ready:
             problems.extend(error.problems)
 
     units = trying(lambda: units_of(bare, plan.recipe.fsdp.wrap))
+    trying(lambda: check_dtypes(bare, plan))
     trying(lambda: check_forward(plan, bare))
     trying(lambda: check_documents(plan, config, bare))
+    trying(lambda: check_buffers(plan, config, bare))
     if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
         trying(lambda: refuse_other_weights(bare, plan, checkpoint_files(plan)))
     if problems:
@@ -119,7 +126,7 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
     except Exception as error:  # whatever the architecture's code raises over three tokens
         raise RecipeError(f"model: {name} cannot be trained here: {in_a_line(error)}") from None
     if not causal:
-        raise RecipeError(f"model: {name} is not causal: a token sees what follows it, and what it is to predict")
+        raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
     if not apart:
         raise RecipeError(
             f"data.packing: {recipe.data.packing} would let the documents of a block see one another: {name} ignores "
@@ -127,7 +134,28 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
         )
     if not alone:
         raise RecipeError(
-            f"data.seq_len: the rotary positions of {name} depend on the longest document of a micro-batch beyond "
-            f"{threshold or 'some number of'} tokens: use data.seq_len={threshold or '…'}, or data.packing=none with "
+            f"data.seq_len: rotary frequencies of {name} depend on the longest position in the micro-batch above "
+            f"{threshold or 'some number of'} tokens; use data.seq_len={threshold or '…'}, or data.packing=none with "
             "train.micro_batch_size=1"
         )
+
+
+def check_buffers(plan: Plan, config: Any, bare: Any) -> None:
+    """Raise RecipeError for buffers that are computed with in another dtype than weights, where the code expects one.
+
+    Those that are saved have the master dtype (minimax's decay tables); `buffer_dtype` casts them.
+    """
+    dtypes, model = plan.recipe.fsdp.mixed_precision, plan.recipe.model
+    saved = [tensor for tensor in saved_state(bare).values() if not isinstance(tensor, nn.Parameter)]
+    if dtypes.param_dtype == model.dtype or not any(tensor.is_floating_point() for tensor in saved):
+        return
+    mixed = skeleton(config, dataclasses.replace(model, attn_implementation="auto"), dtypes.param_dtype)
+    place_buffers(mixed, torch.device("cpu"), dtypes.buffer_dtype)
+    try:
+        Probe(mixed, getattr(torch, dtypes.param_dtype)).logits([[0, 1, 2]])
+    except Exception as error:
+        raise RecipeError(
+            f"fsdp.mixed_precision.buffer_dtype: {dtypes.buffer_dtype or model.dtype} buffers of {type(bare).__name__} "
+            f"cannot be used with {dtypes.param_dtype} weights ({in_a_line(error)}): set buffer_dtype to "
+            f"{dtypes.param_dtype}, or param_dtype to {model.dtype}"
+        ) from None

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fsdptrain.model import blocks_of
+from fsdptrain.model import blocks_of, torch_operators
 
 SMALL = 2**16  # elements of a weight with which a product is really computed
 TOLERANCE = 1e-3  # of the largest logit: rounding is a thousandth of it, and what one document sees of another far more
@@ -30,8 +30,8 @@ PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of it
 class Probe:
     """A causal LM of which nothing is kept but how its tokens see one another."""
 
-    def __init__(self, model: Any) -> None:
-        """Take over a skeleton, which is of no other use afterwards."""
+    def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
+        """Take over a skeleton, which is of no other use afterwards; its parameters get the dtype `compute`."""
         self.model = model.eval()
         model.set_experts_implementation("eager")  # an expert at a time: all of them at once would have to be copied
         kinds = {id(block): kind_of(block) for _, block in blocks_of(model)}
@@ -39,7 +39,7 @@ class Probe:
             if isinstance(module, nn.ModuleList) and all(id(block) in kinds for block in module):
                 there = [kinds[id(block)] for block in module]
                 del module[max((there.index(kind) for kind in there), default=0) + 1 :]
-        fill_cheaply(model)
+        fill_cheaply(model, compute)
 
     def same(self, rows: list[list[int]], document: slice) -> bool:
         """Return whether a document in the first row gets the logits that it gets as a block of its own.
@@ -47,19 +47,24 @@ class Probe:
         `rows` are the position ids of a micro-batch. Raises what the model raises, and ValueError for logits that are
         not finite.
         """
-        positions = torch.tensor(rows)
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
-        with torch.no_grad(), CheapProducts(), _one_thread():
-            among = self._logits(ids, positions)[document]
-            alone = self._logits(ids[:1, document], positions[:1, document])
+        among = self.logits(rows)[document]
+        alone = self.logits(rows, document)
         if not (alone.isfinite().all() and among.isfinite().all()):
             raise ValueError("its logits are not finite for random weights")
         return bool((among - alone).abs().max() <= TOLERANCE * alone.abs().max())
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first row's logits, float32 [tokens, vocabulary], of the call that the engine makes."""
-        found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    def logits(self, rows: list[list[int]], document: slice | None = None) -> torch.Tensor:
+        """Return the first row's logits, float32 [tokens, vocabulary], of the call that the engine makes.
+
+        With a `document`, of that part of the first row alone. Raises what the model raises.
+        """
+        positions = torch.tensor(rows)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
+        if document:
+            ids, positions = ids[:1, document], positions[:1, document]
+        with torch.no_grad(), torch_operators(), CheapProducts(), _one_thread():
+            found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return found[0].float()
 
 
@@ -85,17 +90,22 @@ def kind_of(block: nn.Module) -> str:
     ])  # fmt: skip
 
 
-def fill_cheaply(model: nn.Module) -> None:
-    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is number i + j of a list."""
+def fill_cheaply(model: Any, compute: torch.dtype) -> None:
+    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is number i + j of a list.
+
+    Their dtype is `compute`, but for those that stay in float32.
+    """
+    wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
     random = torch.Generator().manual_seed(1)
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
+            dtype = torch.float32 if id(param) in wide else compute
             vector = torch.empty(sum(param.shape) or 1)
             if param.ndim > 1:
                 vector.normal_(std=1 / math.sqrt(param.shape[-1]), generator=random)
             else:
                 vector.uniform_(0.5, 1.5, generator=random)
-            cheap = vector.as_strided(param.shape, (1,) * param.ndim)
+            cheap = vector.to(dtype).as_strided(param.shape, (1,) * param.ndim)
             module._parameters[name] = nn.Parameter(cheap, requires_grad=False)
 
 

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain import attention
 from fsdptrain.dist import World
+from fsdptrain.errors import RecipeError
 from fsdptrain.loss import compute_in_chunks
-from fsdptrain.model import Unit, blocks_of, skeleton, units_of
+from fsdptrain.model import Unit, blocks_of, skeleton, units_of, use_torch_operators
 from fsdptrain.plan import Plan
 from fsdptrain.schema import Fsdp
 from fsdptrain.weights import place_buffers
@@ -41,6 +43,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if world.device.type == "cpu":
         attention.install()
+        use_torch_operators()
     units = units_of(model, recipe.fsdp.wrap)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model)
@@ -98,6 +101,22 @@ class GlooReduceScatter:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
+
+
+def check_dtypes(bare: Any, plan: Plan) -> None:
+    """Raise RecipeError when parameters are to be computed with in float32 beside others in bf16, and torch cannot.
+
+    torch before 2.13 has one group of parameters, and one dtype, for each unit.
+    """
+    recipe = plan.recipe
+    compute = recipe.fsdp.mixed_precision.param_dtype
+    if compute == "float32" or hasattr(FSDPState(), "_fsdp_param_groups"):
+        return
+    if names := skeleton(bare.config, recipe.model, compute).float32_names:
+        raise RecipeError(
+            f"fsdp.mixed_precision.param_dtype: {type(bare).__name__} keeps {min(names)} in float32, and torch "
+            f"{torch.__version__} cannot compute in two dtypes in one unit: use torch 2.13 or newer, or float32"
+        )
 
 
 def keep_float32(state: Any, kept: set[tuple[int, str]]) -> None:

@@ -22,7 +22,7 @@ from transformers import masking_utils
 
 from fsdptrain.dist import World
 from fsdptrain.engine import Engine
-from fsdptrain.model import Unit
+from fsdptrain.model import Unit, torch_operators
 from fsdptrain.optim import make_optimizer, start_state
 from fsdptrain.plan import Plan
 from fsdptrain.pretend import pretend_accelerator, pretend_world
@@ -55,6 +55,7 @@ def mends(packed: bool) -> Iterator[None]:
         _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
         _replaced(masking_utils, "find_packed_sequence_indices", found),
         _replaced(_fsdp_param, "_chunk_with_empty", first_chunk),
+        torch_operators(),
     ):
         yield
 

@@ -17,7 +17,6 @@ import torch
 import transformers
 
 from fsdptrain import advise, closed_form, preflight
-from fsdptrain.advise import varied
 from fsdptrain.anatomy import HEADER, model_facts, model_lines, unit_rows
 from fsdptrain.assets import refuse_other_tokens
 from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
@@ -39,7 +38,7 @@ from fsdptrain.machine import (
     machine_line,
     machine_problems,
 )
-from fsdptrain.model import load_config
+from fsdptrain.model import flash_fits, load_config
 from fsdptrain.outlook import (
     TRAFFIC_HEADER,
     memory_lines,
@@ -49,7 +48,7 @@ from fsdptrain.outlook import (
     traffic_rows,
     verdict,
 )
-from fsdptrain.plan import Plan
+from fsdptrain.plan import Plan, varied
 from fsdptrain.report import size
 from fsdptrain.rows import data_files, describe, peek
 from fsdptrain.rundir import RunDir
@@ -242,6 +241,8 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
     if not attention_available(plan.recipe.model.attn_implementation):  # the machine's problem, found there
         plan = varied(plan, {"model.attn_implementation": "auto"})
     ready = preflight.check_model(plan, vocab_size)
+    if found.elsewhere and (note := kernel_note(plan, ready)):
+        found.note(note)
     facts = model_facts(ready.plan, ready.bare, ready.units)
     found.passed("model", facts, "Model", *model_lines(facts))
     found.draw("Model", "table", header=HEADER, rows=unit_rows(facts))
@@ -249,6 +250,18 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
     found.passed("model", {"disk": disk}, "Disk", disk_line(disk))
     for error in disk_problems(plan, disk):
         found.fail(error, only_here=True)
+
+
+def kernel_note(plan: Plan, ready: preflight.Ready) -> str | None:
+    """Return a note where `auto` is another attention kernel on a machine that has, or lacks, flash-attn."""
+    kernel = ready.plan.recipe.model.attn_implementation
+    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and ready.bare._supports_flash_attn):
+        return None
+    other = "sdpa without" if kernel == "flash_attention_2" else "flash_attention_2 with"
+    return (
+        f"model.attn_implementation: auto is {kernel} with what is installed here, and {other} flash-attn there; set "
+        "the kernel that the run will use"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,6 +134,19 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
     return wrong
 
 
+def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Make a step of each variant; what each of them was refused with: [class, message], [] where it trains."""
+    found: dict[str, list[str]] = {}
+    for name, overrides in variants.items():
+        try:
+            curve(build(recipe, overrides)[0], 1)
+            found[name] = []
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = [type(error).__name__, str(error)]
+    return found
+
+
 def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     """What a step of each variant does with its units, in order: `gather U`, `forward U`, `backward U`, `reduce U`."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module

@@ -11,11 +11,11 @@ import pytest
 from support import write_recipe
 
 from fsdptrain import advise
-from fsdptrain.advise import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search, varied
+from fsdptrain.advise import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import Forecast, Forecaster
 from fsdptrain.hardware import CPU, KNOWN
-from fsdptrain.plan import Plan, Topology, make_plan
+from fsdptrain.plan import Plan, Topology, make_plan, varied
 from fsdptrain.recipe import load
 
 H100 = KNOWN["h100-80gb"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import KINDS, small_config
 from safetensors.torch import load_file
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import skeleton, units_of
+from fsdptrain.schema import Model
 
 COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -32,6 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
 }
+NAMED = r"[A-Z]\w+(LM|Model|Decoder|Generation|LMHead)\b|vocab_size|xlnet"  # an architecture's class
 NEEDED = {  # overrides that their refusals name
     "llama4_text": ["train.loss=plain"], "mamba": ["data.packing=none"], "falcon_mamba": ["data.packing=none"],
 }  # fmt: skip
@@ -85,3 +92,55 @@ def test_transformers_opens_the_export_and_computes_the_same(kind: str, exported
         expected, found = (model(input_ids=ids).logits for model in models)
     assert torch.equal(expected, found)
     assert models[0].config.to_diff_dict().keys() == models[1].config.to_diff_dict().keys()
+
+
+def errors_of(ways: dict[str, list[str]], tmp: Path) -> dict[str, list[str]]:
+    """What architectures are refused with in bf16, by way: [class, message], [] where they train.
+
+    A way is an architecture, or one and a word, → overrides.
+    """
+    variants = {}
+    for way, overrides in ways.items():
+        kind = way.split()[0]
+        small_config(kind).save_pretrained(tmp / kind)
+        common = [f"model.id={tmp / kind}", "fsdp.mixed_precision.param_dtype=bfloat16"]
+        variants[way] = [*common, *overrides, f"output_dir={tmp / way}-run"]
+    recipe = write_recipe(
+        tmp, model={"id": "unset", "tokenizer": {"train": 512}, "init": "random"}, train__loss="plain",
+        data__packing="none", data__max_rows=40, train__global_batch_size=2,
+    )  # fmt: skip
+    found = on_ranks(2, "trains", tmp / "ranks", timeout=3600, recipe=str(recipe), variants=variants)
+    assert found[0] == found[1]
+    return dict(found[0])
+
+
+def test_what_no_rule_covers_trains_or_is_refused_by_name(tmp_path: Path) -> None:
+    ways: dict[str, list[str]] = {kind: [] for kind in ("zamba", "minimax", "gemma4_text", "got_ocr2", "cwm", "xlstm")}
+    ways["minimax cast"] = ["fsdp.mixed_precision.buffer_dtype=bfloat16"]
+    ways["mamba inner"] = ["fsdp.wrap=[Conv1d]"]
+    refused = {way: error for way, error in errors_of(ways, tmp_path).items() if error}
+    assert refused.keys() == {"minimax", "mamba inner", "xlstm"}, refused
+    assert {error[0] for error in refused.values()} == {"RecipeError"}
+    assert "buffers of MiniMaxForCausalLM cannot be used with bfloat16 weights" in refused["minimax"][1]
+    assert "set buffer_dtype to bfloat16" in refused["minimax"][1]
+    assert "param_dtype: xLSTMForCausalLM cannot be computed in bfloat16" in refused["xlstm"][1]
+    assert "MambaForCausalLM uses weights of a unit outside of that unit's forward" in refused["mamba inner"][1]
+
+
+def test_blocks_that_share_weights_are_in_no_unit() -> None:
+    model = skeleton(small_config("zamba"), Model())
+    held = [{id(param) for module in unit.modules for param in module.parameters()} for unit in units_of(model, "auto")]
+    assert held and sum(map(len, held)) == len(set().union(*held))
+    with pytest.raises(RecipeError, match=r"model.layers.1 and model.layers.3 of ZambaForCausalLM share weights"):
+        units_of(model, ["ZambaHybridLayer"])
+
+
+@pytest.mark.soak
+def test_every_architecture_trains_or_is_refused_by_name(tmp_path: Path) -> None:
+    recomputed = ["fsdp.activation_checkpointing=full"]
+    ways = {way: words for kind in KINDS for way, words in ((kind, []), (f"{kind} recomputed", recomputed))}
+    refused = {way: error for way, error in errors_of(ways, tmp_path).items() if error}
+    for way, error in refused.items():
+        print(f"{way:40} {error}")
+    assert not {way: error for way, error in refused.items() if error[0] != "RecipeError"}
+    assert not {way: error for way, error in refused.items() if not re.search(NAMED, error[1])}

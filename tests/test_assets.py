@@ -141,5 +141,5 @@ def test_a_recipe_that_contradicts_the_tokenizer_is_refused(tmp_path: Path) -> N
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     recipe = write_recipe(tmp_path, model__config__eos_token_id=2)
     plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
-    with pytest.raises(RecipeError, match=r"model.config.eos_token_id: 2, but the tokenizer's is 0"):
+    with pytest.raises(RecipeError, match=r"eos_token_id: 2: remove this key: the tokenizer's value \(0\) is used"):
         refuse_other_tokens(plan, tokenizer)

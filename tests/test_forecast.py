@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,6 +22,7 @@ from test_simulate import SMALL, plan_of
 from fsdptrain import calibrate
 from fsdptrain import forecast as forecast_room
 from fsdptrain.calibrate import Calibration
+from fsdptrain.dist import World
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.findings import Findings
 from fsdptrain.forecast import Forecaster
@@ -49,7 +51,8 @@ SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
      ("8 × h100 80 GB", 8, "h100-80gb"), ("H100-SXM", None, "h100-80gb"), ("NVIDIA H100 80GB HBM3", None, "h100-80gb"),
      ("h100:8", 8, "h100-80gb"), ("rtx3090", None, "rtx3090-24gb"), ("2x3090", 2, "rtx3090-24gb"),
      ("RTX 4090", None, "rtx4090-24gb"), ("GeForce RTX 4090 24GB", None, "rtx4090-24gb"), ("L40S", None, "l40s-48gb"),
-     ("L4", None, "l4-24gb"), ("4xA10G", 4, "a10g-24gb"), ("RTX A6000", None, "a6000-48gb"),
+     ("L4", None, "l4-24gb"), ("4xA10G", 4, "a10g-24gb"),
+     ("A10", None, "a10-24gb"), ("H100 PCIe", None, "h100-pcie-80gb"), ("RTX A6000", None, "a6000-48gb"),
      ("gb200", None, "gb200-186gb"), ("B200", None, "b200-192gb"), ("H20", None, "h20-96gb"),
      ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
      ("a100 40g", None, "a100-40gb"), ("A100-SXM4-80GB", None, "a100-80gb"), ("8xa100", 8, "a100-80gb")],
@@ -73,7 +76,7 @@ def test_hardware_may_be_given_in_numbers() -> None:
     ("text", "says"),
     [("h1000", "did you mean h100-80gb?"), ("0xh100-80gb", "not known"), ("h100-40gb", "did you mean h100-80gb?"),
      ("rtx", "Known are h100-80gb"), ("", "not known"), ("8x", "not known"), ("8xmi300x", "no CUDA device"),
-     ("H100 PCIe", "not known"), ("A10", "did you mean a10g-24gb?"),
+     ("H100 MIG", "not known"), ("A11", "did you mean"),
      ("memory=48e9", "needs flops"),
      ("memory=x,flops=1,intra_bw=1,inter_bw=1", "memory: 'x'"), ("memory=-1,flops=1,intra_bw=1,inter_bw=1", "above 0"),
      ("memory=1,flops=1,intra_bw=1,inter_bw=1,colour=2", "'colour' is not one of")],
@@ -96,15 +99,27 @@ def test_a_count_fills_whole_nodes() -> None:
 def test_a_visible_card_is_known_by_name_and_memory() -> None:
     found = card("NVIDIA A100-SXM4-40GB", 40 * GIB)
     assert found and found.name == "a100-40gb" and found.memory == 40 * GIB
-    for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA L40", "NVIDIA RTX 6000 Ada Generation", "Tesla T4"):
+    for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA RTX 6000 Ada Generation", "Tesla T4"):
         assert card(unknown, 8 * GIB) is None
     for name, memory, wanted in (
-        ("NVIDIA H100 PCIe", 79, "h100-80gb"), ("NVIDIA H200", 140, "h200-141gb"), ("NVIDIA H20", 95, "h20-96gb"),
+        ("NVIDIA H100 PCIe", 79, "h100-pcie-80gb"), ("NVIDIA H100 NVL", 93, "h100-nvl-94gb"),
+        ("NVIDIA H100 80GB HBM3", 79, "h100-80gb"), ("NVIDIA GH200 480GB", 94, "gh200-96gb"),
+        ("NVIDIA L40", 44, "l40-48gb"), ("NVIDIA A10", 22, "a10-24gb"), ("NVIDIA A100-PCIE-40GB", 39, "a100-40gb"),
+        ("NVIDIA H200", 140, "h200-141gb"), ("NVIDIA H20", 95, "h20-96gb"),
         ("NVIDIA GB200", 184, "gb200-186gb"), ("NVIDIA L40S", 44, "l40s-48gb"), ("NVIDIA A10G", 22, "a10g-24gb"),
         ("Tesla V100-SXM2-16GB", 16, "v100-32gb"), ("NVIDIA GeForce RTX 3090", 23, "rtx3090-24gb"),
     ):  # fmt: skip
         found = card(name, memory * GIB)
         assert found and (found.name, found.memory) == (wanted, memory * GIB), name
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA A10"])
+def test_mfu_and_forecast_count_against_the_same_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(World, "device_memory", lambda self: 80 * GIB)
+    world = World(0, 0, 1, torch.device("cuda", 0), None, None)  # type: ignore[arg-type]
+    known = card(name, 80 * GIB)
+    assert known and world.peak_flops(torch.bfloat16) == known.flops
 
 
 # --- time -----------------------------------------------------------------------------------------------------------

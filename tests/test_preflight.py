@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import TINY, write_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
+from architectures import small_config
+from support import TINY, environment, fsdptrain, write_recipe
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain import probe
+from fsdptrain import probe, shard
 from fsdptrain.data import Corpus
 from fsdptrain.engine import model_flops
 from fsdptrain.errors import RecipeError
 from fsdptrain.findings import Findings
+from fsdptrain.hardware import parse
 from fsdptrain.model import long_positions, skeleton
-from fsdptrain.plan import Plan, find_topology, make_plan
+from fsdptrain.plan import Plan, find_topology, make_plan, topology_of, varied
 from fsdptrain.preflight import check_model, load_checked
 from fsdptrain.probe import Probe
 from fsdptrain.recipe import load
 from fsdptrain.schema import Model
+from fsdptrain.validate import check_model as check_model_level
 from fsdptrain.validate import dry_run
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
@@ -37,6 +44,8 @@ PHI3 = {
     "original_max_position_embeddings": 32,
     "rope_parameters": LONGROPE,
 }
+LFM2 = {"model_type": "lfm2", **TINY, "layer_types": ["conv", "full_attention", "conv"], "pad_token_id": None}
+BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TINY},
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 16},
@@ -118,7 +127,7 @@ REFUSED = {  # model, packing → what is said; None: it is trained
     ("opt", "concat"): "data.packing: concat would let the documents of a block see one another",
     ("mamba", "bfd"): "would let the documents of a block see one another",
     ("bert", "none"): "BertLMHeadModel is not causal",
-    ("phi3", "bfd"): "data.seq_len: the rotary positions of Phi3ForCausalLM depend on the longest document",
+    ("phi3", "bfd"): "data.seq_len: rotary frequencies of Phi3ForCausalLM depend on the longest position",
     ("phi3", "none"): None,
     ("mixtral", "bfd"): None,
     ("gpt2", "concat"): None,
@@ -159,12 +168,79 @@ def test_cheap_products_tell_the_same_as_real_ones(kind: str, monkeypatch: pytes
 
 
 def test_a_large_model_takes_no_memory() -> None:
-    import resource
+    code = """if True:
+        import resource
+        from transformers import AutoConfig
+        from fsdptrain.model import skeleton
+        from fsdptrain.probe import Probe
+        from fsdptrain.schema import Model
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tested = Probe(skeleton(AutoConfig.for_model("mixtral", num_hidden_layers=4), Model(attn_implementation="auto")))
-    assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB; its weights would take 24 GiB
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: in this process, nothing else
+        config = AutoConfig.for_model("mixtral", num_hidden_layers=4)
+        tested = Probe(skeleton(config, Model(attn_implementation="auto")))
+        assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert int(done.stdout) < 2**20  # KiB; its weights would take 24 GiB
+
+
+def test_kernels_that_need_a_gpu_are_not_called_on_a_cpu(tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    (installed / "causal_conv1d").mkdir(parents=True)
+    (installed / "causal_conv1d" / "__init__.py").write_text(
+        "def causal_conv1d_fn(x, weight, bias=None, activation=None, **others):\n"
+        "    raise RuntimeError('Expected x.is_cuda() to be true, but got false.')\n"
+        "causal_conv1d_update = causal_conv1d_fn\n"
+    )
+    model = {"config": LFM2, "tokenizer": {"train": 512}, "init": "random"}
+    recipe = write_recipe(
+        tmp_path, model=model, data__packing="none", train__steps=1, train__global_batch_size=1,
+        launch__nproc_per_node=1, export__at_end=False,
+    )  # fmt: skip
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    done = fsdptrain("run", recipe, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_dtypes_in_a_unit_are_refused_where_torch_cannot_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "_fsdp_param_groups" in vars(FSDPState()), "torch changed: see shard.keep_float32"
+    small_config("glm4_moe").save_pretrained(tmp_path / "glm4_moe")
+    listed = {"id": str(tmp_path / "glm4_moe"), "tokenizer": {"train": 512}, "init": "random"}
+    plan = plan_of(tmp_path, {}, BF16, model=listed, data__packing="none")
+    check_model(plan, 512)
+    monkeypatch.setattr(shard, "FSDPState", object)  # as in torch 2.11
+    with pytest.raises(RecipeError, match=r"Glm4MoeForCausalLM keeps .* in float32.*use torch 2.13 or newer"):
+        check_model(plan, 512)
+    check_model(plan_of(tmp_path, {}, model=listed, data__packing="none"), 512)
+    check_model(plan_of(tmp_path, MODELS["llama"], BF16), 512)
+
+
+def test_what_raises_while_weights_are_initialised_is_no_raw_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any) -> None:
+        raise KeyError("initializer_range")
+
+    monkeypatch.setattr(LlamaForCausalLM, "initialize_weights", broken)
+    config = AutoConfig.for_model("llama", **TINY)
+    with pytest.raises(RecipeError, match=r"model.config: no model can be built of it: .*initializer_range"):
+        skeleton(config, Model(), "bfloat16")
+
+
+def test_a_dry_run_for_other_machines_says_that_auto_depends_on_what_is_installed_there(tmp_path: Path) -> None:
+    written = load(write_recipe(tmp_path, model={"config": MODELS["llama"], "tokenizer": {"train": 512}}), [BF16])
+    hardware = parse("8xh100")
+    plan = make_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)
+    found = Findings(elsewhere=True)
+    check_model_level(plan, 512, 4, found)
+    assert any("flash_attention_2 with flash-attn there" in note for note in found.notes), found.notes
+    set_already = varied(plan, {"model.attn_implementation": "sdpa"})
+    found = Findings(elsewhere=True)
+    check_model_level(set_already, 512, 4, found)
+    assert not found.notes
 
 
 @pytest.mark.parametrize("seq_len", [24, 32, 48])
