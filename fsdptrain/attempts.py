@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
 from fsdptrain.ownership import exported, put, set_aside
 from fsdptrain.plan import Plan
 from fsdptrain.report import Record, history
 from fsdptrain.rundir import RunDir
 from fsdptrain.schema import all_paths
+from fsdptrain.text import counted
 
 # Keys that change neither the weights nor the evaluations of a finished run.
 WITHOUT_EFFECT = ("name", "output_dir", "checkpoint.", "log.", "launch.", "export.at_end", "world_size", "device")
@@ -65,10 +66,13 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     if manifest is None:
         _refuse_lost_checkpoints(rundir)
         return Before()
-    if problems := resume_problems(manifest.identity, plan.identity()):
-        raise RecipeError(problems)
     made, events = max(complete_steps(rundir), default=0), history(rundir.metrics)
     start = _start_of_newest_step(events)
+    if problems := resume_problems(manifest.identity, plan.identity()):
+        if start and 0 < start["total_steps"] <= made:
+            finished = f"the run in {rundir.root} is finished ({counted(made, 'step')}): nothing was trained"
+            problems = [Problem(finished), *problems]
+        raise RecipeError(problems)
     if not made or not start:
         return Before(made)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])

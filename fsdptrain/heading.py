@@ -22,14 +22,15 @@ def heading(plan: Plan, rundir: RunDir, before: Before) -> str:
         "lr": _schedule(plan),
     }
     if names := plan.hub_names():
-        lines["hub"] = f"{', '.join(names)}" + (" (offline: from its cache)" if _offline() else "")
+        state = "from its cache (HF_HUB_OFFLINE)" if _offline() else "asked for what is not cached"
+        lines["hub"] = f"{', '.join(names)}: {state}"
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
 
 
 def _state(rundir: RunDir, before: Before) -> str:
     """Say whether the run is new, goes on, or has only its last evaluation or its export to make."""
     if not before.step:
-        return "starts again (it has no checkpoint yet)" if rundir.metrics.exists() else "new"
+        return "starts from the beginning (no checkpoint yet)" if rundir.metrics.exists() else "new"
     if before.trained:
         return f"all {counted(before.step, 'step')} done; evaluation and export follow where missing"
     return f"resumes after step {before.step}"

@@ -21,6 +21,7 @@ from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError
 from fsdptrain.plan import Plan
 from fsdptrain.report import size
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
 
@@ -156,10 +157,8 @@ def disk_line(facts: dict[str, Any]) -> str:
 
 
 def _holdings(facts: dict[str, Any]) -> str:
-    return (
-        f"at most {facts['checkpoints']} checkpoints of {size(facts['checkpoint_bytes'])} at a time, an export of "
-        f"{size(facts['export_bytes'])}"
-    )
+    checkpoints = f"{counted(facts['checkpoints'], 'checkpoint')} of {size(facts['checkpoint_bytes'])}"
+    return f"at most {checkpoints} at a time, an export of {size(facts['export_bytes'])}"
 
 
 def _existing(path: Path) -> Path:

@@ -329,7 +329,8 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
         return path
     if elsewhere:
         return str(Path.cwd() / expanded(path))
-    raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {Path.cwd()} and {folder})")
+    places = " and ".join(dict.fromkeys(map(str, (Path.cwd(), folder))))
+    raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {places})")
 
 
 def data_kind(path: str) -> str | None:

@@ -533,6 +533,8 @@ def _number_out_of_range(value: Any, small: bool) -> str | None:
 def _relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Combinations that cannot be honoured, and keys that would have no effect here."""
     yield from path_problems(recipe)
+    if "/" in recipe.name or recipe.name in (".", ".."):
+        yield Problem(f"{_show(recipe.name)} is no name of a folder: leave out `/`, or set output_dir", "name")
     yield from _model_relations(recipe, where)
     yield from _data_relations(recipe, where)
     yield from _fsdp_relations(recipe, where)

@@ -245,7 +245,7 @@ class Screen:
         self._resumed.append(0)
         self._label_tokens.append(0)
         self.say(
-            f"{record['parameters']:,} parameters in {counted(record['units'], 'unit')} on {record['device']} · "
+            f"{record['parameters']:,} parameters on {record['device']}, attention {record['attention']} · "
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
             f"{record['seq_len']:,} tokens, {record['fill']:.1%} of them real"
         )
@@ -333,7 +333,7 @@ class Screen:
         made = [
             f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
             + (f" ({', '.join(beside)})" if beside else ""),
-            rate(step["total_positions"] / step["total_s"]),
+            f"{rate(step['total_positions'] / step['total_s'])} while training",
             f"peak {self.peak_memory / GIB:.2f} GiB a rank",
         ]
         return " · ".join(made) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])

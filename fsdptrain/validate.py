@@ -393,6 +393,7 @@ def main() -> None:
         records.write(json.dumps(record) + "\n")
         records.flush()
 
+    transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is said here
     request = Request.from_json(sys.stdin.buffer.read().decode())
     found = Findings(tell, elsewhere=request.hardware is not None)

@@ -7,8 +7,10 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -198,3 +200,14 @@ def test_the_readme_names_every_command() -> None:
     assert len(names) >= 7 and all(f"| `fsdptrain {name}" in readme for name in names)
     for words in ("yaml-language-server: $schema=", "fsdptrain schema > ", "tensorboard --logdir runs"):
         assert words in readme
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.06, 0.09, 0.12, 0.15])
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback(after_s: float) -> None:
+    words = [sys.executable, "-m", "fsdptrain", "validate", "shakespeare"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert "fsdptrain/cli.py" not in said, said

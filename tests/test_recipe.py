@@ -1186,3 +1186,8 @@ def test_shipped_recipes_write_no_default_twice() -> None:
         values = flat(written.recipe)
         repeated = {key for key in written.where if values[key] == defaults[key]}
         assert repeated <= shown, path.name
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", ".."])
+def test_a_name_leads_to_no_other_folder(tmp_path: Path, name: str) -> None:
+    refused(tmp_path, BASE + f"name: {name}\n", "no name of a folder")

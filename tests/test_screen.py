@@ -24,8 +24,8 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.text import rate, wrapped
 
 STARTED = {
-    "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "total_steps": 40, "blocks": 326,
-    "seq_len": 64, "fill": 0.99, "data_notes": [],
+    "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "attention": "sdpa", "total_steps": 40,
+    "blocks": 326, "seq_len": 64, "fill": 0.99, "data_notes": [],
 }  # fmt: skip
 
 
@@ -105,21 +105,24 @@ def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
     said.append(heading(plan, rundir, Before()).splitlines()[0].split(": ")[1].split(",")[0])
     assert said == [
         "new", "resumes after step 2", "all 4 steps done; evaluation and export follow where missing",
-        "starts again (it has no checkpoint yet)",
+        "starts from the beginning (no checkpoint yet)",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("records", "says"),
     [
-        ([STARTED, step(40)], "40 steps in 1:15 · 1,024 tok/s · peak 1.00 GiB a rank\n20,000 label tokens"),
+        (
+            [STARTED, step(40)],
+            "40 steps in 1:15 · 1,024 tok/s while training · peak 1.00 GiB a rank\n20,000 label tokens",
+        ),
         (
             [STARTED, {"event": "resume", "step": 16}, step(17), step(40, total_tokens=12_000)],
-            "24 steps in 1:15 (40 in all) · 1,024 tok/s · peak 1.00 GiB a rank\n12,000 label tokens",
+            "24 steps in 1:15 (40 in all) · 1,024 tok/s while training · peak 1.00 GiB a rank\n12,000 label tokens",
         ),
         (
             [STARTED, step(7), STARTED, {"event": "resume", "step": 6}, step(40, total_tokens=17_000)],
-            "40 steps in 1:15 (1 restart) · 1,024 tok/s · peak 1.00 GiB a rank\n20,500 label tokens",
+            "40 steps in 1:15 (1 restart) · 1,024 tok/s while training · peak 1.00 GiB a rank\n20,500 label tokens",
         ),
     ],
 )

@@ -85,7 +85,9 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         assert last.wait() == 0
         assert_tidy(last, 80)
     text = last.text()
-    assert re.search(rf"\n12 steps in \d:\d\d \({kept + 12} in all\) · [\d,]+ tok/s · peak [\d.]+ GiB a rank\n", text)
+    assert re.search(
+        rf"\n12 steps in \d:\d\d \({kept + 12} in all\) · [\d,]+ tok/s while training · peak [\d.]+ GiB a rank\n", text
+    )
     assert "forecast" not in text and not (run / "forecast.json").exists()  # on a CPU nothing could be compared
     written = last.pieces()
     first = next(i for i, line in enumerate(written) if line.startswith("from transformers"))
@@ -136,7 +138,7 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
         output.seek(0)
         plain = output.read()
     assert "\x1b" not in plain and "starting" not in plain
-    assert plain.startswith("run    run: starts again (it has no checkpoint yet), in ") and plain.count("\n") == 6
+    assert plain.startswith("run    run: starts from the beginning (no checkpoint yet), in ") and plain.count("\n") == 6
     with Terminal("run", recipe, "optim.lr=fast", "model.tokeniser=x", columns=60) as terminal:  # the recipe is
         assert terminal.wait() == 2
         assert_tidy(terminal, 60)
