@@ -141,7 +141,9 @@ def run(
             raise
         except Exception as error:
             (rundir.logs / "defect.txt").write_text(traceback.format_exc(), encoding="utf-8")
-            raise FsdptrainError(f"a defect of ours: {error!r}; the traceback: {rundir.logs / 'defect.txt'}") from error
+            raise FsdptrainError(
+                f"internal error: {error!r} (please report it; traceback: {rundir.logs / 'defect.txt'})"
+            ) from error
         if calibration:
             calibration.tell(screen)
         screen.summary(time.monotonic() - started)

@@ -1,6 +1,6 @@
 """Everything that can end a command, and the exit code it ends with.
 
-    FsdptrainError            1   a defect of ours, when nothing more exact is known
+    FsdptrainError            1   an internal error, when nothing more exact is known
     ├── RecipeError           2   the recipe or the command line is wrong
     │   └── NoModel           2   a model or tokenizer is not here, nor can the Hub be reached
     ├── DoesNotFit            3   a dry run says that the memory will not do
