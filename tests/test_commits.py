@@ -80,7 +80,7 @@ def started(plan: Plan) -> RunDir:
     """The run folder as a start of the command leaves it to the workers."""
     rundir = RunDir(Path(plan.run_dir))
     rundir.logs.mkdir(parents=True, exist_ok=True)
-    keep_plan(rundir, plan)
+    keep_plan(rundir, plan, "")
     return rundir
 
 

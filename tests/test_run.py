@@ -132,7 +132,7 @@ def test_a_longer_run_goes_on_and_says_what_was_changed(finished: Any, tmp_path:
     told = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items())]
     assert all(line in done.stdout.splitlines() for line in told)
     assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
-    assert {path.name for path in (run / "plans").iterdir()} == {"0001.json", "0002.json"}
+    assert {path.name for path in (run / "plans").iterdir()} == {"0001.json", "0001.yaml", "0002.json", "0002.yaml"}
     mine[-1] = "checkpoints/step-00000004.old.kept/notes"
     assert all((run / name).read_text() == "mine" for name in mine)
     assert {path.name for path in run.iterdir()} == {path.name for path in (finished[0] / "run").iterdir()} | {mine[0]}
