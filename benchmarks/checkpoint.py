@@ -99,13 +99,14 @@ def measure(rounds: int, folder: Path) -> None:
     """Be one rank; rank 0 leaves the times in `found.json`."""
     import torch.distributed as dist
 
-    from fsdptrain.launch import StopRequest
-    from fsdptrain.plan import Topology, make_plan
-    from fsdptrain.recipe import load
-    from fsdptrain.report import Reporter
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.reader import load
+    from fsdptrain.config.topology import Topology
+    from fsdptrain.events import Reporter
+    from fsdptrain.processes import StopRequest
     from fsdptrain.rundir import RunDir
-    from fsdptrain.watchdog import Watchdog
-    from fsdptrain.worker import assemble
+    from fsdptrain.train.setup import assemble
+    from fsdptrain.train.watchdog import Watchdog
 
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
     run, bare = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
@@ -166,7 +167,7 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
 
     def plain(_: int) -> Times:
         """The bytes of this rank's shards, one after the other into one file: what the disk can do."""
-        from fsdptrain.checkpoint import shards_of
+        from fsdptrain.checkpoint.shards import shards_of
 
         target = folder / f"plain-{run.world.rank}"
         pieces = [shard.local.contiguous().numpy() for shard in shards_of(model, optimizer).values()]
@@ -196,7 +197,7 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
 
 def watch_parts() -> Times:
     """The seconds our own writing spends in its parts, filled in while it goes."""
-    from fsdptrain import checkpoint
+    from fsdptrain.checkpoint import save as checkpoint
 
     parts: Times = {}
 

@@ -75,9 +75,10 @@ def write_rows(source: Path, folder: Path) -> int:
 
 def train_tokenizer(folder: Path) -> None:
     """Our own, as a recipe that says `tokenizer: {train: 4096}` gets it."""
-    from fsdptrain.plan import Topology, make_plan
-    from fsdptrain.recipe import load
-    from fsdptrain.tokenizer import load_tokenizer
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.reader import load
+    from fsdptrain.config.topology import Topology
+    from fsdptrain.data.tokenizer import load_tokenizer
 
     os.environ["FSDPTRAIN_CACHE"] = str(folder / "trained")
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, size=VOCABULARY))
@@ -105,8 +106,8 @@ def ours(_cores: int, folder: Path) -> dict[int, dict[str, float]]:
     import numpy as np
     from transformers import AutoTokenizer
 
-    from fsdptrain.data import Stream, open_corpus
-    from fsdptrain.schema import Data
+    from fsdptrain.config.schema import Data
+    from fsdptrain.data.corpus import Stream, open_corpus
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
 

@@ -147,7 +147,7 @@ def worker_memory(plan: str) -> float:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, StopIteration):  # it may end at any moment
             words = (process / "cmdline").read_text().split("\0")
-            if "fsdptrain.worker" in words and plan in words:
+            if "fsdptrain.train.worker" in words and plan in words:
                 found = max(found, common.status("RssAnon", process.name))
     return found
 

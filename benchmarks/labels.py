@@ -27,9 +27,9 @@ from tokenizers import AddedToken, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer, __version__
 
-from fsdptrain.data import open_corpus
-from fsdptrain.loss import compute_in_chunks
-from fsdptrain.schema import Data
+from fsdptrain.config.schema import Data
+from fsdptrain.data.corpus import open_corpus
+from fsdptrain.model.loss import compute_in_chunks
 
 sys.path.append(str(common.ROOT / "tests"))
 from chat_templates import MARKED

@@ -111,13 +111,15 @@ def be_ours(folder: Path) -> None:
     """One rank, loading as a worker does."""
     import torch
 
-    from fsdptrain.dist import World
-    from fsdptrain.launch import StopRequest
-    from fsdptrain.model import load_config, skeleton
-    from fsdptrain.plan import Topology, make_plan
-    from fsdptrain.recipe import load
-    from fsdptrain.shard import build
-    from fsdptrain.weights import read_weights
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.reader import load
+    from fsdptrain.config.topology import Topology
+    from fsdptrain.model.config import load_config
+    from fsdptrain.model.skeleton import skeleton
+    from fsdptrain.model.weights import read_weights
+    from fsdptrain.parallel.shard import build
+    from fsdptrain.parallel.world import World
+    from fsdptrain.processes import StopRequest
 
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, int(os.environ["WORLD_SIZE"])))
     world = World.start(plan, StopRequest())

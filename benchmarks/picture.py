@@ -13,10 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdptrain.heading import heading
-from fsdptrain.plan import Plan
-from fsdptrain.report import Screen, Tail
+from fsdptrain.config.plan import Plan
+from fsdptrain.events import Tail
+from fsdptrain.launch.heading import heading
 from fsdptrain.rundir import RunDir
+from fsdptrain.screen import Screen
 
 
 def main(run: Path) -> None:

@@ -48,9 +48,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="where the trace goes")
     asked = parser.parse_args()
-    from fsdptrain.agent import KEEP_MEMORY
-    from fsdptrain.plan import find_topology, make_plan
-    from fsdptrain.recipe import load
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.reader import load
+    from fsdptrain.config.topology import find_topology
+    from fsdptrain.launch.agent import KEEP_MEMORY
 
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,12 +80,13 @@ def measure(folder: Path, steps: int, out: Path) -> None:
     """One rank: the rooms as the worker assembles them, a few steps, and then profiled ones."""
     from torch.profiler import ProfilerActivity, profile
 
-    from fsdptrain.launch import StopRequest
-    from fsdptrain.plan import Plan
-    from fsdptrain.report import Reporter
+    from fsdptrain.config.plan import Plan
+    from fsdptrain.events import Reporter
+    from fsdptrain.processes import StopRequest
     from fsdptrain.rundir import RunDir
-    from fsdptrain.watchdog import Watchdog
-    from fsdptrain.worker import assemble, one_step
+    from fsdptrain.train.loop import one_step
+    from fsdptrain.train.setup import assemble
+    from fsdptrain.train.watchdog import Watchdog
 
     plan = Plan.from_json((folder / "plan.json").read_text())
     run, _ = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))

@@ -78,7 +78,7 @@ def main() -> None:
 
 def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
     """The rows and the tokenizer that all contenders use, and how many steps they make."""
-    from fsdptrain.tokenizer import train_bpe
+    from fsdptrain.data.tokenizer import train_bpe
 
     if shape == "gsm8k":
         rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]

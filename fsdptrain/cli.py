@@ -27,10 +27,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
 shipped = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
+
+
 app.add_typer(shipped, name="recipes")
 
+
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
+
+
 Trust = Annotated[
     bool,
     typer.Option(
@@ -38,6 +45,8 @@ Trust = Annotated[
         help="run the model's own code: that of a local folder, or of a Hub id at model.revision, a full commit",
     ),
 ]
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="optim.lr=1e-5 and the like")]
 
 
@@ -107,13 +116,15 @@ def run(
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
-    from fsdptrain.calibrate import Calibration
-    from fsdptrain.claim import claimed
-    from fsdptrain.heading import heading
-    from fsdptrain.launch import launch
-    from fsdptrain.plan import find_topology, make_plan
-    from fsdptrain.report import Screen, cut_half_lines
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.topology import find_topology
+    from fsdptrain.events import cut_half_lines
+    from fsdptrain.forecast.compare import Calibration
+    from fsdptrain.launch.claim import claimed
+    from fsdptrain.launch.heading import heading
+    from fsdptrain.launch.launcher import launch
     from fsdptrain.rundir import RunDir
+    from fsdptrain.screen import Screen
 
     topology = find_topology(written.recipe, dict(os.environ))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
@@ -125,7 +136,7 @@ def run(
                 _tell_finished(rundir, before.step)
             return
         if topology.joined:
-            from fsdptrain.worker import work
+            from fsdptrain.train.worker import work
 
             if os.environ["RANK"] == "0":
                 cut_half_lines(rundir)
@@ -170,11 +181,11 @@ def validate(
         written = _load(recipe, overrides)
         from rich.console import Console
 
-        from fsdptrain.dryrun import ask, request
+        from fsdptrain.forecast.plot import refuse_undrawable
         from fsdptrain.page import Page
-        from fsdptrain.plot import refuse_undrawable
-        from fsdptrain.report import Screen
-        from fsdptrain.summary import show
+        from fsdptrain.screen import Screen
+        from fsdptrain.validate.client import ask, request
+        from fsdptrain.validate.summary import show
 
         if plot is not None:
             plot = _path(plot)
@@ -222,9 +233,9 @@ def export(
     target = rundir.export if out is None else _new_folder(_path(out), rundir)
     if not rundir.checkpoint_steps():
         raise CheckpointError(f"{run_dir} holds no complete checkpoint")
-    from fsdptrain.claim import alone_in
-    from fsdptrain.export import export_checkpoint
-    from fsdptrain.report import Screen
+    from fsdptrain.checkpoint.export import export_checkpoint
+    from fsdptrain.launch.claim import alone_in
+    from fsdptrain.screen import Screen
 
     with Screen() as screen, alone_in(rundir) if out is None else contextlib.nullcontext():
         export_checkpoint(rundir, step, target, dtype, screen)
@@ -249,9 +260,9 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Read every checkpoint of a run and compare it with its checksums; look into the export; change nothing."""
-    from fsdptrain.report import Screen
+    from fsdptrain.checkpoint.verify import show, survey
     from fsdptrain.rundir import RunDir
-    from fsdptrain.verify import show, survey
+    from fsdptrain.screen import Screen
 
     run_dir = _path(run_dir)
     if not run_dir.is_dir():
@@ -270,7 +281,7 @@ def verify(
 @app.command()
 def schema() -> None:
     """Print the recipe's JSON Schema, for completion in editors."""
-    from fsdptrain.schema import json_schema
+    from fsdptrain.config.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
@@ -282,7 +293,7 @@ def init(
     dest: Annotated[Path, typer.Argument(help="where to write the recipe")] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe for your data, with comments; the format is that of its first rows."""
-    from fsdptrain.starter import starter
+    from fsdptrain.data.starter import starter
 
     dest = _path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
@@ -344,8 +355,8 @@ def _written(dest: Path) -> Iterator[None]:
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Any:
-    from fsdptrain.plan import data_kind
-    from fsdptrain.recipe import load
+    from fsdptrain.config.paths import data_kind
+    from fsdptrain.config.reader import load
 
     path = _path(Path(recipe))
     if os.path.isdir(path):  # noqa: PTH112  (Path's raises for a name that is too long)
@@ -379,7 +390,7 @@ def _find_shipped(name: str) -> Path:
 
 def _tell_finished(rundir: Any, step: int) -> None:
     """Say that there is nothing to train, and where the model is."""
-    from fsdptrain.report import Screen
+    from fsdptrain.screen import Screen
 
     screen = Screen()
     screen.say(f"the run in {rundir.root} is finished ({step} steps): nothing was trained")
@@ -390,7 +401,7 @@ def _tell_finished(rundir: Any, step: int) -> None:
 
 def _path(written: Path) -> Path:
     """Return a path of the command line with `~` expanded; raise RecipeError for one that cannot be meant."""
-    from fsdptrain.paths import expanded, fault_of
+    from fsdptrain.config.paths import expanded, fault_of
 
     if fault := fault_of(str(written)):
         raise RecipeError(fault)

@@ -24,7 +24,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LONGEST = 8000  # characters of a message or a traceback that crosses to another process
+
+
 MOST = 30  # names in a list that a message shows
+
+
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
 

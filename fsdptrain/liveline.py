@@ -22,7 +22,11 @@ from rich.text import Text
 from fsdptrain.text import duration
 
 SHORTEST_BAR, LONGEST_BAR = 8, 30
+
+
 GAP = 2  # columns between parts
+
+
 SPARE = 3  # columns at the end: a terminal writes ^C there, and what it then wraps could not be drawn over
 
 

@@ -19,9 +19,16 @@ from pathlib import Path
 from fsdptrain.rundir import MARK, RunDir
 
 CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")  # the last: safetensors' own
+
+
 UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")
+
+
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # what from_pretrained may take for the model
+
+
 MARK_TEXT = "fsdptrain writes this folder. Files that it did not write stay as they are.\n"
+
 
 Stamps = dict[str, list[int]]  # path inside the folder → [bytes, time of change in ns]
 

@@ -15,7 +15,11 @@ from rich.text import Text
 from fsdptrain.text import HARD_SPACE, wrapped
 
 HANG = 2  # columns by which the continuation of a line is indented
+
+
 GAP = "  "  # between the columns of a table
+
+
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")  # where a line is not broken
 
 

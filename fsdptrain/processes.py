@@ -18,13 +18,57 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
+STOP_WORKER = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
+
+
+class StopRequest:
+    """Counts the stop signals this process gets while it is entered: one asks, the second means now."""
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as nohup makes it
+        own = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if hung_up else ()))
+        self.signals = signals or own
+        self.count = 0
+        self.name = ""
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in self.signals:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.name = signal.Signals(number).name
+
+    @property
+    def by(self) -> str:
+        """What asked last, in words: `Ctrl-C` or the signal's name; empty when nothing did."""
+        return "Ctrl-C" if self.name == "SIGINT" else self.name
+
+
 PR_SET_PDEATHSIG = 1
+
+
 LOOK_S = 0.25  # how often a process looks whether its parent lives, where the kernel does not tell
+
+
 ORPHANED = 5  # the exit code of a process that lost its parent: WorkerLost's
+
+
 FULL = 6  # and of one whose output is lost: that of a full disk
+
+
 UNWANTED = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
+
+
 # What we print, for an encoding that has no such characters; others are escaped.
 PLAIN: dict[str, str] = {
     "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "▏": "|", "│": "|",

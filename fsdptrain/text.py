@@ -7,6 +7,15 @@ import re
 import textwrap
 from typing import IO
 
+GIB = 2**30
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that suits them: `847.0 GiB`."""
+    power = min(4, max(0, int(count).bit_length() - 1) // 10)
+    return f"{count / 2 ** (10 * power):.{bool(power):d}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 HARD_SPACE = "\u00a0"
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from safetensors import SafetensorError
 
-from fsdptrain import checkpoint
+from fsdptrain.checkpoint import save as checkpoint
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from support import ROOT, children_of, environment, events, write_recipe
 
-from fsdptrain import manifest
+from fsdptrain.checkpoint import manifest
 from fsdptrain.rundir import RunDir
 
 STEPS, EVERY = 12, 2

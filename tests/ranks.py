@@ -19,19 +19,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain import loss, shard, weights
-from fsdptrain.dist import World
+from fsdptrain.checkpoint.export import export_live
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
-from fsdptrain.export import export_live
-from fsdptrain.launch import StopRequest
-from fsdptrain.model import blocks_of, skeleton
-from fsdptrain.nonfinite import find_sources
-from fsdptrain.optim import learning_rate
-from fsdptrain.plan import find_topology, make_plan
-from fsdptrain.recipe import load
+from fsdptrain.model import loss, weights
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import blocks_of
+from fsdptrain.parallel import shard
+from fsdptrain.parallel.world import World
+from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.watchdog import Watchdog
-from fsdptrain.worker import Run, assemble, reporter_of
+from fsdptrain.train.nonfinite import find_sources
+from fsdptrain.train.optim import learning_rate
+from fsdptrain.train.setup import Run, assemble
+from fsdptrain.train.watchdog import Watchdog
+from fsdptrain.train.worker import reporter_of
 
 torch.set_num_threads(1)
 loss_chunks = loss.loss_chunks
@@ -90,10 +94,10 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     """
     import broken_saves as injected
 
-    from fsdptrain import worker
+    from fsdptrain.train import setup
 
     found: dict[str, Any] = {}
-    with injected.disk_is_full_already(), patch.object(worker, "fill", None):  # to be refused before it is called
+    with injected.disk_is_full_already(), patch.object(setup, "fill", None):  # to be refused before it is called
         try:
             build(recipe, [])
         except CheckpointError as refused:
@@ -463,9 +467,9 @@ def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, 
 
 def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
     """What is said of copies that differ in one bit, of a weight or of a buffer of the last rank; by variant."""
-    from fsdptrain import worker
+    from fsdptrain.train import setup
 
-    fill, found = worker.fill, {}
+    fill, found = setup.fill, {}
     for name, overrides in variants.items():
 
         def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
@@ -475,7 +479,7 @@ def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str |
                 local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
             return filled
 
-        with patch.object(worker, "fill", spoilt):
+        with patch.object(setup, "fill", spoilt):
             try:
                 build(recipe, overrides)
                 found[name] = None

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from support import write_recipe
 
-from fsdptrain import advise
-from fsdptrain.advise import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search
+from fsdptrain.config.hardware import CPU, KNOWN
+from fsdptrain.config.plan import Plan, make_plan, varied
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.forecast import Forecast, Forecaster
-from fsdptrain.hardware import CPU, KNOWN
-from fsdptrain.plan import Plan, Topology, make_plan, varied
-from fsdptrain.recipe import load
+from fsdptrain.forecast import advice as table
+from fsdptrain.forecast import search as advise
+from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.search import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search
 
 H100 = KNOWN["h100-80gb"]
 MEMORY = 1000
@@ -92,7 +94,7 @@ def test_where_one_only_just_fits_the_next_is_tried_too(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), ask)
     assert {("none", 4), ("selective", 4)} < {key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"}
     just = next(option for option in found.options if option.tight)
-    assert just.fits and "only just" in advise.rows([just])[0][-1]
+    assert just.fits and "only just" in table.rows([just])[0][-1]
 
 
 def test_a_micro_batch_that_does_not_fit_ends_the_ladder_but_for_the_largest(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), Pretended(activations=30_000))
     assert found.best is None and not found.narrower
     assert [(option.own, option.fits) for option in found.options] == [(True, False)]
-    assert "none fits" in advise.lines(found)
+    assert "none fits" in table.lines(found)
 
 
 def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tm
     found = advice(plan_of(tmp_path), OnlyNarrow(), parameters=0)
     assert found.best is None and len(found.narrower) == 1
     assert found.narrower[0].overrides["model.dtype"] == "bfloat16"
-    ((name, words),) = advise.commands(found)
+    ((name, words),) = table.commands(found)
     assert "changes the numerics" in name
     assert {"model.dtype=bfloat16", "fsdp.activation_checkpointing=full"} <= {*words}
 
@@ -168,7 +170,7 @@ def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tm
 def test_what_fails_is_counted_and_said(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), Pretended(fails=("NO_SHARD",)))
     assert found.failed and all("fsdp.strategy=NO_SHARD" in word and "so it is" in word for word in found.failed)
-    assert any(line.startswith(f"{len(found.failed)} of them could not") for line in advise.lines(found))
+    assert any(line.startswith(f"{len(found.failed)} of them could not") for line in table.lines(found))
     assert "NO_SHARD" not in {option.strategy for option in found.options}
 
 
@@ -178,11 +180,11 @@ def test_the_persons_own_plan_is_marked_and_asked_about_only_once(tmp_path: Path
     found = advice(plan, ask)
     assert [option.own for option in found.options].count(True) == 1
     assert ("FULL_SHARD", 4, "none", 8) not in tried(ask)
-    assert sum("yours" in row[-1] for row in advise.rows(found.options)) == 1
+    assert sum("yours" in row[-1] for row in table.rows(found.options)) == 1
     best = found.best
     assert best and not best.own
     again = advice(varied(plan, best.overrides), ask)
-    assert again.best and again.best.own and "your own plan is the fastest that fits" in advise.lines(again)
+    assert again.best and again.best.own and "your own plan is the fastest that fits" in table.lines(again)
 
 
 def test_ranking_prefers_time_and_among_about_equals_comfort(tmp_path: Path) -> None:
@@ -202,8 +204,8 @@ def test_what_is_shown_holds_every_strategy_and_nothing_that_only_loses(tmp_path
 
     full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
     late, loser, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
-    kept = advise.shown(ranked([*full, late, loser, own]))
-    assert len(kept) == advise.SHOWN and late in kept and own in kept and loser not in kept
+    kept = table.shown(ranked([*full, late, loser, own]))
+    assert len(kept) == table.SHOWN and late in kept and own in kept and loser not in kept
     assert kept == ranked(kept)
 
 
@@ -258,7 +260,7 @@ def test_a_search_over_shallow_copies_simulates_the_fastest_in_full(tmp_path: Pa
     assert depths[4] == depths[8] > depths[16] > 0
     assert all(option.exact for option in found.options[:2]) and not all(option.exact for option in found.options)
     rest = next(option for option in found.options if not option.exact)
-    assert "approximate" in advise.rows([rest])[0][-1]
+    assert "approximate" in table.rows([rest])[0][-1]
     whole = advice(plan, Pretended(activations=300))
     assert [o.overrides for o in whole.options] == [o.overrides for o in found.options]
     assert [o.step_s for o in whole.options] == pytest.approx([o.step_s for o in found.options])

@@ -16,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import environment, write_recipe
 
-from fsdptrain.allocator import GRANULARITY, Block, CachingAllocator, ExpandableAllocator, Reserved, replay, round_up
-from fsdptrain.trace import HOST, Alloc, Free, Moment, Storage, Trace
+from fsdptrain.forecast.allocator import (
+    GRANULARITY,
+    Block,
+    CachingAllocator,
+    ExpandableAllocator,
+    Reserved,
+    replay,
+    round_up,
+)
+from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GPU = "cuda"
@@ -313,12 +321,14 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     import torch
     from transformers import AutoConfig
 
-    from fsdptrain import shard, simulate
-    from fsdptrain.engine import Engine
-    from fsdptrain.model import Unit, blocks_of
-    from fsdptrain.plan import Topology, make_plan
-    from fsdptrain.pretend import PRETEND
-    from fsdptrain.recipe import load
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.reader import load
+    from fsdptrain.config.topology import Topology
+    from fsdptrain.model.units import Unit, blocks_of
+    from fsdptrain.parallel import shard
+    from fsdptrain.simulate import step as simulate
+    from fsdptrain.simulate.device import PRETEND
+    from fsdptrain.train.step import Engine
 
     def units_of(model: Any, wrap: Any) -> list[Unit]:
         """Blocks only, all else is the root's, and the last one stays gathered, as we do it with the head."""

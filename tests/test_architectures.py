@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import skeleton, units_of
-from fsdptrain.schema import Model
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import units_of
 
 COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {

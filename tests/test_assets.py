@@ -10,12 +10,14 @@ import torch
 from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsdptrain.assets import end_of_turn, refuse_other_tokens, save_assets, special_token_faults
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.tokenizer import train_bpe, vocabulary
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import load_config, skeleton
-from fsdptrain.plan import Plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.tokenizer import train_bpe, vocabulary
+from fsdptrain.model.assets import end_of_turn, refuse_other_tokens, save_assets, special_token_faults
+from fsdptrain.model.config import load_config
+from fsdptrain.model.skeleton import skeleton
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CHATML = (

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fsdptrain import attention
-from fsdptrain.attention import QUERIES, Tile, attend, tiles
-from fsdptrain.shard import KEPT
+from fsdptrain.model import attention
+from fsdptrain.model.attention import QUERIES, Tile, attend, tiles
+from fsdptrain.parallel.shard import KEPT
 
 Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
 op = torch.ops.fsdptrain.attention

@@ -18,11 +18,12 @@ from chat_templates import FAMILIES, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdptrain.encode import Encoder
+from fsdptrain.config.schema import Data
+from fsdptrain.data.columns import read
+from fsdptrain.data.encode import Encoder
+from fsdptrain.data.sources import open_sources
+from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.errors import DataError
-from fsdptrain.rows import open_sources, read
-from fsdptrain.schema import Data
-from fsdptrain.tokenizer import train_bpe
 
 Talk = list[dict[str, Any]]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": {

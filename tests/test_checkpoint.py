@@ -22,10 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 
-from fsdptrain.checkpoint import Shard, Stored, load, shard_of, write_shards
-from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
-from fsdptrain.export import export_checkpoint
-from fsdptrain.manifest import (
+from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.load import Stored, load
+from fsdptrain.checkpoint.manifest import (
     FORMAT,
     MAX_BYTES,
     NAME,
@@ -37,11 +36,15 @@ from fsdptrain.manifest import (
     sealed,
     set_aside,
 )
-from fsdptrain.plan import Topology, make_plan
-from fsdptrain.recipe import load as read_recipe
-from fsdptrain.report import Screen
+from fsdptrain.checkpoint.save import write_shards
+from fsdptrain.checkpoint.shards import Shard, shard_of
+from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load as read_recipe
+from fsdptrain.config.topology import Topology
+from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
 from fsdptrain.rundir import RunDir
-from fsdptrain.verify import survey
+from fsdptrain.screen import Screen
 
 FAULTS = (
     "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
@@ -469,7 +472,7 @@ def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
 def test_verify_needs_no_torch(run: RunDir) -> None:
     export_checkpoint(run, None, run.export, None, Screen())
     code = (
-        "import sys, pathlib; from fsdptrain.rundir import RunDir; from fsdptrain.verify import survey; "
+        "import sys, pathlib; from fsdptrain.rundir import RunDir; from fsdptrain.checkpoint.verify import survey; "
         f"assert survey(RunDir(pathlib.Path({str(run.root)!r})))['good']; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -22,10 +22,11 @@ import yaml
 from support import ROOT, environment, fsdptrain
 from terminal import seen
 
-from fsdptrain.plan import Topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.rows import peek
-from fsdptrain.starter import starter
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.data.columns import peek
+from fsdptrain.data.starter import starter
 
 COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
 

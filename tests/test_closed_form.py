@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from support import environment
 from test_simulate import SMALL, config_of, named, on_fake, plan_of
 
-from fsdptrain import ledger
-from fsdptrain.closed_form import peak
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import Data, Fsdp, MixedPrecision, Model, Recipe, Train
+from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.plan import Plan, Topology
-from fsdptrain.pretend import PRETEND
-from fsdptrain.schema import Data, Fsdp, MixedPrecision, Model, Recipe, Train
-from fsdptrain.simulate import simulate
-from fsdptrain.trace import HOST
+from fsdptrain.forecast import memory as ledger
+from fsdptrain.forecast.closed_form import peak
+from fsdptrain.forecast.trace import HOST
+from fsdptrain.simulate.device import PRETEND
+from fsdptrain.simulate.step import simulate
 
 BF16, WIDE = {"param_dtype": "bfloat16"}, {**SMALL, "vocab_size": 16384}
 LITTLE = {**SMALL, "vocab_size": 256}  # the loss is not the peak

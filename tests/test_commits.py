@@ -17,13 +17,14 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from support import environment, write_recipe
 
-from fsdptrain.attempts import keep_plan
-from fsdptrain.commits import pinned
+from fsdptrain.checkpoint.manifest import resume_problems
+from fsdptrain.config.plan import HubData, Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.commits import pinned
+from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
 from fsdptrain.errors import CheckpointError, NoData
-from fsdptrain.manifest import resume_problems
-from fsdptrain.plan import HubData, Plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.rows import fingerprint, hub_commit, open_sources
+from fsdptrain.launch.attempts import keep_plan
 from fsdptrain.rundir import RunDir
 
 PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
@@ -129,8 +130,8 @@ def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(plan.to_json())
     started(plan)
     code = (
-        "import sys; from pathlib import Path; from fsdptrain.commits import pinned; from fsdptrain.plan import Plan;"
-        "from fsdptrain.rundir import RunDir; plan = Plan.from_json(Path(sys.argv[1]).read_text());"
+        "import sys; from pathlib import Path; from fsdptrain.data.commits import pinned;"
+        "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir; plan = Plan.from_json(Path(sys.argv[1]).read_text());"
         "print(pinned(plan, RunDir(Path(plan.run_dir))).data_path)"
     )
     env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")

@@ -12,10 +12,11 @@ import yaml
 from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import load_config
-from fsdptrain.plan import find_topology, make_plan
-from fsdptrain.recipe import load
+from fsdptrain.model.config import load_config
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LAYERS: dict[str, dict[str, Any]] = {  # of a model of twelve layers, whose lists are not those of the default

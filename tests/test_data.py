@@ -22,26 +22,18 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import fsdptrain.data
-from fsdptrain.chat import PLAIN_CHAT_TEMPLATE, plain_template
-from fsdptrain.data import (
-    IGNORED,
-    Corpus,
-    Stream,
-    best_fit_decreasing,
-    cache_dir,
-    cut,
-    open_corpus,
-    pack,
-    piece_labels,
-    prepare,
-)
+import fsdptrain.data.corpus
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
+from fsdptrain.config.topology import Topology
+from fsdptrain.data.cache import cache_dir
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
+from fsdptrain.data.corpus import IGNORED, Corpus, Stream, open_corpus, prepare
+from fsdptrain.data.pack import best_fit_decreasing, cut, pack, piece_labels
+from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
+from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import DataError
-from fsdptrain.plan import Plan, Topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.schema import Data
-from fsdptrain.tokenizer import END_OF_TEXT as EOS
-from fsdptrain.tokenizer import load_tokenizer
 
 PACKINGS = ["bfd", "concat", "none"]
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
@@ -928,7 +920,7 @@ def test_a_second_time_no_row_is_read(
     def untouchable(*arguments: Any) -> Any:
         raise AssertionError("the rows are read again")
 
-    monkeypatch.setattr(fsdptrain.data, "open_sources", untouchable)
+    monkeypatch.setattr(fsdptrain.data.corpus, "open_sources", untouchable)
     data = Data(seq_len=16)
     again = open_corpus(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable)
     assert {path: path.stat().st_mtime_ns for path in times} == times
@@ -1010,10 +1002,10 @@ def test_a_damaged_corpus_is_made_again(bpe: Any, tmp_path: Path, own_cache: Pat
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path, own_cache: Path) -> None:
     plan = a_plan(tmp_path, model__tokenizer={"train": 300})
-    digest = fsdptrain.data.tokenizer_digest(load_tokenizer(plan, quiet))
+    digest = fsdptrain.data.tokenizer.tokenizer_digest(load_tokenizer(plan, quiet))
     [file] = (own_cache.parent / "tokenizers").rglob("tokenizer.json")
     file.write_text(file.read_text()[:-100])
-    assert fsdptrain.data.tokenizer_digest(load_tokenizer(plan, quiet)) == digest
+    assert fsdptrain.data.tokenizer.tokenizer_digest(load_tokenizer(plan, quiet)) == digest
 
 
 @pytest.mark.parametrize("change", ["grows", "shrinks", "vanishes"])
@@ -1043,8 +1035,8 @@ PREPARE = """
 import json, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
-from fsdptrain.data import open_corpus
-from fsdptrain.schema import Data
+from fsdptrain.data.corpus import open_corpus
+from fsdptrain.config.schema import Data
 folder, me = Path(sys.argv[1]), sys.argv[2]
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
 data = Data(seq_len=256, format="prompt_completion", columns={"prompt": "question", "completion": "answer"})

@@ -24,9 +24,9 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from fsdptrain.data import tokenizer_digest
-from fsdptrain.encode import Encoder, prefix
-from fsdptrain.schema import Data
+from fsdptrain.config.schema import Data
+from fsdptrain.data.encode import Encoder, prefix
+from fsdptrain.data.tokenizer import tokenizer_digest
 
 PROBLEMS = [json.loads(line) for line in GSM8K.read_text().splitlines()][:90]
 CODE = [

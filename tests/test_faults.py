@@ -34,11 +34,11 @@ from injection import (
 )
 from support import events, fsdptrain
 
-from fsdptrain.pulse import SILENT
+from fsdptrain.parallel.pulse import SILENT
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
-LOSS, UPDATE = "fsdptrain.engine:Engine.loss", "fsdptrain.engine:Engine.update"
-BATCH = "fsdptrain.data:Corpus.batch"  # what `data.batch` of a stream calls
+LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
+BATCH = "fsdptrain.data.corpus:Corpus.batch"  # what `data.batch` of a stream calls
 MICRO_BATCHES = 2  # that a rank sees in a step
 
 
@@ -81,7 +81,7 @@ def test_a_worker_killed_while_it_writes_is_named_and_restarted(
     reference: Path, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     recipe, run = small_recipe(tmp_path, launch__max_restarts=1), tmp_path / "run"
-    ended = run_with(recipe, kill("fsdptrain.checkpoint:write_shards", rank=1, call=3, mark=tmp_path / "killed"))
+    ended = run_with(recipe, kill("fsdptrain.checkpoint.save:write_shards", rank=1, call=3, mark=tmp_path / "killed"))
     problems = ended.problems(0, r"rank 1 was killed by SIGKILL.* after step \d", "restart 1 of 1")
     problems += differences(run, reference)
     problems += [] if events(run, "resume")[-1]["step"] >= EVERY else ["it began again"]
@@ -106,25 +106,25 @@ PHASES: dict[str, list[dict[str, Any]]] = {
         {"where": UPDATE, "call": (3, 6), "at": "exit"},
     ],
     "staging": [
-        {"where": "fsdptrain.checkpoint:Checkpointer.save", "call": (2, 3), "delay": 0.005},
-        {"where": "fsdptrain.checkpoint:Checkpointer.save", "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.checkpoint.save:Checkpointer.save", "call": (2, 3), "delay": 0.005},
+        {"where": "fsdptrain.checkpoint.save:Checkpointer.save", "call": (2, 3), "at": "exit"},
     ],
     "writing": [
-        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3)},
-        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3), "delay": 0.005},
-        {"where": "fsdptrain.checkpoint:write_shards", "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3)},
+        {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3), "delay": 0.005},
+        {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3), "at": "exit"},
     ],
     "commit": [
-        {"where": "fsdptrain.manifest:Manifest.write", "rank": 0, "call": (2, 3)},
-        {"where": "fsdptrain.manifest:Manifest.write", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.checkpoint.manifest:Manifest.write", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.checkpoint.manifest:Manifest.write", "rank": 0, "call": (2, 3), "at": "exit"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
     ],
     "retention": [
-        {"where": "fsdptrain.checkpoint:keep_newest", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.checkpoint.save:keep_newest", "rank": 0, "call": (2, 3)},
         {"where": "os:rename", "rank": 0, "call": (1, 1), "match": ".old", "at": "exit"},
         {"where": "os:unlink", "rank": 0, "call": (1, 2), "match": "safetensors", "at": "exit"},
-        {"where": "fsdptrain.checkpoint:keep_newest", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.checkpoint.save:keep_newest", "rank": 0, "call": (2, 3), "at": "exit"},
     ],
 }
 KILLS_A_PHASE = 8
@@ -252,8 +252,8 @@ def test_a_hang_is_ended_and_told(tmp_path: Path, fault_table: FaultTable) -> No
 HANGS = {
     "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
     "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
-    "during evaluation": hang("fsdptrain.engine:Engine.evaluate"),
-    "during the export": hang("fsdptrain.export:names_by_block"),
+    "during evaluation": hang("fsdptrain.train.step:Engine.evaluate"),
+    "during the export": hang("fsdptrain.checkpoint.export:names_by_block"),
 }
 
 
@@ -310,7 +310,7 @@ LASTING = {
 NANS: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({**LASTING, "where": LOSS, "do": "nan"}, r"the loss is nan on rank 1 \(samples \d+"),
     "gradient": ({**LASTING, "where": LOSS, "do": "nan_gradient"}, r"the gradient of \S+ on rank 1 \(samples \d+"),
-    "once": ({"where": "fsdptrain.engine:Engine.local_grads", "do": "nan", "at": "exit", "call": AT}, "hardware"),
+    "once": ({"where": "fsdptrain.train.step:Engine.local_grads", "do": "nan", "at": "exit", "call": AT}, "hardware"),
 }
 
 
@@ -414,14 +414,14 @@ def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: 
 def test_a_disk_that_fills_up_costs_the_newest_checkpoint_only(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
-    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint:make_room", 2, "needs", "has")
+    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:make_room", 2, "needs", "has")
     assert not settle(fault_table, "disk full before the second save", problems, [notice])
 
 
 FILLINGS = {
-    "in the second save": ("fsdptrain.checkpoint:write_shards", 2),
-    "for metrics.jsonl": ("fsdptrain.report:Reporter.event", 8),
-    "at the export": ("fsdptrain.export:write_folder", 1),
+    "in the second save": ("fsdptrain.checkpoint.save:write_shards", 2),
+    "for metrics.jsonl": ("fsdptrain.events:Reporter.event", 8),
+    "at the export": ("fsdptrain.checkpoint.export:write_folder", 1),
 }
 
 
@@ -528,7 +528,7 @@ def test_a_process_killed_on_one_node_ends_both(
 def test_a_node_lost_on_the_way_to_the_others_is_not_waited_for(
     do: str, within: float, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
 ) -> None:
-    way: dict[str, Any] = {"where": "fsdptrain.data:prepare", "rank": 1}
+    way: dict[str, Any] = {"where": "fsdptrain.data.corpus:prepare", "rank": 1}
     faults = [
         {**way, "do": do, "mark": str(tmp_path / "lost")},
         {**way, "do": "sleep", "how": {"seconds": 5}, "mark": str(tmp_path / "slow")},
@@ -565,13 +565,13 @@ def test_a_cut_link_ends_both_nodes_and_they_go_on(
 # --- stopped ---------------------------------------------------------------------------------------------------------
 
 STOPS: dict[str, tuple[dict[str, Any], bool]] = {  # moment → (where the signal comes, whether a checkpoint is saved)
-    "tokenising": ({"where": "fsdptrain.encode:Encoder.__call__"}, False),
-    "loading": ({"where": "fsdptrain.weights:draw_weights"}, True),
-    "resuming": ({"where": "fsdptrain.checkpoint:Checkpointer.load_newest"}, True),
+    "tokenising": ({"where": "fsdptrain.data.encode:Encoder.__call__"}, False),
+    "loading": ({"where": "fsdptrain.model.init:draw_weights"}, True),
+    "resuming": ({"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"}, True),
     "forward": ({"where": LOSS, "call": 7}, True),
-    "evaluation": ({"where": "fsdptrain.engine:Engine.evaluate"}, True),
-    "saving": ({"where": "fsdptrain.checkpoint:write_shards", "call": 2}, True),
-    "export": ({"where": "fsdptrain.export:write_folder"}, True),
+    "evaluation": ({"where": "fsdptrain.train.step:Engine.evaluate"}, True),
+    "saving": ({"where": "fsdptrain.checkpoint.save:write_shards", "call": 2}, True),
+    "export": ({"where": "fsdptrain.checkpoint.export:write_folder"}, True),
 }
 LONG_ENOUGH_S = 1.0  # for the signal to come by way of the command
 
@@ -621,7 +621,13 @@ def test_a_second_signal_ends_at_once(reference: Path, tmp_path: Path, fault_tab
 def test_a_stop_that_takes_too_long_is_cut_off(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
     grace = 4
     recipe = small_recipe(tmp_path, launch__grace_s=grace)
-    slow = {"where": "fsdptrain.checkpoint:write_shards", "do": "sleep", "rank": 1, "call": 3, "how": {"seconds": 3600}}
+    slow = {
+        "where": "fsdptrain.checkpoint.save:write_shards",
+        "do": "sleep",
+        "rank": 1,
+        "call": 3,
+        "how": {"seconds": 3600},
+    }
     stop = {"where": UPDATE, "rank": 0, "call": 6, "do": "send", "how": {"name": "SIGTERM", "to": "command"}}
     ended = run_with(recipe, slow, {**stop, "mark": str(tmp_path / "stopped")})
     problems = ended.problems(75, within=grace + 5.0)

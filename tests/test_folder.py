@@ -22,11 +22,17 @@ from safetensors.numpy import save_file
 from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdptrain.attempts import changes, changes_since, examine
-from fsdptrain.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
+from fsdptrain.checkpoint.manifest import FORMAT, Manifest, file_entry, read_manifest
+from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.plan import PLAN_DIGEST, Plan, make_plan, read_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
-from fsdptrain.heading import heading
-from fsdptrain.manifest import FORMAT, Manifest, file_entry, read_manifest
+from fsdptrain.events import Reporter, effective, history
+from fsdptrain.launch.attempts import changes, changes_since, examine
+from fsdptrain.launch.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
+from fsdptrain.launch.heading import heading
 from fsdptrain.ownership import (
     assets_in,
     exported,
@@ -38,13 +44,8 @@ from fsdptrain.ownership import (
     stamps,
     sweep,
 )
-from fsdptrain.plan import PLAN_DIGEST, Plan, find_topology, make_plan, read_plan
 from fsdptrain.processes import child_command
-from fsdptrain.recipe import load
-from fsdptrain.report import Reporter, effective, history
-from fsdptrain.rows import data_files
 from fsdptrain.rundir import RunDir
-from fsdptrain.verify import survey
 
 
 def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
@@ -232,8 +233,8 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fsdptrain.claim import claimed
-from fsdptrain.plan import Plan
+from fsdptrain.launch.claim import claimed
+from fsdptrain.config.plan import Plan
 with claimed(Plan.from_json(Path(sys.argv[1]).read_text()), "", False):
     print("held", flush=True)
     time.sleep(600)
@@ -397,7 +398,7 @@ def test_nodes_of_one_name_are_told_apart(what: str, tmp_path: Path, monkeypatch
         with pytest.raises(RecipeError, match="on this machine"):
             claim(recipe).__enter__()
         (tmp_path / "other").write_text("another-boot-or-container")
-        monkeypatch.setattr(f"fsdptrain.claim.{what}", tmp_path / "other")
+        monkeypatch.setattr(f"fsdptrain.launch.claim.{what}", tmp_path / "other")
         with claim(recipe):
             pass
 
@@ -409,7 +410,7 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
         pass
     read, write = os.pipe()
     agent = subprocess.run(
-        child_command("fsdptrain.agent", path, write),
+        child_command("fsdptrain.launch.agent", path, write),
         env=environment(**{PLAN_DIGEST: digest}), pass_fds=(write,), check=False,
     )  # fmt: skip
     os.close(write)
@@ -417,7 +418,7 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
         failure = json.loads(pipe.read())
     record = tmp_path / "error.json"
     worker = subprocess.run(
-        child_command("fsdptrain.worker", path),
+        child_command("fsdptrain.train.worker", path),
         env=environment(**{PLAN_DIGEST: digest}, RANK="0", TORCHELASTIC_ERROR_FILE=str(record)), check=False,
     )  # fmt: skip
     assert (agent.returncode, worker.returncode) == (1, RecipeError.exit_code)

@@ -19,24 +19,25 @@ from rich.console import Console
 from support import TINY
 from test_simulate import SMALL, plan_of
 
-from fsdptrain import calibrate
-from fsdptrain import forecast as forecast_room
-from fsdptrain.calibrate import Calibration
-from fsdptrain.dist import World
+from fsdptrain.config.hardware import CPU, GIB, KNOWN, card, parse
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import Recipe
+from fsdptrain.config.topology import topology_of
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.findings import Findings
-from fsdptrain.forecast import Forecaster
-from fsdptrain.hardware import CPU, GIB, KNOWN, card, parse
-from fsdptrain.model import load_config
+from fsdptrain.forecast import client as forecast_room
+from fsdptrain.forecast import compare as calibrate
+from fsdptrain.forecast.client import Forecaster
+from fsdptrain.forecast.compare import Calibration
+from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
+from fsdptrain.forecast.trace import Collective, Kernel, Record, Synchronize, Wait
+from fsdptrain.model.config import load_config
 from fsdptrain.page import Page
-from fsdptrain.plan import Plan, topology_of
-from fsdptrain.report import Screen
+from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
-from fsdptrain.schema import Recipe
-from fsdptrain.summary import show
-from fsdptrain.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
-from fsdptrain.trace import Collective, Kernel, Record, Synchronize, Wait
-from fsdptrain.validate import Look, dry_run
+from fsdptrain.screen import Screen
+from fsdptrain.validate.dry_run import Look, dry_run
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.summary import show
 
 H100 = KNOWN["h100-80gb"]
 SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}

@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import ROOT
 
+from fsdptrain.config.names import RENAMED
+from fsdptrain.config.plan import Plan, draft_plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import all_paths, flat
+from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.names import RENAMED
-from fsdptrain.plan import Plan, draft_plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.schema import all_paths, flat
 
 SECONDS = 2.0  # a reader that takes longer blows up somewhere; the usual recipe takes 0.05
 MAX_MESSAGE = 20_000  # characters: a page, not the recipe read back

@@ -21,15 +21,17 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from fsdptrain.assets import save_assets
-from fsdptrain.chat import PLAIN_CHAT_TEMPLATE
-from fsdptrain.data import prepare
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data.corpus import prepare
+from fsdptrain.data.hub import checkpoint_files
+from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.hub import checkpoint_files
-from fsdptrain.model import LIMITS, load_config, position_limit, skeleton
-from fsdptrain.plan import Plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.tokenizer import load_tokenizer, train_bpe
+from fsdptrain.model.assets import save_assets
+from fsdptrain.model.config import LIMITS, load_config, position_limit
+from fsdptrain.model.skeleton import skeleton
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -249,7 +251,7 @@ def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary
 def test_a_template_without_an_end_is_stopped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr("fsdptrain.chat.TEMPLATE_S", 1)
+    monkeypatch.setattr("fsdptrain.data.chat.TEMPLATE_S", 1)
     (model / "chat_template.jinja").write_text(template)
     started = time.perf_counter()
     assert "chat template" in refusal(tmp_path)

@@ -13,10 +13,10 @@ from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
+from fsdptrain.config.schema import Model, Recipe
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import skeleton
-from fsdptrain.schema import Model, Recipe
-from fsdptrain.weights import init_groups, initial_weights
+from fsdptrain.model.init import init_groups, initial_weights
+from fsdptrain.model.skeleton import skeleton
 
 RECIPE = Recipe(model=Model(attn_implementation="eager"))
 Tensors = dict[str, torch.Tensor]

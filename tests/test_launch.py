@@ -19,15 +19,16 @@ from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
-from fsdptrain.agent import Failure, first_failure
-from fsdptrain.launch import explain, explain_hang
-from fsdptrain.pace import COST, STEPS, WHOLE_STEP, BlockClock, Pace
-from fsdptrain.plan import Plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.report import cut_half_lines
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.events import cut_half_lines
+from fsdptrain.launch.agent import Failure, first_failure
+from fsdptrain.launch.explain import explain, explain_hang
 from fsdptrain.rundir import RunDir
-from fsdptrain.watchdog import Watchdog, place
-from fsdptrain.worker import ours
+from fsdptrain.train.failure import ours
+from fsdptrain.train.stragglers import COST, STEPS, WHOLE_STEP, BlockClock, Pace
+from fsdptrain.train.watchdog import Watchdog, place
 
 STACKS = """Timeout (0:00:05)!
 Thread 0x00007f7cabfff6c0 (most recent call first):

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain import loss
+from fsdptrain.config.plan import loss_chunks
 from fsdptrain.errors import RecipeError
-from fsdptrain.plan import loss_chunks
+from fsdptrain.model import loss
 
 LOGITS = {"gemma2": {"final_logit_softcapping": 0.05}, "granite": {"logits_scaling": 30.0}}
 

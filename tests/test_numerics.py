@@ -12,11 +12,12 @@ from reference import largest_difference, plain_curve
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.data import prepare
-from fsdptrain.optim import learning_rate
-from fsdptrain.plan import find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.tokenizer import load_tokenizer
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.corpus import prepare
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.train.optim import learning_rate
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}

@@ -9,9 +9,9 @@ from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.model import skeleton
-from fsdptrain.optim import learning_rate, make_optimizer, warmup_steps
-from fsdptrain.schema import Model, Optim, Schedule
+from fsdptrain.config.schema import Model, Optim, Schedule
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.train.optim import learning_rate, make_optimizer, warmup_steps
 
 OPTIM = Optim(lr=1.0)
 TABLES = {  # kind → own keys, and its parameters of two dimensions and more that are no weights of a product

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from support import ROOT, SHAKESPEARE, write_recipe
 
+from fsdptrain.config.plan import Plan, make_plan, seed_of
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import all_paths
+from fsdptrain.config.topology import Topology, find_topology
 from fsdptrain.errors import DataError, RecipeError
-from fsdptrain.model import load_config, skeleton, units_of
-from fsdptrain.plan import Plan, Topology, find_topology, make_plan, seed_of
-from fsdptrain.recipe import load
-from fsdptrain.schema import all_paths
+from fsdptrain.model.config import load_config
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import units_of
 
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 LAYERS = {

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdptrain.errors import RecipeError
-from fsdptrain.ledger import peak
-from fsdptrain.plot import (
+from fsdptrain.forecast.memory import peak
+from fsdptrain.forecast.plot import (
     GIB,
     LOOKS,
     MOST_POINTS,
@@ -26,7 +26,7 @@ from fsdptrain.plot import (
     thin,
     timeline,
 )
-from fsdptrain.trace import Alloc, Category, Event, Free, Moment, Storage, Trace
+from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace
 
 CARD = "card"
 

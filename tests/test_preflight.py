@@ -17,20 +17,23 @@ from support import TINY, environment, fsdptrain, write_recipe
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain import probe, shard
-from fsdptrain.data import Corpus
-from fsdptrain.engine import model_flops
+from fsdptrain.config.hardware import parse
+from fsdptrain.config.plan import Plan, make_plan, varied
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Model
+from fsdptrain.config.topology import find_topology, topology_of
+from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
-from fsdptrain.findings import Findings
-from fsdptrain.hardware import parse
-from fsdptrain.model import long_positions, skeleton
-from fsdptrain.plan import Plan, find_topology, make_plan, topology_of, varied
-from fsdptrain.preflight import check_model, load_checked
-from fsdptrain.probe import Probe
-from fsdptrain.recipe import load
-from fsdptrain.schema import Model
-from fsdptrain.validate import check_model as check_model_level
-from fsdptrain.validate import dry_run
+from fsdptrain.model import probe
+from fsdptrain.model.config import long_positions
+from fsdptrain.model.flops import model_flops
+from fsdptrain.model.probe import Probe
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.parallel import shard
+from fsdptrain.train.preflight import check_model, load_checked
+from fsdptrain.validate.dry_run import check_model as check_model_level
+from fsdptrain.validate.dry_run import dry_run
+from fsdptrain.validate.findings import Findings
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {
@@ -111,7 +114,7 @@ def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: st
 
 
 def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
-    from fsdptrain.preflight import check_forward
+    from fsdptrain.train.preflight import check_forward
 
     plan = plan_of(tmp_path, MODELS["llama"], "train.micro_batch_size=2")
     bare = check_model(plan, 512).bare
@@ -171,9 +174,9 @@ def test_a_large_model_takes_no_memory() -> None:
     code = """if True:
         import resource
         from transformers import AutoConfig
-        from fsdptrain.model import skeleton
-        from fsdptrain.probe import Probe
-        from fsdptrain.schema import Model
+        from fsdptrain.model.skeleton import skeleton
+        from fsdptrain.model.probe import Probe
+        from fsdptrain.config.schema import Model
 
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: in this process, nothing else
         config = AutoConfig.for_model("mixtral", num_hidden_layers=4)

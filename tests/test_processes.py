@@ -17,11 +17,12 @@ from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from support import ROOT, environment, events, wait_for_step
 from terminal import Terminal
 
+from fsdptrain.config.schema import Data
+from fsdptrain.data.columns import read
+from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError
-from fsdptrain.rows import open_sources, read
-from fsdptrain.schema import Data
 
-AGENT, WORKER = "fsdptrain.agent", "fsdptrain.worker"
+AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
 FSDPTRAIN = ("-m", "fsdptrain")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *FSDPTRAIN)
 
@@ -70,7 +71,9 @@ def test_nobody_outlives_a_killed_process_under_torchrun(
 @pytest.mark.soak
 def test_nobody_outlives_a_killed_validate(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
-    found = outlived(tmp_path / "run", "fsdptrain.estimate+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe)
+    found = outlived(
+        tmp_path / "run", "fsdptrain.simulate.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
+    )
     assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
 
 
@@ -139,7 +142,7 @@ def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint(tmp_path: Pat
 
 def test_an_error_of_any_length_arrives(tmp_path: Path) -> None:
     text = "ü" * 15_000 + " the end"
-    fault = {"where": "fsdptrain.data:prepare", "do": "fail", "how": {"text": text}}
+    fault = {"where": "fsdptrain.data.corpus:prepare", "do": "fail", "how": {"text": text}}
     ended = run_with(small_recipe(tmp_path), fault)
     assert not ended.problems(5, "failed before its first step was done: RuntimeError: üüü", "the end\n")
     assert len(ended.output) < 20_000 and len(json.dumps(events(tmp_path / "run", "error"))) < 200_000
@@ -167,7 +170,9 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path
 
 
 def test_a_user_without_a_home_is_told_where_to_set_a_cache() -> None:
-    ask = "import os, pwd; from fsdptrain.data import cache_dir; os.getuid() or os.setuid(54321); cache_dir('data')"
+    ask = (
+        "import os, pwd; from fsdptrain.data.cache import cache_dir; os.getuid() or os.setuid(54321); cache_dir('data')"
+    )
     env = {name: value for name, value in environment().items() if name not in ("HOME", "FSDPTRAIN_CACHE")}
     done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
     if os.getuid():

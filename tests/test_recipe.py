@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from fsdptrain.config.names import HOMES, MEANT, RENAMED, home_of, key_in, sentence
+from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, Written, load
+from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.names import HOMES, MEANT, RENAMED, home_of, key_in, sentence
-from fsdptrain.recipe import MAX_PROBLEMS, MAX_RECIPE_BYTES, Written, load
-from fsdptrain.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
@@ -1144,8 +1144,8 @@ def test_the_json_schema_refuses_what_the_reader_refuses(tmp_path: Path, path: s
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     code = (
-        "import sys, pathlib, fsdptrain.recipe, fsdptrain.schema\n"
-        f"fsdptrain.recipe.load(pathlib.Path({str(ROOT / 'recipes' / 'shakespeare.yaml')!r}))\n"
+        "import sys, pathlib, fsdptrain.config.reader, fsdptrain.config.schema\n"
+        f"fsdptrain.config.reader.load(pathlib.Path({str(ROOT / 'recipes' / 'shakespeare.yaml')!r}))\n"
         "print(*sorted({'torch', 'transformers', 'datasets', 'numpy', 'tokenizers', 'pandas'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -22,11 +22,12 @@ import yaml
 from datasets import Dataset
 from support import GSM8K, ROOT, SHAKESPEARE, environment
 
-from fsdptrain import rows
+from fsdptrain.config.paths import find_data
+from fsdptrain.config.schema import Data
+from fsdptrain.data import sources as rows
+from fsdptrain.data.columns import describe, guess, read
+from fsdptrain.data.sources import data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
-from fsdptrain.plan import find_data
-from fsdptrain.rows import data_files, describe, fingerprint, guess, open_sources, read
-from fsdptrain.schema import Data
 
 PC = {"format": "prompt_completion"}
 CHAT = {"format": "chat"}
@@ -251,7 +252,7 @@ def test_a_json_list_of_one_line_or_many_and_a_bound(tmp_path: Path, monkeypatch
     one, many = put(tmp_path, "a.json", json.dumps(rows)), put(tmp_path, "b.json", json.dumps(rows, indent=1))
     listed = put(tmp_path, "c.json", lines(*rows))
     assert rows_of(one) == rows_of(many) == rows_of(listed) == rows
-    monkeypatch.setattr("fsdptrain.rows.MAX_JSON", 500)
+    monkeypatch.setattr("fsdptrain.data.sources.MAX_JSON", 500)
     assert rows_of(listed) == rows, "JSON lines are never held whole"
     assert "longer than 500 bytes: write one object a line (.jsonl)" in complaint(many)
     assert "longer than 500 bytes" in complaint(one)
@@ -376,7 +377,7 @@ def test_a_hub_data_set(path: str, words: tuple[str | None, ...], monkeypatch: p
         return Dataset.from_dict({"id": range(3), "text": ["a", "b", None]})
 
     monkeypatch.setattr("datasets.load_dataset", fake)
-    monkeypatch.setattr("fsdptrain.rows.load_dataset", fake, raising=False)
+    monkeypatch.setattr("fsdptrain.data.sources.load_dataset", fake, raising=False)
     assert find_data(path.partition("@")[0], Path.cwd()) == path.partition("@")[0]
     assert rows_of(path, limit=2) == [{"text": "a"}, {"text": "b"}]
     assert complaint(path).startswith(f"{path}, row 3: 'text' is null")
@@ -415,7 +416,7 @@ def test_a_hub_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError("Dataset org/name doesn't exist on the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", fake)
-    monkeypatch.setattr("fsdptrain.rows.load_dataset", fake, raising=False)
+    monkeypatch.setattr("fsdptrain.data.sources.load_dataset", fake, raising=False)
     assert re.search(r"data\.path: .*'org/name'.*FileNotFoundError", complaint("org/name"))
 
 
@@ -721,9 +722,12 @@ def test_what_can_end_the_process(tmp_path: Path) -> None:
                 "read.jsonl": deep("text"), "open.jsonl": '{"text": ' * 100_000, "null.json": "null"}  # fmt: skip
     paths = [str(put(tmp_path, name, content)) for name, content in contents.items()]
     code = (
-        "import sys; from fsdptrain import errors, rows, schema\n"
+        "import sys\n"
+        "from fsdptrain import errors\n"
+        "from fsdptrain.config import schema\n"
+        "from fsdptrain.data import columns, sources\n"
         "for path in sys.argv[1:]:\n"
-        "  try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(path)]\n"
+        "  try: [list(columns.read(s, schema.Data(), None)) for s in sources.open_sources(path)]\n"
         "  except errors.DataError as error: print('DataError', error)"
     )
     words = [sys.executable, "-c", code, *paths]
@@ -760,10 +764,12 @@ def test_a_folder_with_a_files_name_is_a_folder(tmp_path: Path) -> None:
 
 UNREADABLE = """
 import os, sys
-from fsdptrain import errors, rows, schema
+from fsdptrain import errors
+from fsdptrain.config import schema
+from fsdptrain.data import columns, sources
 os.setuid(65534)
 for path in sys.argv[1:]:
-    try: [list(rows.read(s, schema.Data(), None)) for s in rows.open_sources(path)]
+    try: [list(columns.read(s, schema.Data(), None)) for s in sources.open_sources(path)]
     except errors.DataError as error: print(error)
 """
 

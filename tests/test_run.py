@@ -71,9 +71,9 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
 
 
 def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
-    from fsdptrain.data import prepare
-    from fsdptrain.plan import Plan
-    from fsdptrain.tokenizer import load_tokenizer
+    from fsdptrain.config.plan import Plan
+    from fsdptrain.data.corpus import prepare
+    from fsdptrain.data.tokenizer import load_tokenizer
 
     run = finished[0] / "run"
     plan = Plan.from_json((run / "plan.json").read_text())
@@ -230,7 +230,7 @@ def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:
     process = start(recipe)
     end = time.monotonic() + 60
     while time.monotonic() < end and not any(
-        b"fsdptrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(run)
+        b"fsdptrain.train.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(run)
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # the workers are importing torch

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support import ROOT, write_recipe
 
-from fsdptrain.attempts import Before
-from fsdptrain.hardware import parse
-from fsdptrain.heading import heading
+from fsdptrain.config.hardware import parse
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import topology_of
+from fsdptrain.launch.attempts import Before
+from fsdptrain.launch.heading import heading
 from fsdptrain.liveline import LiveLine
-from fsdptrain.plan import make_plan, topology_of
-from fsdptrain.recipe import load
-from fsdptrain.report import Screen
 from fsdptrain.rundir import RunDir
+from fsdptrain.screen import Screen
 from fsdptrain.text import rate, wrapped
 
 STARTED = {

@@ -11,9 +11,10 @@ from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig
 
+from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import blocks_of, skeleton, tied, units_of
-from fsdptrain.schema import Model
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import blocks_of, tied, units_of
 
 BLOCKS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from support import ROOT, fsdptrain
 
-from fsdptrain import closed_form
-from fsdptrain.data import prepare
-from fsdptrain.hardware import parse
-from fsdptrain.model import load_config, skeleton
-from fsdptrain.plan import Plan, Topology, draft_plan
-from fsdptrain.recipe import load
-from fsdptrain.tokenizer import load_tokenizer
+from fsdptrain.config.hardware import parse
+from fsdptrain.config.plan import Plan, draft_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.data.corpus import prepare
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.forecast import closed_form
+from fsdptrain.model.config import load_config
+from fsdptrain.model.skeleton import skeleton
 
 GIB = 2**30
 LARGE = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "--hardware" in path.read_text())

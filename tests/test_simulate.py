@@ -15,14 +15,15 @@ import torch
 from support import environment, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain import simulate
-from fsdptrain.engine import Engine
-from fsdptrain.ledger import peak, traffic
-from fsdptrain.plan import Plan, Topology, make_plan
-from fsdptrain.pretend import pretend_world
-from fsdptrain.recipe import load
-from fsdptrain.recorder import storage_of
-from fsdptrain.trace import HOST, Trace
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.forecast.memory import peak, traffic
+from fsdptrain.forecast.trace import HOST, Trace
+from fsdptrain.simulate import step as simulate
+from fsdptrain.simulate.device import pretend_world
+from fsdptrain.simulate.recorder import storage_of
+from fsdptrain.train.step import Engine
 
 SMALL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -177,11 +178,11 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from fsdptrain.model import skeleton, units_of
-from fsdptrain.plan import Plan
-from fsdptrain.pretend import pretend_accelerator, pretend_world
-from fsdptrain.shard import shard
-from fsdptrain.weights import place_buffers, read_weights
+from fsdptrain.model.skeleton import skeleton, units_of
+from fsdptrain.config.plan import Plan
+from fsdptrain.simulate.device import pretend_accelerator, pretend_world
+from fsdptrain.parallel.shard import shard
+from fsdptrain.model.weights import place_buffers, read_weights
 
 plan = Plan.from_json(sys.stdin.read())
 config = AutoConfig.from_pretrained(plan.recipe.model.id)

@@ -1,4 +1,5 @@
-"""The house keeps its order: a room imports only rooms above it, and nothing above the torch line imports torch."""
+"""The packages keep their order: a module imports only its own package and those above it, and no module in a circle;
+what is marked so imports no torch, and no module is left out."""
 
 from __future__ import annotations
 
@@ -11,45 +12,68 @@ import pytest
 from support import ROOT, environment
 
 PACKAGE = ROOT / "fsdptrain"
-ABOVE = (
-    "errors", "text", "processes", "schema", "names", "paths", "recipe", "rundir", "ownership", "manifest", "hardware",
-    "plan", "page", "liveline", "report", "attempts", "claim", "heading", "trace", "ledger", "closed_form", "allocator",
-    "timing", "plot", "verify", "launch", "agent", "forecast", "outlook", "calibrate", "advise", "findings", "summary",
-    "dryrun", "cli",
+ORDER = (
+    "", "config", "forecast", "data", "model", "parallel", "checkpoint", "launch", "train", "simulate", "validate",
 )  # fmt: skip
-BELOW = (
-    "dist", "rows", "commits", "starter", "chat", "encode", "data", "hub", "tokenizer", "model", "assets", "loss",
-    "attention", "probe", "weights", "shard", "optim", "pace", "engine", "preflight", "nonfinite", "checkpoint",
-    "export", "pretend", "recorder", "simulate", "estimate", "machine", "histogram", "anatomy", "validate", "watchdog",
-    "pulse", "worker",
-)  # fmt: skip
-ROOMS = ABOVE + BELOW
+LIGHT = ("", "config", "forecast", "launch")  # packages that import no torch, and modules of others that do not
+LIGHT_MODULES = ("checkpoint.manifest", "checkpoint.verify", "validate.findings", "validate.summary", "validate.client")
+HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+}
 
 
-def imported_rooms(path: Path, only_top: bool) -> set[str]:
+def package(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def imported(path: Path, only_top: bool = False) -> set[str]:
+    """The modules of ours that a file imports."""
     tree = ast.parse(path.read_text())
-    nodes = tree.body if only_top else list(ast.walk(tree))
-    return {
-        n.module.partition(".")[2]
-        for n in nodes
-        if isinstance(n, ast.ImportFrom) and n.module and "fsdptrain." in n.module
-    }
+    found = set()
+    for node in tree.body if only_top else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdptrain"):
+            base = str(node.module).removeprefix("fsdptrain").lstrip(".")
+            named = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
+            found |= {name if name in MODULES else base for name in named} & MODULES.keys()
+    return found
 
 
-def test_every_file_is_a_room() -> None:
-    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"} == set(ROOMS)
+def test_every_package_has_its_place() -> None:
+    assert {package(module) for module in MODULES} == set(ORDER)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_rooms_above_it(room: str) -> None:
-    # The command line hands over to the worker and the exporter by late imports; nobody else looks down.
-    below = imported_rooms(PACKAGE / f"{room}.py", only_top=room == "cli") - set(ROOMS[: ROOMS.index(room)])
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_is_above_it(module: str) -> None:
+    # The command line hands over to every package, by late imports; nobody else looks down.
+    place = ORDER.index(package(module))
+    below = {name for name in imported(MODULES[module], module == "cli") if ORDER.index(package(name)) > place}
     assert not below
 
 
-@pytest.mark.parametrize("room", ABOVE)
-def test_nothing_above_the_torch_line_imports_torch(room: str) -> None:
-    heavy = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
-    code = f"import sys, fsdptrain.{room}; print(sorted({heavy} & sys.modules.keys()))"
+def test_the_document_shows_the_packages_as_they_are() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    done = subprocess.run([sys.executable, ROOT / "docs" / "packages.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in text
+    rows = {line.split("|")[1].split()[0].strip("`"): line for line in text.splitlines() if line.startswith("| ")}
+    for module in MODULES:
+        assert f"`{module.rpartition('.')[2]}`" in rows[package(module) or "top"], module
+
+
+def test_no_module_is_in_a_circle() -> None:
+    needs = {module: imported(path) for module, path in MODULES.items()}
+    while free := [module for module, needed in needs.items() if not needed & needs.keys()]:
+        for module in free:
+            del needs[module]
+    assert not needs
+
+
+@pytest.mark.parametrize("name", [*LIGHT, *LIGHT_MODULES])
+def test_what_needs_no_torch_imports_none(name: str) -> None:
+    modules = [m for m in MODULES if package(m) == name] if name in LIGHT else [name]
+    imports = ", ".join(f"fsdptrain.{module}" for module in modules)
+    code = f"import sys, {imports}; print(sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert done.stdout.strip() == "[]"

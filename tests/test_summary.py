@@ -20,15 +20,16 @@ from rich.console import Console
 from support import fsdptrain, write_recipe
 from terminal import Terminal
 
-from fsdptrain import hub
-from fsdptrain.dryrun import Request, request
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
-from fsdptrain.findings import Findings
-from fsdptrain.outlook import verdict
+from fsdptrain.forecast.render import verdict
 from fsdptrain.page import Page
-from fsdptrain.plan import Plan, Topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.summary import show
+from fsdptrain.validate.client import Request, request
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.summary import show
 
 WIDTHS = [60, 80, 120]
 GIB = 2**30

@@ -18,19 +18,22 @@ from rich.console import Console
 from support import ROOT, TINY, fsdptrain, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain import machine
-from fsdptrain.anatomy import model_facts, owned_by_unit
+from fsdptrain.checkpoint import disk
+from fsdptrain.config.plan import Plan, draft_plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
-from fsdptrain.findings import Findings
-from fsdptrain.forecast import Forecast
-from fsdptrain.histogram import length_facts
-from fsdptrain.hub import hub_errors
-from fsdptrain.model import load_config, skeleton, units_of
+from fsdptrain.forecast.client import Forecast
+from fsdptrain.model.config import load_config
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import units_of
 from fsdptrain.page import Page
-from fsdptrain.plan import Plan, draft_plan, find_topology, make_plan
-from fsdptrain.recipe import load
-from fsdptrain.summary import bars, show
-from fsdptrain.validate import dry_run
+from fsdptrain.validate import machine
+from fsdptrain.validate.anatomy import length_facts, model_facts, owned_by_unit
+from fsdptrain.validate.dry_run import dry_run
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.summary import bars, show
 
 LLAMA = {"model_type": "llama", **TINY}
 
@@ -130,7 +133,7 @@ def test_the_exit_code_is_the_most_basic_problems(tmp_path: Path, monkeypatch: p
 
 
 def test_a_defect_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdptrain.validate.prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr("fsdptrain.validate.dry_run.prepare", lambda *_: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
     assert "model" in found.levels
@@ -138,12 +141,12 @@ def test_a_defect_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path))
-    before = machine.disk_facts(plan, 1000, None)
+    before = disk.disk_facts(plan, 1000, None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
-    assert machine.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
+    assert disk.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
 
 
 def test_a_folder_that_a_run_would_refuse_is_refused_by_a_dry_run_and_only_noted_elsewhere(tmp_path: Path) -> None:

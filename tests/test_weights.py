@@ -15,11 +15,13 @@ from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain import checkpoint, export
+from fsdptrain.checkpoint import export
+from fsdptrain.checkpoint import save as checkpoint
+from fsdptrain.checkpoint.export import INDEX, check_folder, names_by_block, write_folder
+from fsdptrain.config.schema import Model
 from fsdptrain.errors import CheckpointError, RecipeError
-from fsdptrain.export import INDEX, check_folder, names_by_block, write_folder
-from fsdptrain.model import saved_state, skeleton
-from fsdptrain.schema import Model
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import saved_state
 
 LLAMA = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
 
@@ -79,7 +81,7 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
 
 
 def tokenizer_of(tmp: Path) -> Any:
-    from fsdptrain.tokenizer import train_bpe
+    from fsdptrain.data.tokenizer import train_bpe
 
     train_bpe(iter(["some text to train on"] * 3), 300).save_pretrained(tmp / "tokenizer")
     return AutoTokenizer.from_pretrained(tmp / "tokenizer")

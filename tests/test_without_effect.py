@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from support import TINY, write_recipe
 
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import load_config
-from fsdptrain.plan import find_topology, make_plan
-from fsdptrain.recipe import load
+from fsdptrain.model.config import load_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # key → (configuration, what the message says)
     "dtype": ({"dtype": "bfloat16"}, "use model.dtype"),

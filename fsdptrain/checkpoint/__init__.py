@@ -1,0 +1,1 @@
+"""Sharded state on disk and back, and the Hugging Face folder."""

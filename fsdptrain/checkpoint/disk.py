@@ -1,0 +1,112 @@
+"""Room on the disk: what a run will need, what there is, and a full disk in clear words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdptrain.checkpoint.manifest import fsync
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import FULL_DISK, CheckpointError, FsdptrainError
+from fsdptrain.ownership import remove_checkpoint
+from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted, size
+
+
+def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]:
+    """What checkpoints and export will take on the disk of output_dir, and what is free there.
+
+    A checkpoint holds the master weights and AdamW's two moments. One more is there than is kept, while it is written;
+    those an earlier run left will make room. Prepared data is not counted: it lies in the cache already.
+    """
+    recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
+    every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
+    if steps is not None:
+        copies = min(copies, -(-steps // every) if every else 1)
+    checkpoint = 3 * parameters * getattr(torch, recipe.model.dtype).itemsize
+    export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
+    standing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
+    held = sum(path.stat().st_size for folder in standing for path in folder.glob("*") if path.is_file())
+    return {
+        "checkpoint_bytes": checkpoint,
+        "checkpoints": copies,
+        "export_bytes": export,
+        "needed_bytes": max(0, copies * checkpoint - held) + export,
+        "free_bytes": shutil.disk_usage(_existing(rundir.root)).free,
+    }
+
+
+def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """That there is too little room, with what takes it."""
+    if facts["free_bytes"] < facts["needed_bytes"]:
+        yield CheckpointError(
+            f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
+            f"of {plan.run_dir} ({_holdings(facts)}): lower checkpoint.keep, or choose another"
+        )
+
+
+def disk_line(facts: dict[str, Any]) -> str:
+    """The disk's facts for the person."""
+    return f"{size(facts['needed_bytes'])} needed ({_holdings(facts)}), {size(facts['free_bytes'])} free"
+
+
+def _holdings(facts: dict[str, Any]) -> str:
+    checkpoints = f"{counted(facts['checkpoints'], 'checkpoint')} of {size(facts['checkpoint_bytes'])}"
+    return f"at most {checkpoints} at a time, an export of {size(facts['export_bytes'])}"
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, FULL_DISK))})\b")
+
+
+def make_room(scratch: Path, target: Path, needed: int) -> None:
+    """Make an empty folder to write into.
+
+    Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
+    """
+    refuse_taken(target)
+    remove_checkpoint(scratch)
+    missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
+    scratch.mkdir(parents=True)
+    for folder in missing:
+        fsync(folder.parent)
+    needed += needed // 100  # headers, and what the file system takes for itself
+    if room(scratch) < needed:
+        raise CheckpointError(no_space(scratch, needed))
+
+
+def refuse_taken(target: Path) -> None:
+    """Raise CheckpointError when there is something of this name: a checkpoint never replaces anything."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: move it away, nothing is overwritten")
+
+
+def room(scratch: Path) -> int:
+    """Bytes there are for what is written into `scratch`: those free, and those it has taken."""
+    return shutil.disk_usage(scratch.parent).free + sum(path.stat().st_size for path in scratch.glob("*"))
+
+
+def no_space(scratch: Path, needed: int) -> str:
+    """What is said of a full disk, whenever it is noticed."""
+    return f"no space: needs {size(needed)}, has {size(room(scratch))}"
+
+
+@contextlib.contextmanager
+def space_told(scratch: Path, needed: int) -> Iterator[None]:
+    """Inside, a disk that fills up is a CheckpointError with the numbers (safetensors says `os error 28`)."""
+    try:
+        yield
+    except Exception as error:
+        if FULL.search(str(error)):
+            raise CheckpointError(f"{no_space(scratch, needed)} ({error})") from error
+        raise

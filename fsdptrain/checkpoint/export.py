@@ -1,0 +1,299 @@
+"""Sharded weights → a Hugging Face folder, a block at a time: neither a rank nor an offline export holds the model.
+
+The weights come from a live model (every rank takes part in gathering, rank 0 writes) or from a checkpoint on disk
+(one process); the rest is the same. The folder is written aside, read back and checked, and only then takes its name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from fsdptrain.checkpoint.disk import space_told
+from fsdptrain.checkpoint.load import Stored
+from fsdptrain.checkpoint.manifest import faults, fsync, read_manifest, refuse_ways_out
+from fsdptrain.checkpoint.save import Checkpointer, save_tensors
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
+from fsdptrain.events import Progress, Reporter
+from fsdptrain.model.assets import special_token_faults
+from fsdptrain.model.skeleton import in_dtype, skeleton
+from fsdptrain.model.units import blocks_of, saved_state
+from fsdptrain.ownership import Stamps, assets_in, exported, new_scratch, record_export, replace_export, stamps
+from fsdptrain.rundir import RunDir
+from fsdptrain.screen import Screen
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def names_by_block(model: Any) -> list[list[str]]:
+    """The model's state in groups, each converted to the file's layout in one go: a block each, and the rest singly."""
+    blocks = [f"{name}." for name, _ in blocks_of(model)]
+    groups: dict[str, list[str]] = {}
+    for name in saved_state(model):
+        groups.setdefault(next((block for block in blocks if name.startswith(block)), name), []).append(name)
+    return list(groups.values())
+
+
+def gathered(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
+    """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
+    tensors = saved_state(model)
+    for group in groups:
+        alive()
+        kept = {}
+        for name in group:
+            tensor = tensors[name].detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if writes:
+                kept[name] = whole.cpu()
+        yield kept
+
+
+def stored(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+    """The state in a checkpoint, group after group; raises CheckpointError when it is not that of `bare`."""
+    tensors = saved_state(bare)
+    for group in groups:
+        yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
+
+
+class Writer:
+    """Collects tensors into safetensors files of at most 5 GB."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes = 0
+        self._held: Tensors = {}
+        self._held_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, tensors: Tensors) -> None:
+        """Take tensors under their names in the file."""
+        for name, tensor in tensors.items():
+            tensor = tensor.contiguous()
+            if self._held and self._held_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                self._flush()
+            self._held[name] = tensor
+            self._held_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is held, name the files as transformers does, and write their index if there are several."""
+        self._flush()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._files, 1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            self._path(number).rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        self._files.append(list(self._held))
+        path = self._path(len(self._files))
+        save_tensors(self._held, path, {"format": "pt"})
+        fsync(path)
+        self.bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: bytes of weights, the files, and the folder with what could not stay in place, if any."""
+
+    bytes: int
+    files: Stamps
+    kept: Path | None
+
+
+def write_folder(
+    bare: Any,
+    groups: list[list[str]],
+    tensors: Iterator[Tensors],
+    assets: Path,
+    out: Path,
+    dtype: str,
+    progress: Progress,
+    written: Stamps | None = None,
+) -> Exported:
+    """Write a whole Hugging Face folder at `out` and check it.
+
+    `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer; `written`
+    are the files of an earlier export at `out`, which are replaced: others stay. Raises CheckpointError for a full
+    disk, or when what is read back is not what was to be written.
+    """
+    scratch = new_scratch(out)
+    wanted = in_dtype(bare, dtype)
+    state = saved_state(wanted)
+    needed = sum(tensor.nbytes for tensor in state.values())
+    try:
+        with space_told(scratch, needed):
+            for name in assets_in(assets):
+                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(assets / name, scratch / name)
+            config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
+            config.dtype = getattr(torch, dtype)
+            config.save_pretrained(scratch)
+            writer = Writer(scratch)
+            for done, group in enumerate(tensors, 1):
+                cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
+                writer.add(revert_weight_conversion(bare, cast))
+                progress("export", done, len(groups))
+            writer.finish()
+            check_folder(scratch, wanted)
+    except Exception as error:  # safetensors and transformers raise their own classes
+        shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"cannot write {out}: {error}") from error
+    files = stamps(scratch)
+    kept = replace_export(scratch, out, written or {})
+    fsync(out.parent)
+    return Exported(writer.bytes, files, kept)
+
+
+def check_folder(folder: Path, wanted: Any) -> None:
+    """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as.
+
+    Its configurations and its tokenizer must agree on the special tokens.
+    """
+    state = {name: tensor.to("meta") for name, tensor in saved_state(wanted).items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in revert_weight_conversion(wanted, state).items()}
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                shape = tuple(opened.get_slice(name).get_shape())
+                piece = opened.get_slice(name)[:0] if shape else opened.get_tensor(name)
+                found[name] = (shape, piece.dtype)
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{folder}: {len(wrong)} tensors are not as they should be; {name}: expected {expected.get(name)}, "
+            f"found {found.get(name)}"
+        )
+    if disagreements := special_token_faults(folder):  # which also opens config, generation config and tokenizer
+        raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
+
+
+def export_live(
+    model: Any,
+    bare: Any,
+    rundir: RunDir,
+    plan: Plan,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    step: int,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Export a live model after `step` steps; collective. Every rank raises when rank 0 cannot write.
+
+    `alive` is called between groups of tensors, on every rank, and may end it all by raising, if it does so on all.
+    """
+    groups = names_by_block(bare)
+    writes = checkpointer.world.rank == 0
+    tensors = gathered(model, groups, writes, alive)
+    dtype = plan.recipe.export.dtype
+    failure: Exception | None = None
+    if writes:
+        try:
+            facts = _write_and_record(rundir, step, bare, groups, tensors, dtype, reporter.progress)
+            reporter.event("export", **facts)
+        except CheckpointError as error:
+            failure = error
+    for _ in tensors:  # the gathering is everyone's, to its end, even after a failure
+        pass
+    checkpointer.all_or_none(failure)
+
+
+def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
+    """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
+    refuse_ways_out(rundir)
+    plan = _plan_of(rundir)
+    folder = _choose(rundir, step, screen.say)
+    bare = _skeleton_of(rundir, plan)
+    groups = names_by_block(bare)
+    dtype = dtype or plan.recipe.export.dtype
+
+    def progress(stage: str, done: int, total: int) -> None:
+        screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
+
+    with Stored(folder) as checkpoint:
+        tensors = stored(checkpoint, bare, groups)
+        if out == rundir.export:
+            made = read_manifest(folder).step
+            facts = _write_and_record(rundir, made, bare, groups, tensors, dtype, progress)
+        else:
+            done = write_folder(bare, groups, tensors, rundir.model, out, dtype, progress)
+            facts = {"path": str(out), "bytes": done.bytes, "dtype": dtype}
+    screen.show({"event": "export", **facts})
+    screen.summary(0.0)
+
+
+def _write_and_record(
+    rundir: RunDir, step: int, bare: Any, groups: list[list[str]], tensors: Iterator[Tensors], dtype: str, progress: Any
+) -> dict[str, Any]:
+    """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
+    _, before = exported(rundir)
+    done = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
+    record_export(rundir, step, done.files)
+    facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}
+    return facts | ({"kept": str(done.kept)} if done.kept else {})
+
+
+def _plan_of(rundir: RunDir) -> Plan:
+    """The plan of a run folder that may be a stranger's; raises CheckpointError when it is not one of ours."""
+    try:
+        text = rundir.plan.read_text(encoding="utf-8")
+        if "${" in text:  # OmegaConf would read the environment into it; the plans we write are resolved
+            raise ValueError("it has a reference in it")
+        return Plan.from_json(text)
+    except Exception as error:  # JSON, OmegaConf and dataclasses each have their own classes
+        raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
+
+
+def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
+    """The unsharded model that a run folder describes; raises CheckpointError where none can be built of it."""
+    try:
+        model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, perhaps without a GPU
+        return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), model)
+    except RecipeError:
+        raise
+    except Exception as error:  # whatever a model's constructor makes of the numbers in its config
+        raise CheckpointError(f"{rundir.model} is not the description of a model: {first_line(error)}") from None
+
+
+def _choose(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
+    """The checkpoint to export, verified: that of `step`, or the newest valid one. Raises CheckpointError."""
+    steps = rundir.checkpoint_steps()
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; there are {steps}")
+    for candidate in [step] if step is not None else reversed(steps):
+        folder = rundir.checkpoint(candidate)
+        problems = faults(folder)
+        if not problems:
+            return folder
+        say(f"{folder.name} is not valid: {problems[0]}")
+    raise CheckpointError(f"no valid checkpoint in {rundir.checkpoints}")

@@ -1,0 +1,46 @@
+"""A rank's rows of every tensor that a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdptrain.model.units import saved_state
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's rows of one tensor: `local` holds rows first … first + len(local) of `shape`; a scalar is one row."""
+
+    local: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all the rows there are."""
+        return self.local.numel() == math.prod(self.shape)
+
+
+def shards_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+    """Everything a checkpoint holds: `model.NAME` parameters and persistent buffers, `optim.NAME.KEY` moments."""
+    tensors = {f"model.{name}": tensor for name, tensor in saved_state(model).items()}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), f"{name} is gathered: a forward without backward was not resharded"
+        moments = optimizer.state[param].items()
+        tensors |= {f"optim.{name}.{key}": value for key, value in moments if value.ndim}
+    return {name: shard_of(tensor) for name, tensor in tensors.items()}
+
+
+def shard_of(tensor: torch.Tensor) -> Shard:
+    """The local rows of a (possibly sharded) tensor; a plain tensor is all its own."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(tensor.to_local(), offsets[0] if offsets else 0, tuple(tensor.shape))

@@ -1,0 +1,1 @@
+"""A recipe in, a plan out. No torch."""

@@ -1,0 +1,197 @@
+"""What a card and its links can do: published figures, and the shares of them that real training reaches.
+
+Nothing here was tuned on the runs it is compared with in docs/measurements.md. FLOP/s and memory bandwidths are from
+NVIDIA's data sheets and, for the RTX 3090 and A6000, from its GA102 white paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from fsdptrain.errors import Problem, RecipeError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One card, as a rank sees it. Bytes, FLOP/s, bytes/s.
+
+    `memory` is what torch reports as the card's total. `flops` is the dense bf16 peak, `flops32` that of float32
+    without tensor cores. `intra_bw` is the bus bandwidth of a ring inside a node, `inter_bw` one rank's share of the
+    network between nodes, `host_bw` its share of host memory and `pcie_bw` its way there. `context` is what the driver
+    and the libraries take before torch allocates anything, `communicator` what NCCL takes for each group of ranks.
+    The `_share`s are what matrix products, attention (forward, backward) and everything else reach of their peak.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    flops32: float
+    memory_bw: float
+    intra_bw: float
+    inter_bw: float
+    pcie_bw: float = 22e9
+    host_bw: float = 30e9
+    gpus_per_node: int = 8
+    context: int = int(0.6 * GIB)
+    communicator: int = 1 * GIB
+    product_share: float = 0.70
+    attention_share: tuple[float, float] = (0.45, 0.38)
+    memory_share: float = 0.80
+    launch_s: float = 6e-6
+    spread: float = 0.2
+    bf16: bool = True  # has matrix units for it
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes on a CPU."""
+        return self.name == "cpu"
+
+
+def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """`rates` are flops (dense, without sparsity), flops32, memory_bw, intra_bw and inter_bw."""
+    flops, flops32, memory_bw, intra, inter = rates
+    return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
+
+
+KNOWN = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu("h100-80gb", 79.1, 989e12, 67e12, 3.35e12, 330e9, 45e9, pcie_bw=45e9),
+        _gpu("h100-pcie-80gb", 79.1, 756e12, 51e12, 2.0e12, 36e9, 22e9, pcie_bw=45e9),
+        _gpu("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9, pcie_bw=45e9),  # NVLink joins pairs only
+        _gpu("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, pcie_bw=45e9),
+        _gpu("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
+        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
+        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
+        _gpu("l40s-48gb", 44.4, 362e12, 91.6e12, 864e9, 18e9, 10e9),
+        _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
+        _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
+        _gpu("b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
+        _gpu(  # trays of four; the network between them is counted, although NVLink reaches across a rack
+            "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
+            gpus_per_node=4,
+        ),
+        _gpu("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, pcie_bw=45e9, product_share=0.85),
+        _gpu("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
+        _gpu("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
+        _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
+        _gpu("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
+        _gpu("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
+        Hardware("v100-32gb", int(31.7 * GIB), 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
+    )
+}  # fmt: skip
+
+
+CPU = Hardware(  # memory and rates are measured where it is used: see `estimate`
+    "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
+    product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
+)  # fmt: skip
+
+
+CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
+
+
+FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?")  # words of a name that decide nothing
+
+
+OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `--hardware` asks for: so many cards (None: as many as the recipe says), which, and what was assumed."""
+
+    count: int | None
+    hardware: Hardware
+    note: str | None = None
+
+
+def parse(text: str) -> Asked:
+    """Read `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
+
+    A name is read as people write it: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with the
+    names there are, and the nearest.
+    """
+    if "=" in text:
+        return Asked(None, _custom(text))
+    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+?)(?::(\d+))?", text.strip().lower())
+    before, name, after = match.groups() if match else ("", text, "")
+    number = before or after
+    count = int(number) if number else None
+    found = [CPU] if name == "cpu" else _named(name)
+    if not found or count == 0 or (before and after):
+        raise RecipeError(f"--hardware: {_unknown(text, name)}")
+    chosen, *others = sorted(found, key=lambda hardware: -hardware.memory)
+    sizes = " or ".join(hardware.name for hardware in others)
+    return Asked(count, chosen, f"--hardware {text}: taken as {chosen.name}, not {sizes}" if others else None)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))
+    words = [re.sub(r"^rtx(?=[a\d])", "", word) for word in words]
+    return [word for word in words if not FORM_FACTORS.fullmatch(word)]
+
+
+def _model(known: str) -> list[str]:
+    """The words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
+    return _words(known.rpartition("-")[0])
+
+
+def _named(name: str) -> list[Hardware]:
+    """Every known card that goes by this name; a name without a memory size may mean several, but of one model."""
+    wanted = _words(name)
+    found = {known: _model(known) for known in KNOWN if wanted and wanted == _words(known)[: len(wanted)]}
+    shortest = min((len(model) for model in found.values()), default=0)  # `h100` is no `h100-pcie`
+    return [KNOWN[known] for known, model in found.items() if len(model) == shortest]
+
+
+def _unknown(text: str, name: str) -> str:
+    """Say that this hardware is not known, and what is."""
+    if any(OTHER_MAKES.fullmatch(word) for word in _words(name)):
+        return f"{text!r} is no CUDA device: runs are on NVIDIA GPUs (NCCL) or on CPUs (gloo)"
+    models = {known.partition("-")[0]: known for known in reversed(KNOWN)} | {known: known for known in KNOWN}
+    near = get_close_matches("".join(name.split()), models, n=1)
+    return (
+        f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else "")
+        + f" Known are {', '.join([*KNOWN, 'cpu'])}, any with a count in front (8xh100); or give "
+        f"{','.join(f'{key}=…' for key in CUSTOM)}"
+    )  # fmt: skip
+
+
+def _custom(text: str) -> Hardware:
+    pairs = dict(pair.partition("=")[::2] for pair in text.split(","))
+    problems = [Problem(f"{key!r} is not one of {', '.join(CUSTOM)}", "--hardware") for key in pairs.keys() - {*CUSTOM}]
+    problems += [Problem(f"needs {key}=…", "--hardware") for key in CUSTOM if key not in pairs]
+    numbers: dict[str, float] = {}
+    for key, value in pairs.items():
+        try:
+            numbers[key] = float(value)
+        except ValueError:
+            numbers[key] = 0.0
+        if not 0 < numbers[key] < float("inf"):
+            problems.append(Problem(f"{key}: {value!r} is not a number above 0 (bytes, FLOP/s, bytes/s)", "--hardware"))
+    if problems:
+        raise RecipeError(problems)
+    near = KNOWN["h100-80gb"]  # the shares and what was not given
+    bandwidth = near.memory_bw * numbers["flops"] / near.flops
+    return dataclasses.replace(
+        near, name="custom", memory=int(numbers.pop("memory")), memory_bw=bandwidth,
+        flops32=near.flops32 * numbers["flops"] / near.flops, **numbers,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def card(name: str, memory: int) -> Hardware | None:
+    """The hardware of a visible GPU by the name and the memory torch reports; None for one we have no figures of."""
+    words = {*_words(name)}
+    models = {known: model for known in KNOWN if words.issuperset(model := _model(known))}
+    longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is no `H100`
+    same = [KNOWN[known] for known, model in models.items() if len(model) == longest]
+    nearest = min(same, key=lambda hardware: abs(hardware.memory - memory), default=None)
+    return dataclasses.replace(nearest, memory=memory) if nearest else None

@@ -1,0 +1,292 @@
+"""Names from other tools that people bring along, and where each lives in a recipe.
+
+FSDP1, Accelerate, DeepSpeed, the Trainer, TRL, Axolotl, torchtune and LLaMA-Factory; `docs/from-fsdp1.md` has the same
+names in tables, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+_ALWAYS = "always on in this engine (FSDP2): delete the line"
+
+
+_ADAPTERS = "not supported (yet): every parameter is trained, without adapters or quantised weights"
+
+
+_CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
+
+
+_REPORTS = "not supported: metrics.jsonl holds every event, and log.tensorboard writes TensorBoard's"
+
+
+_CODE = (
+    "not a recipe key, for a recipe names no code: say --trust-remote-code, together with a model.revision that is a "
+    "full commit"
+)
+
+
+_SECRET = "not a recipe key, for a recipe is kept in the run folder: set HF_TOKEN in the environment"
+
+
+# What stands here → the names of other tools for it. A text begins with a key or section of ours, or says in its first
+# words why there is none; `*` stands for any ending.
+HOMES = {
+    # model
+    "model.id": "base_model model_name_or_path pretrained_model_name_or_path model_name checkpointer checkpoint_dir",
+    "model.revision": "model_revision revision_of_model",
+    "model.tokenizer": "tokenizer_config tokenizer_name tokenizer_name_or_path",
+    "model.config": "overrides_of_model_config config_overrides rope_scaling rope_theta",
+    "model.config: {model_type: …}, and only for a model from scratch; else the model's own config says it": (
+        "model_type config_name"
+    ),
+    "model.dtype: that of the master weights; compute is in fsdp.mixed_precision.param_dtype": (
+        "torch_dtype model_dtype pure_bf16"
+    ),
+    "model.attn_implementation": (
+        "flash_attention flash_attn attn_impl sdp_attention eager_attention flex_attention use_flash_attention "
+        "use_flash_attention_2"
+    ),
+    "not supported: the model's own attention kernels are model.attn_implementation": (
+        "xformers_attention s2_attention shift_attn sparse_attention"
+    ),
+    "derived from the files of the model and its tokenizer: delete the line": (
+        "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model"
+    ),
+    "not needed: no unknown key is ever ignored": "strict",
+    "not supported (yet): the tokenizer is taken as it is": (
+        "special_tokens added_tokens tokens resize_vocab resize_token_embeddings_to_32x add_tokens new_special_tokens"
+    ),
+    _ADAPTERS: (
+        "adapter peft peft_config lora_* qlora* use_peft use_dora load_in_8bit load_in_4bit quantization_bit "
+        "quantization_config quantizer bnb_4bit_* adapter_name_or_path additional_target apply_lora_to_* "
+        "save_adapter_weights_only gptq* relora* freeze_* unfrozen_parameters"
+    ),
+    "not supported (yet): it is always full, without adapters (LoRA) or frozen layers; delete the line": (
+        "finetuning_type"
+    ),
+    "not supported: a recipe names no Python object": "_component_ plugins custom_sharded_layers",
+    "not supported: with train.loss: chunked (the default) the logits of a whole batch never exist": (
+        "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_* cut_cross_entropy"
+    ),
+    # data
+    "data.path": "datasets dataset dataset_name dataset_path dataset_dir train_file train_files data_files data_path",
+    "data.path: org/name:config:split": "dataset_config dataset_config_name dataset_split train_split",
+    "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
+    "data.format: chat is rendered with the tokenizer's own template; delete the line": (
+        "chat_template chat_template_path apply_chat_template template"
+    ),
+    "data.columns": "dataset_text_field text_column prompt_column response_column messages_column column_map",
+    "data.seq_len": (
+        "sequence_len max_seq_length max_seq_len cutoff_len max_length model_max_length block_size seq_length "
+        "sequence_length max_sequence_length context_length"
+    ),
+    "data.packing: bfd, concat or none; documents in one sequence never see one another": (
+        "sample_packing packed neat_packing padding_free packing_strategy multipack_attn eval_sample_packing "
+        "eval_packing group_by_length pretraining_sample_concatenation"
+    ),
+    "always on: sequences are data.seq_len tokens long; delete the line": "pad_to_sequence_len pad_to_multiple_of",
+    "data.train_on: all or completion": (
+        "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train "
+        "mask_history"
+    ),
+    "data.max_rows": "max_samples max_train_samples",
+    "data.eval: {fraction: 0.01} or {path: …}": (
+        "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
+        "validation_split_percentage max_eval_samples"
+    ),
+    "not supported (yet): name one data set, a folder or a glob in data.path": "mix_strategy interleave_probs",
+    "always on: every epoch is another permutation, drawn from seed": (
+        "shuffle shuffle_merged_datasets shuffle_buffer_size"
+    ),
+    _CACHE: (
+        "streaming dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "
+        "tokenized_path buffer_size dataloader_* remove_unused_columns"
+    ),
+    # fsdp
+    "fsdp: what its keys are called here is in docs/from-fsdp1.md": "fsdp_config",
+    "fsdp: stage 3 is fsdp.strategy: FULL_SHARD, stage 2 SHARD_GRAD_OP; the rest is in docs/from-fsdp1.md": (
+        "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
+    ),
+    "fsdp.strategy": (
+        "sharding_strategy fsdp_sharding_strategy reshard_after_forward fsdp_reshard_after_forward parallelism_config"
+    ),
+    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": "stage",
+    "fsdp.shard_size: with fsdp.strategy: HYBRID_SHARD; the number of copies is derived": (
+        "mics_shard_size dp_shard_size dp_replicate_size parallelism_config_dp_shard_size "
+        "parallelism_config_dp_replicate_size data_parallel_shard_dim data_parallel_replicate_dim"
+    ),
+    "fsdp.wrap: a list of class names": (
+        "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap auto_wrap_policy fsdp_auto_wrap_policy "
+        "leaf_module stage3_module_granularity_threshold"
+    ),
+    "fsdp.wrap: {min_params: …}": "min_num_params fsdp_min_num_params",
+    "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
+    "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
+    "not supported: bfloat16 (fsdp.mixed_precision.param_dtype) needs no loss scaling": (
+        "fp16 fp8 amp loss_scale* downcast_bf16 float8 float16"
+    ),
+    "not supported: float32 products are full float32": "tf32",
+    "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
+    "fsdp.forward_prefetch: how many units ahead": "fsdp_forward_prefetch",
+    "fsdp.cpu_offload": (
+        "offload_params fsdp_offload_params fsdp_cpu_offload cpu_offload_param offload_optimizer offload_param"
+    ),
+    "fsdp.activation_checkpointing": (
+        "gradient_checkpointing enable_activation_checkpointing fsdp_activation_checkpointing "
+        "disable_gradient_checkpointing"
+    ),
+    "not supported: recomputed activations are fsdp.activation_checkpointing, and not offloaded": (
+        "activation_offloading enable_activation_offloading gradient_checkpointing_kwargs"
+    ),
+    _ALWAYS: (
+        "use_orig_params sync_module_states limit_all_gathers fsdp_sync_module_states fsdp_use_orig_params "
+        "cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading low_cpu_mem_usage overlap_comm elastic_checkpoint "
+        "load_from_fp32_weights zero3_init_flag average_tokens_across_devices cast_forward_inputs "
+        "cast_root_forward_inputs contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients "
+        "use_multi_rank_bucket_allreduce optim_state_dict save_safetensors"
+    ),
+    "always 2 (FSDP2): delete the line": "fsdp_version",
+    "derived (checkpoints are sharded, the export is full): delete the line": (
+        "state_dict_type fsdp_state_dict_type fsdp_final_state_dict_type summon_full_params"
+    ),
+    "derived from fsdp.strategy, fsdp.shard_size and the number of ranks": "process_group device_mesh",
+    "derived from the batch sizes and the label tokens: delete the line": (
+        "prescale_gradients gradient_predivide_factor"
+    ),
+    "derived from fsdp.wrap and the prefetch keys: delete the line": (
+        "reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
+        "stage3_max_live_parameters stage3_max_reuse_distance"
+    ),
+    "not supported: this engine is FSDP2, for data parallelism only": (
+        "tensor_parallel_* tensor_parallel_size context_parallel_* sequence_parallel_degree pipeline pipeline_* "
+        "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size megatron_lm_config xla xla_* "
+        "tpu_* ddp_* ignored_modules ignored_states keep_low_precision_grads nvme_path buffer_count max_in_cpu "
+        "fast_init ratio super_offload cpuadam_cores_perc convert_grad_on_cpu zenflow pin_memory "
+        "cpu_offload_use_pin_memory stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size "
+        "mics_hierarchical_params_gather zero_hpz_partition_size zero_quantized_* zeropp_loco_param "
+        "ignore_unused_parameters memory_efficient_linear override_module_apply legacy_stage1 "
+        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio compression_training autotuning elasticity"
+    ),
+    "export.dtype: bfloat16, with export.at_end": "stage3_gather_16bit_weights_on_model_save",
+    # optim and schedule
+    "optim": "optimizer optim_args optimizer_params",
+    "optim.lr": "learning_rate",
+    "optim.betas": "adam_beta1 adam_beta2",
+    "optim.eps": "adam_epsilon",
+    "optim.max_grad_norm": "gradient_clipping clip_grad_norm gradient_clip_val",
+    "not supported (yet): AdamW steps once, for all parameters alike": (
+        "optimizer_in_bwd optim_target_modules embedding_lr embedding_lr_scale lr_groups loraplus_* galore_* "
+        "use_galore use_badam neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor"
+    ),
+    "schedule": "lr_scheduler scheduler",
+    "schedule.name: constant, linear, cosine or wsd": "lr_scheduler_type lr_scheduler_kwargs",
+    "schedule.warmup: below 1 a fraction, from 1 on steps": "warmup_ratio warmup_steps num_warmup_steps",
+    "schedule.min_lr: a fraction of optim.lr": "cosine_min_lr_ratio min_lr_ratio min_lr_rate",
+    # train
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.steps": "max_steps max_train_steps total_steps max_steps_per_epoch training_steps",
+    "train.global_batch_size": "train_batch_size global_train_batch_size",
+    "train.micro_batch_size": (
+        "per_device_train_batch_size train_micro_batch_size_per_gpu device_batch_size per_gpu_train_batch_size"
+    ),
+    "train.micro_batch_size: that of evaluation too": ("per_device_eval_batch_size eval_batch_size batch_size_val"),
+    "train.micro_batch_size: sequences of a rank; of a whole step train.global_batch_size": "batch_size",
+    "derived from train.global_batch_size and train.micro_batch_size": (
+        "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches auto_find_batch_size"
+    ),
+    "train.compile": "torch_compile torch_compile_backend torch_compile_mode",
+    "train.deterministic": "full_determinism cudnn_deterministic_mode",
+    "seed": "data_seed random_seed",
+    # eval, checkpoint, export, log
+    "eval.every": (
+        "eval_steps eval_strategy evaluation_strategy evals_per_epoch run_val_every_n_steps validation_interval"
+    ),
+    "checkpoint.every": "save_steps save_strategy saves_per_epoch save_every_n_steps save_interval",
+    "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
+    "checkpoint.async": "enable_async_checkpointing",
+    "checkpoint.resume: auto (the default) goes on from the newest valid checkpoint in output_dir": (
+        "resume_from_checkpoint auto_resume_from_checkpoints"
+    ),
+    "not supported: nothing is overwritten; name another output_dir": "overwrite_output_dir",
+    "export.at_end": "save_only_model",
+    "not supported (yet): the last weights are exported; checkpoints are chosen with fsdptrain export --step": (
+        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience"
+    ),
+    "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
+    "name": "run_name experiment_name",
+    "log.every": "logging_steps log_every_n_steps steps_per_print logging_strategy logging_first_step",
+    "log.tensorboard": "use_tensorboard logging_dir",
+    _REPORTS: (
+        "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
+        "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
+        "wall_clock_breakdown comms_logger flops_profiler profiler"
+    ),
+    # launch
+    "launch.nproc_per_node: workers of one node, num_processes / num_machines": "num_processes",
+    "launch.nnodes: start the same command on every node": "num_machines hostfile num_nodes",
+    "launch.rdzv_endpoint: host:port of the first node": (
+        "main_process_ip main_process_port master_addr master_port rdzv_backend"
+    ),
+    "launch.timeout_s": "ddp_timeout",
+    "derived from the machine: delete the line": (
+        "machine_rank same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
+        "gpu_memory_limit"
+    ),
+    "derived (a run trains, and evaluates where data.eval is set): delete the line": "do_train do_eval",
+    _CODE: "trust_remote_code",
+    _SECRET: "token hf_token use_auth_token hub_token",
+    "not supported: what is trained is the next token (data.format: text, chat or prompt_completion)": (
+        "rl reward_model beta dpo_* simpo_* kto_* reward_*"
+    ),
+}
+
+
+RENAMED = {name: home for home, names in HOMES.items() for name in names.split()}
+
+
+_PATTERNS = {name: home for name, home in RENAMED.items() if "*" in name}
+
+
+# Values that people bring along: key → what they write → what it is called here. Suggested, never taken silently.
+MEANT: dict[str, dict[Any, Any]] = {
+    "fsdp.strategy": {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "fsdp": "FULL_SHARD"},
+    "fsdp.mixed_precision.param_dtype": {"fp16": "bfloat16", "float16": "bfloat16", "mixed": "bfloat16"},
+    "fsdp.backward_prefetch": {"no_prefetch": "NONE", None: "NONE", False: "NONE", True: "BACKWARD_PRE"},
+    "fsdp.activation_checkpointing": {True: "full", False: "none", None: "none", "block": "full"},
+    "fsdp.wrap": {True: "auto", "transformer_based_wrap": "auto", "size_based_wrap": {"min_params": 100_000_000}},
+    "model.attn_implementation": {"fa2": "flash_attention_2", "flash_attention": "flash_attention_2"},
+    "model.init": {True: "pretrained", False: "random", "scratch": "random"},
+    "data.packing": {True: "bfd", False: "none", None: "none", "wrapped": "concat"},
+    "data.format": {
+        "sharegpt": "chat", "messages": "chat", "conversational": "chat", "chat_template": "chat",
+        "alpaca": "prompt_completion", "instruction": "prompt_completion", "completion": "text",
+    },
+    "data.train_on": {"assistant": "completion", "assistant_only": "completion", "prompt": "all", True: "all"},
+    "optim.name": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "schedule.name": {
+        "constant_with_warmup": "constant", "cosine_with_warmup": "cosine", "cosine_with_min_lr": "cosine",
+        "linear_with_warmup": "linear", "warmup_stable_decay": "wsd",
+    },
+    "checkpoint.resume": {True: "auto", False: "never", None: "never"},
+}  # fmt: skip
+
+
+def home_of(word: str) -> str | None:
+    """Return where another tool's name lives here, as `HOMES` has it; None for a name that none of them uses."""
+    return RENAMED.get(word) or next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
+
+
+def key_in(home: str) -> str | None:
+    """Return the key or section that a text of `HOMES` begins with; None where it is a reason."""
+    key = home.partition(":")[0]
+    return None if " " in key else key
+
+
+def sentence(home: str) -> str:
+    """Return a text of `HOMES` as a message behind the name it is about."""
+    key = key_in(home)
+    return f"is {home}" if key is None else f"is called {key} here{home.removeprefix(key)}"

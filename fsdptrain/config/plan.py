@@ -1,0 +1,318 @@
+"""Recipe + machine → `Plan`: all arithmetic of a run, as JSON, the workers' only input.
+
+The order of the data lives here as well: which samples make up step s, and which rank computes them, follows from the
+plan alone, so that every rank agrees on it without asking.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fsdptrain import __version__
+from fsdptrain.config.paths import HUB_ID, at_home, find_data, is_folder
+from fsdptrain.config.reader import Written
+from fsdptrain.config.schema import Recipe, flat
+from fsdptrain.config.topology import Topology
+from fsdptrain.errors import Problem, RecipeError, shortened
+
+PLAN_DIGEST = (
+    "FSDPTRAIN_PLAN_DIGEST"  # in the environment of agents and workers: the digest of the plan they are to read
+)
+
+
+LAYOUT = 5  # of tokens, batches and updates that follow from a recipe: another number, another cache and no resume
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set on the Hub, as `org/name[:config[:split]][@revision]`."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+    revision: str = ""
+
+    @classmethod
+    def of(cls, path: str) -> HubData:
+        """Take a data path apart."""
+        whole, _, revision = path.partition("@")
+        name, _, rest = whole.partition(":")
+        config, _, split = rest.partition(":")
+        return cls(name, config, split, revision)
+
+    def __str__(self) -> str:
+        """Return the data path."""
+        part = f"{self.name}:{self.config}:{self.split}".rstrip(":")
+        return f"{part}@{self.revision}" if self.revision else part
+
+    def at(self, revision: str) -> HubData:
+        """Return the same data set at a revision."""
+        return dataclasses.replace(self, revision=revision)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a worker needs to know.
+
+    `replicas` copies of the model are each spread over `shard_size` ranks; one optimizer step is `accumulation`
+    micro-batches on every rank.
+    """
+
+    version: str
+    recipe: Recipe
+    run_dir: str
+    data_path: str
+    eval_path: str | None
+    topology: Topology
+    replicas: int
+    shard_size: int
+    accumulation: int
+    threads: int
+    trust_remote_code: bool = False  # of the command line, never of a recipe: the model's own code may be run
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
+        return self.recipe.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether there are weights to read at the start."""
+        return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
+
+    def hub_names(self) -> list[str]:
+        """What is read from the Hub (or its cache): the names of model, tokenizer and data that lie in no folder."""
+        model = self.recipe.model
+        names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
+        paths = [path for path in (self.data_path, self.eval_path) if path and not Path(path).is_absolute()]
+        return list(dict.fromkeys([*names, *paths]))
+
+    @property
+    def own_tokenizer(self) -> bool:
+        """Whether the tokenizer is the one that belongs to the model, so that both know the same special tokens."""
+        model = self.recipe.model
+        return model.id is not None and "model_type" not in model.config and model.tokenizer in (None, model.id)
+
+    def total_steps(self, blocks: int) -> int:
+        """Optimizer steps for a data set of `blocks` sequences: every sequence is seen at least `epochs` times."""
+        train = self.recipe.train
+        return train.steps or max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+
+    def step_positions(self, step: int) -> range:
+        """Positions in the endless data stream that make up the global batch of `step` (counted from 0)."""
+        size = self.recipe.train.global_batch_size
+        return range(step * size, (step + 1) * size)
+
+    def micro_batches(self, step: int, rank: int) -> list[range]:
+        """The positions that `rank` computes in `step`, one range of `micro_batch_size` a micro-batch."""
+        micro, world = self.recipe.train.micro_batch_size, self.topology.world_size
+        first = step * self.recipe.train.global_batch_size + rank * micro
+        return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run may not change without becoming another run: dotted recipe path → value.
+
+        data.revision is not in it: the commit that it stands for is in the fingerprint of the data, `data.content`.
+        """
+        recipe = flat(self.recipe)
+        fixed = {
+            path: value
+            for path, value in recipe.items()
+            if path.startswith(("model.", "data."))
+            and path not in ("model.attn_implementation", "data.eval", "data.revision")
+        }
+        held_out = recipe["data.eval"] or {}
+        fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
+        same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+        return fixed | same | {LAYOUT_KEY: LAYOUT}
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of all of the plan that is the same on every node."""
+        return hashlib.sha256(dataclasses.replace(self, threads=0).to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with sorted keys, those of the recipe as in YAML (`async`)."""
+        fields = dataclasses.asdict(self, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
+        return json.dumps(fields, indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote, here or in an earlier version, which wrote `async_`."""
+        fields = json.loads(text)
+        checkpoint = fields["recipe"]["checkpoint"]
+        if "async" in checkpoint:
+            checkpoint["async_"] = checkpoint.pop("async")
+        recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), fields.pop("recipe")))
+        return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan of a run from its folder.
+
+    Raises RecipeError when it is not the plan that the launcher wrote (PLAN_DIGEST in the environment).
+    """
+    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    wanted = os.environ.get(PLAN_DIGEST)
+    if wanted is not None and plan.digest() != wanted:
+        raise RecipeError(
+            f"{path} is not the plan that this run was started with: another process changed it. Run the same command "
+            "again, and give every run an output_dir of its own"
+        )
+    return plan
+
+
+def make_plan(written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False) -> Plan:
+    """Derive the plan of a recipe on a machine.
+
+    Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
+    NoData where there is nothing at the path. `elsewhere`: files are looked for, but need not be here.
+    """
+    plan, problems = draft_plan(written, topology, elsewhere, trust_remote_code)
+    if problems:
+        raise RecipeError(problems)
+    return plan
+
+
+def draft_plan(
+    written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+) -> tuple[Plan, list[Problem]]:
+    """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
+    recipe = at_home(written.recipe)
+    problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+    problems += [] if elsewhere else _model_problems(recipe)
+    problems += _trust_problems(recipe) if trust_remote_code else []
+    held_out, revision = recipe.data.eval or {}, recipe.data.revision
+    data_path = find_data(recipe.data.path or "", written.folder, elsewhere)
+    eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
+    if revision is not None and Path(data_path).is_absolute():
+        problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
+    elif revision is not None:
+        data = HubData.of(data_path)
+        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same
+            eval_path = str(HubData.of(eval_path).at(revision))
+        data_path = str(data.at(revision))
+    plan = Plan(
+        version=__version__,
+        recipe=recipe,
+        run_dir=str(Path(recipe.output_dir).absolute()),
+        data_path=data_path,
+        eval_path=eval_path,
+        topology=topology,
+        **layout(recipe, topology),
+        threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        trust_remote_code=trust_remote_code,
+    )
+    return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
+
+
+def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """How a recipe lies on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+    shard_size, world = _shard_size(recipe, topology), topology.world_size
+    return {
+        "replicas": world // shard_size,
+        "shard_size": shard_size,
+        "accumulation": recipe.train.global_batch_size // (recipe.train.micro_batch_size * world),
+    }
+
+
+def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+    """Return the plan of the same job on the same ranks with these keys changed."""
+    recipe = plan.recipe
+    for path, value in overrides.items():
+        section, name = path.split(".")
+        part = dataclasses.replace(getattr(recipe, section), **{name: value})
+        recipe = dataclasses.replace(recipe, **{section: part})
+    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
+
+
+def loss_chunks(tokens: int, vocab: int, hidden: int) -> int:
+    """How many chunks of a micro-batch's tokens the chunked loss takes one after the other.
+
+    Of n chunks each has logits of 2·V·T/n bytes (in bf16), and where there are several the weight's gradient is a
+    float32 sum, with a product to be added: 6·V·H. So up to 6·H tokens one chunk takes the least memory, and it is the
+    quickest; beyond, a chunk is as long as its logits take what the sum does.
+    """
+    return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
+
+
+def loss_rows(vocab: int, device: str) -> int:
+    """Of how many tokens at a time the chunked loss has float32 logits.
+
+    On a CPU as many as stay in its caches (4 MiB); on a GPU enough to keep it busy (256 MiB).
+    """
+    return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from any values: different values, unrelated seeds."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    train, world = recipe.train, topology.world_size
+    unit = train.micro_batch_size * world
+    if train.global_batch_size % unit == 0:
+        return []
+    below = train.global_batch_size // unit * unit
+    near = " or ".join(str(size) for size in (below, below + unit) if size)
+    message = (
+        f"{train.global_batch_size} sequences do not divide over {world} ranks × micro-batches of "
+        f"{train.micro_batch_size}; the nearest that do: {near}"
+    )
+    return [Problem(message, "train.global_batch_size")]
+
+
+def _shard_size(recipe: Recipe, topology: Topology) -> int:
+    if recipe.fsdp.strategy == "NO_SHARD":
+        return 1
+    if recipe.fsdp.strategy.startswith("HYBRID"):
+        return recipe.fsdp.shard_size or topology.nproc_per_node
+    return topology.world_size
+
+
+def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    size, world = _shard_size(recipe, topology), topology.world_size
+    if world % size == 0:
+        return []
+    near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
+    divisors = ", ".join(map(str, near))
+    return [Problem(f"{size} does not divide {world} ranks; these do: {divisors}", "fsdp.shard_size")]
+
+
+def _model_problems(recipe: Recipe) -> list[Problem]:
+    names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
+    return [
+        Problem(
+            f"{shortened(name)!r} is neither a folder here nor a Hub id (org/name); if a run exports it, do that first",
+            path,
+        )
+        for path, name in names.items()
+        if isinstance(name, str) and not is_folder(name) and not HUB_ID.fullmatch(name)
+    ]
+
+
+def _trust_problems(recipe: Recipe) -> list[Problem]:
+    """Code is run from a folder that is here, or from one commit of the Hub, which can never become another's."""
+    name, revision = recipe.model.id, recipe.model.revision
+    if name is None:
+        return [Problem("there is no model.id whose code could be run", "--trust-remote-code")]
+    if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return []
+    what = f"{shortened(revision)!r} is a branch or a tag, and can move" if revision else "is not set"
+    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so name the full commit (40 hex digits)"
+    return [Problem(message, "model.revision")]
+
+
+LAYOUT_KEY = "layout"  # in an identity: `plan.LAYOUT` of the version that wrote it

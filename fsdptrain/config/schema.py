@@ -1,0 +1,444 @@
+"""The recipe's schema: every key with its type, default, limits and one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def key(default: Any, doc: str, **limits: Any) -> Any:
+    """A recipe key: its default, one sentence, and its limits.
+
+    They are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`.
+    `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
+    of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
+    their name). `values` does the same for each value of a mapping whose keys are free. `any_text`: a text that may be
+    empty, white space or control characters.
+    """
+    metadata = {"doc": doc, **limits}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass
+class Model:
+    """Which model, from where, and in which master dtype."""
+
+    id: str | None = key(None, "Hub id or local folder; null together with a whole `config` means from scratch")
+    revision: str | None = key(None, "branch, tag or commit of a Hub id")
+    tokenizer: Any = key(
+        None,
+        "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",
+        forms=(None, str, {"train": int}),
+    )
+    config: dict[str, Any] = key({}, "overrides of the architecture or, with `model_type`, a whole one")
+    init: Literal["pretrained", "random"] = key("pretrained", "read the weights, or draw them from `seed`")
+    dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer's state")
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
+        "auto",
+        "the attention kernel, as transformers names it; auto: flash_attention_2 where it is installed and takes these "
+        "batches, else sdpa (on a CPU in tiles where these are faster), else eager",
+    )
+
+
+# The fields a row of each format has; `data.columns` maps them to the columns' own names.
+FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
+
+
+OPTIONAL_FIELDS = {"chat": ("tools",)}  # read where there is such a column
+
+
+@dataclass
+class Data:
+    """What to train on and how rows become token blocks."""
+
+    path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
+    revision: str | None = key(
+        None, "branch, tag or commit of a Hub data set; the commit of a run's first start is kept for its resumes"
+    )
+    format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
+    columns: dict[str, Any] = key(
+        {},
+        "our field name → the column's name, where they differ; of several names the texts are joined by an empty line",
+        values=(str, list[str]),
+    )
+    seq_len: int = key(2048, "tokens of one sequence", at_least=8)
+    packing: Literal["bfd", "concat", "none"] = key("bfd", "best-fit decreasing, one long stream, or a row a sequence")
+    train_on: Literal["all", "completion"] = key("completion", "which tokens carry a loss (text: always all)")
+    separator: str = key(
+        "", 'between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
+    )
+    max_rows: int | None = key(None, "read at most this many rows", at_least=1)
+    eval: Any = key(
+        None,
+        "held-out data: {path, max_rows}, or {fraction} of the tokens, in whole rows chosen by `seed`",
+        forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
+    )
+
+
+@dataclass
+class MixedPrecision:
+    """The dtypes of compute, of gradient reduction and of the model's buffers."""
+
+    param_dtype: Dtype = key("bfloat16", "dtype of gathered parameters, activations and matrix products")
+    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (then kept in model.dtype)")
+    buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null leaves them as the model made them")
+
+
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+
+
+@dataclass
+class Fsdp:
+    """How parameters, gradients and optimizer state are spread over the ranks."""
+
+    strategy: Strategy = key("FULL_SHARD", "what is sharded, and whether it is freed after forward")
+    shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: those of a node", at_least=1)
+    wrap: Any = key(
+        "auto",
+        "auto (the model's own blocks), a list of class names, or {min_params: N}",
+        forms=("auto", list[str], {"min_params": int}),
+    )
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] = key(
+        "BACKWARD_PRE", "gather the next unit before, after, or not ahead of this unit's backward"
+    )
+    forward_prefetch: int = key(0, "extra units gathered ahead in forward", at_least=0, at_most=16)
+    accumulation: Literal["reduce", "hold"] = key(
+        "reduce", "reduce gradients every micro-batch (least memory) or hold them to the last (least traffic)"
+    )
+    cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
+    activation_checkpointing: Any = key(
+        "none",
+        "recompute in backward: none, full, selective (keep products and attention), or {every: n} blocks",
+        forms=("none", "full", "selective", {"every": int}),
+    )
+
+
+@dataclass
+class Optim:
+    """The optimizer."""
+
+    name: Literal["adamw"] = key("adamw", "AdamW, fused where the device has a kernel")
+    lr: float = key(2e-5, "peak learning rate", at_least=0)
+    betas: list[float] = key([0.9, 0.95], "decay of the first and second moments")
+    eps: float = key(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = key(0.1, "decoupled decay of matrices; norms, biases and embeddings get none", at_least=0)
+    max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
+
+
+@dataclass
+class Schedule:
+    """The learning rate as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape after the warm-up")
+    warmup: float = key(0.03, "below 1 a fraction of all steps, from 1 on a number of steps", at_least=0)
+    min_lr: float = key(0.1, "the floor, as a fraction of optim.lr", at_least=0, at_most=1)
+
+
+@dataclass
+class Train:
+    """How long, and in which portions."""
+
+    epochs: float = key(1.0, "passes over the data", above=0)
+    steps: int | None = key(None, "optimizer steps, instead of epochs", at_least=1)
+    global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
+    micro_batch_size: int = key(1, "sequences a rank computes at a time", at_least=1)
+    loss: Literal["chunked", "plain"] = key(
+        "chunked", "compute logits and their loss a chunk of tokens at a time, or for the whole micro-batch at once"
+    )
+    compile: bool = key(False, "torch.compile every block")
+    deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop",
+        "a step whose loss or gradient is not finite updates nothing; then the run stops, or goes on with the next",
+    )
+    max_skipped: int = key(3, "with on_nonfinite: skip, as many steps in a row may be skipped", at_least=1)
+
+
+@dataclass
+class Eval:
+    """Held-out evaluation."""
+
+    every: int | None = key(None, "steps between evaluations; the last step is always evaluated", at_least=1)
+
+
+@dataclass
+class Checkpoint:
+    """Sharded checkpoints to resume from."""
+
+    every: int | None = key(500, "steps between checkpoints; null: only at a stop and at the end", at_least=1)
+    keep: int = key(2, "how many verified checkpoints stay", at_least=1)
+    async_: bool = key(True, "write in the background; training waits only for the copy to host memory")
+    resume: Literal["auto", "never"] = key("auto", "go on from the newest valid checkpoint in output_dir")
+
+
+@dataclass
+class Export:
+    """The Hugging Face folder."""
+
+    at_end: bool = key(True, "write it when training is done")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
+
+
+@dataclass
+class Log:
+    """What is written down while the run goes."""
+
+    every: int = key(1, "steps between `step` events", at_least=1)
+    tensorboard: bool = key(True, "write TensorBoard events as well")
+    forecast: bool = key(True, "on GPUs: forecast the run beside it, and compare at its end")
+
+
+@dataclass
+class Launch:
+    """The processes."""
+
+    nproc_per_node: Any = key("auto", "workers a node; auto: its visible GPUs, else 2 on CPU", forms=("auto", int))
+    nnodes: int = key(1, "machines; start the same command on each", at_least=1)
+    rdzv_endpoint: str | None = key(None, "host:port of the first machine, for nnodes > 1")
+    max_restarts: int = key(0, "restarts after a worker died; errors that would repeat are not retried", at_least=0)
+    timeout_s: int = key(
+        300,
+        "seconds without a micro-batch done before the run is called hung; before the first step three times as many",
+        at_least=1,
+    )
+    grace_s: int | None = key(
+        None,
+        "seconds a stop may take, its checkpoint included, before all is killed; null: as long as it takes",
+        at_least=1,
+    )
+
+
+@dataclass
+class Recipe:
+    """A whole recipe. Field names are the YAML keys (a trailing underscore stands for a Python keyword's)."""
+
+    name: str = key("run", "names the run folder")
+    seed: int = key(42, "of initial weights, data order and dropout", at_least=0, at_most=2**31 - 1)
+    output_dir: str = key("runs/${name}", "the run folder")
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    export: Export = field(default_factory=Export)
+    log: Log = field(default_factory=Log)
+    launch: Launch = field(default_factory=Launch)
+
+
+def key_of(spec: dataclasses.Field[Any]) -> str:
+    """The YAML key of a dataclass field: `async_` is written `async`."""
+    return spec.name.rstrip("_")
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def section_of(schema: type, name: str) -> type | None:
+    """The dataclass behind a field that is a section of the recipe, or None for a leaf."""
+    annotation = _hints(schema)[name]
+    return annotation if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) else None
+
+
+def all_fields(schema: type = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every leaf of the schema as (dotted YAML path, dataclass field)."""
+    for spec in dataclasses.fields(schema):
+        section = section_of(schema, spec.name)
+        if section is None:
+            yield prefix + key_of(spec), spec
+        else:
+            yield from all_fields(section, f"{prefix}{key_of(spec)}.")
+
+
+def all_paths() -> list[str]:
+    """Every dotted path of the schema, in order."""
+    return [path for path, _ in all_fields()]
+
+
+def get(recipe: Recipe, path: str) -> Any:
+    """The value at a dotted YAML path."""
+    value: Any = recipe
+    for word in attribute(path).split("."):
+        value = getattr(value, word)
+    return value
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as one flat mapping from dotted path to value."""
+    return {path: get(recipe, path) for path in all_paths()}
+
+
+def attribute(path: str) -> str:
+    """The dotted attribute path of a dotted YAML path: `checkpoint.async` is `checkpoint.async_`."""
+    return "checkpoint.async_" if path == "checkpoint.async" else path
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a value has one of the shapes that `key(forms=…)` describes."""
+    if isinstance(form, dict):
+        allowed = {name.rstrip("?"): kind for name, kind in form.items()}
+        needed = {name for name in form if not name.endswith("?")}
+        return (
+            isinstance(value, dict)
+            and needed <= value.keys() <= allowed.keys()
+            and all(fits(item, allowed[name]) for name, item in value.items())
+        )
+    if get_origin(form) is list:
+        return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
+    if isinstance(form, type):
+        numbers = (int, float) if form is float else form
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return bool(value == form)
+
+
+def form_words(forms: tuple[Any, ...]) -> str:
+    """The shapes of a key of several types, in words."""
+
+    def show(form: Any) -> str:
+        if isinstance(form, dict):
+            return "{" + ", ".join(f"{name.rstrip('?')}: …" for name in form) + "}"
+        if get_origin(form) is list:
+            return "a list of names"
+        return _TYPE_WORDS.get(form, "null" if form is None else str(form))
+
+    return " or ".join(show(form) for form in forms)
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping",
+}  # fmt: skip
+
+
+def limits_of(path: str) -> dict[str, Any]:
+    """Return the limits of a key (`at_least`, `above`, `at_most`, `forms`, `values`) with its sentence (`doc`)."""
+    return dict(_leaf(path)[0].metadata)
+
+
+def forms_of(path: str) -> tuple[Any, ...]:
+    """Return the shapes of a key of several types; () for any other."""
+    return tuple(limits_of(path).get("forms", ()))
+
+
+def words_of(path: str) -> list[str]:
+    """Return the words that a key takes: those of its enumeration, or of its shapes."""
+    spec, annotation = _leaf(path)
+    kinds = [annotation, *get_args(annotation)]
+    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return literal or [form for form in spec.metadata.get("forms", ()) if isinstance(form, str)]
+
+
+_DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
+
+def spelled(path: str, value: Any) -> Any:
+    """Return a word of an enumeration (`full_shard`, `bf16`) as the schema spells it, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    plain = value.strip().lower().removeprefix("torch.").lstrip("_").replace("-", "_")
+    plain = _DTYPE_WORDS.get(plain, plain)
+    return next((word for word in words_of(path) if word.lower() == plain), value)
+
+
+def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
+    """The field and the annotation of a key; of the open mapping above it for a key below model.config."""
+    schema: type = Recipe
+    for word in attribute(path).split("."):
+        spec = next(f for f in dataclasses.fields(schema) if f.name == word)
+        annotation = _hints(schema)[word]
+        if (section := section_of(schema, word)) is None:
+            break
+        schema = section
+    return spec, annotation
+
+
+def type_words(path: str) -> str:
+    """The type of a key in words: `a whole number or null`, `one of all, completion`."""
+    spec, annotation = _leaf(path)
+    return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _words(annotation)
+
+
+def _words(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (list, dict):
+        return _TYPE_WORDS[get_origin(annotation)]
+    if args := get_args(annotation):
+        return " or ".join("null" if arg is type(None) else _words(arg) for arg in args)
+    return _TYPE_WORDS.get(annotation, str(annotation))
+
+
+def json_schema() -> dict[str, Any]:
+    """The recipe as a JSON Schema (draft 2020-12), for completion and checking in editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "fsdptrain recipe",
+        **_section_schema(Recipe),
+    }
+
+
+def _section_schema(schema: type) -> dict[str, Any]:
+    properties = {}
+    hints = _hints(schema)
+    for spec in dataclasses.fields(schema):
+        section = section_of(schema, spec.name)
+        properties[key_of(spec)] = _section_schema(section) if section else _leaf_schema(spec, hints[spec.name])
+    doc = (schema.__doc__ or "").splitlines()[0]
+    return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
+
+
+_BOUNDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum"}
+
+
+def _leaf_schema(spec: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
+    forms = spec.metadata.get("forms")
+    kind = {"anyOf": [_form_schema(form) for form in forms]} if forms else _type_schema(annotation)
+    if "values" in spec.metadata:
+        values = [_form_schema(form) for form in spec.metadata["values"]]
+        kind = {"type": "object", "additionalProperties": {"anyOf": values}}
+    default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+    bounds = {_BOUNDS[name]: limit for name, limit in spec.metadata.items() if name in _BOUNDS}
+    return {"description": spec.metadata["doc"], "default": default, **kind, **bounds}
+
+
+_JSON_TYPES: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"}, float: {"type": "number"}, str: {"type": "string"}, bool: {"type": "boolean"},
+    type(None): {"type": "null"}, Any: {},
+}  # fmt: skip
+
+
+def _type_schema(annotation: Any) -> dict[str, Any]:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(args[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type_schema(args[1])}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_type_schema(arg) for arg in args]}
+    return dict(_JSON_TYPES[annotation])
+
+
+def _form_schema(form: Any) -> dict[str, Any]:
+    if isinstance(form, dict):
+        return {
+            "type": "object",
+            "properties": {name.rstrip("?"): _type_schema(kind) for name, kind in form.items()},
+            "required": [name for name in form if not name.endswith("?")],
+            "additionalProperties": False,
+        }
+    if form is None or isinstance(form, str):
+        return {"const": form}
+    return _type_schema(form)

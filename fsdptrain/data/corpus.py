@@ -1,0 +1,286 @@
+"""Rows → tokens → packed blocks, once, before any process group exists; then `batch(position)`, a pure function.
+
+The cache is a folder of flat, memory-mapped arrays named by the content that made it, so the ranks of a node share one
+copy and a second run starts at once. Words used here:
+
+    row     one document or conversation, as tokens
+    piece   a run of tokens of one row that lies in one block; pieces of a block do not attend to one another
+    block   `seq_len` tokens: what the model sees as one sequence
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdptrain import __version__
+from fsdptrain.config.plan import LAYOUT, Plan
+from fsdptrain.config.schema import Data
+from fsdptrain.data.cache import kept
+from fsdptrain.data.columns import read
+from fsdptrain.data.encode import Encoder
+from fsdptrain.data.pack import Ints, arrange
+from fsdptrain.data.sources import fingerprint, open_sources, stamps
+from fsdptrain.data.tokenizer import tokenizer_digest
+from fsdptrain.errors import DataError
+from fsdptrain.events import Progress
+
+IGNORED = -100  # the label of a position that carries no loss
+
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The cached token stream of one data set, cut into pieces and packed into blocks.
+
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted; `ends` int64 [R+1] offsets of rows;
+    `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
+    pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped; `lengths` uint32 [R]
+    tokens of every row before anything was cut.
+    """
+
+    tokens: np.ndarray[Any, Any]
+    trained: np.ndarray[Any, Any]
+    pieces: Ints
+    blocks: Ints
+    labels: Ints
+    notes: dict[str, int]
+    seq_len: int
+    pad: int
+    fingerprint: str
+    lengths: np.ndarray[Any, Any]
+    ends: Ints
+    name: str = ""
+    counting: bool = True  # whether the positions of padding go on from those of the last piece
+
+    def __len__(self) -> int:
+        return len(self.blocks) - 1
+
+    def fill(self) -> float:
+        """The share of real (not padding) tokens in all blocks."""
+        return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Blocks `numbers` as int64 tensors [len(numbers), seq_len]: `input_ids`, `labels`, `position_ids`.
+
+        Labels are already shifted: position i is to predict labels[i], or nothing where that is -100. Position ids
+        restart at every piece, which is how transformers knows that pieces do not attend to one another. Padding goes
+        on counting: nothing before it sees it, and a block of one piece needs no mask but the causal one, so that it
+        gets the flash kernel; where the highest position matters to all (`counting` is False) its positions are 0.
+        A number of -1 gives a block of padding.
+        """
+        shape = (len(numbers), self.seq_len)
+        ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
+        positions = np.zeros(shape, np.int64)
+        for row, number in enumerate(numbers):
+            at = length = 0
+            for start, length, end in self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else ():
+                ids[row, at : at + length] = self.tokens[start : start + length]
+                positions[row, at : at + length] = np.arange(length)
+                targets = slice(start + 1, min(start + length + 1, end))
+                wanted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
+                labels[row, at : at + len(wanted)] = wanted
+                at += length
+            if self.counting:
+                positions[row, at:] = np.arange(length, length + self.seq_len - at)
+        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+    def show(self, tokenizer: Any, number: int = 0) -> str:
+        """Block `number`'s first piece as text, with the trained parts in ⟦ ⟧."""
+        start, length, _ = (int(n) for n in self.pieces[self.blocks[number]])
+        shown = slice(start, start + min(length, 400))
+        ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
+        turns = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # starts and ends of what is trained
+        places = [len(tokenizer.decode(ids[:turn])) for turn in turns]  # of the whole: a part may lose its first space
+        text = tokenizer.decode(ids)
+        for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
+            text = text[:place] + mark + text[place:]
+        return text + ("…" if length > 400 else "")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An endless stream over some blocks of a corpus: epoch after epoch, each a new permutation.
+
+    What stands at a position depends on (seed, position) alone: not on the world size, nor on what was read before.
+    """
+
+    corpus: Corpus
+    numbers: Ints  # the blocks in this stream
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def at(self, positions: Sequence[int]) -> list[int]:
+        """The block numbers at these positions of the stream."""
+        return [int(self.numbers[_permutation(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
+
+    def batch(self, positions: Sequence[int]) -> Batch:
+        """The blocks at these positions; see `Corpus.batch`."""
+        return self.corpus.batch(self.at(positions))
+
+    def label_tokens(self, positions: Sequence[int]) -> int:
+        """How many label tokens the blocks at these positions hold together."""
+        return int(self.corpus.labels[self.at(positions)].sum())
+
+    def digest(self, positions: Sequence[int]) -> str:
+        """A short digest of which blocks these are, to compare runs by."""
+        return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
+
+
+_permutations: dict[tuple[int, int, int], Ints] = {}
+
+
+def _permutation(seed: int, epoch: int, size: int) -> Ints:
+    """The order of one epoch; the two newest are kept, since a batch may straddle two epochs."""
+    wanted = (seed, epoch, size)
+    if wanted not in _permutations:
+        while len(_permutations) > 3:
+            _permutations.pop(next(iter(_permutations)))
+        _permutations[wanted] = np.random.default_rng([seed, epoch]).permutation(size)
+    return _permutations[wanted]
+
+
+def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = True) -> tuple[Stream, list[int], Corpus]:
+    """The training stream, the held-out block numbers and the corpus they belong to; `counting` as in `Corpus`.
+
+    Raises DataError for wrong rows, and when no row with a trained token is left.
+    """
+    data, seed = plan.recipe.data, plan.recipe.seed
+    corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
+    corpus = dataclasses.replace(corpus, counting=counting)
+    held_out = None
+    if plan.eval_path is not None:
+        held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
+        held_out = dataclasses.replace(held_out, counting=counting)
+    elif data.eval is not None:
+        corpus, held_out = divide(corpus, data, data.eval["fraction"], seed)
+    stream = Stream(corpus, np.arange(len(corpus)), seed)
+    return stream, list(range(len(held_out))) if held_out else [], held_out or corpus
+
+
+def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+    """A corpus to train on and one to hold out, of whole rows: no row is in both.
+
+    Only where most of what is to be held out cannot be had in whole rows, a text is divided and its end held out: a row
+    of its own, so that no token of it is a label of the first part. Raises DataError where either would be empty.
+    """
+
+    def write(folder: Path) -> None:
+        starts, stops, held, divided = choose(corpus.ends, fraction, seed, data.format == "text")
+        for name, side in (("train", ~held), ("held", held)):
+            pieces, blocks, labels = arrange(starts[side], stops[side], corpus.trained, data)
+            if not len(pieces):
+                kept = "to hold out" if name == "held" else "to train on"
+                raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {kept}")
+            for kind, values in (("pieces", pieces), ("blocks", blocks), ("labels", labels)):
+                np.save(folder / f"{name}-{kind}.npy", values)
+        (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
+
+    folder = kept("splits", [corpus.name, fraction, seed], write)
+    notes = corpus.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    train, held = (
+        dataclasses.replace(
+            corpus,
+            notes=notes,
+            **{kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode="r") for kind in ("pieces", "blocks", "labels")},
+        )
+        for name in ("train", "held")
+    )
+    return train, held
+
+
+def choose(ends: Ints, fraction: float, seed: int, divisible: bool) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
+    """Draw rows by `seed` until they hold this fraction of all tokens.
+
+    `ends` int64 [R+1]: the rows' offsets. Returns starts and ends of rows, whether each is held out, how many were
+    divided.
+    """
+    lengths, wanted = np.diff(ends), round(fraction * int(ends[-1]))
+    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # no epoch's stream
+    short = drawn[lengths[drawn] <= wanted]
+    whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
+    missing = wanted - int(lengths[whole].sum())
+    held = np.zeros(len(lengths), bool)
+    held[whole] = True
+    if missing <= wanted / 2 or len(short) == len(drawn):
+        return ends[:-1], ends[1:], held, 0
+    long = int(drawn[lengths[drawn] > wanted][0])
+    if not divisible:
+        held[long] = True
+        return ends[:-1], ends[1:], held, 0
+    ends = np.insert(ends, long + 1, ends[long + 1] - missing)
+    return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
+
+
+def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
+    """The corpus of a data path from the cache; whoever holds the lock first makes it."""
+    before = stamps(path)
+    content = fingerprint(path)
+    wanted = {
+        "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
+        "max_rows": max_rows,
+        "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on, data.separator],
+    }  # fmt: skip
+
+    def write(folder: Path) -> None:
+        _write_corpus(folder, path, data, tokenizer, max_rows, progress)
+        if stamps(path) != before:
+            raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
+
+    folder = kept("data", wanted, write)
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
+    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, name=folder.name)
+
+
+_ARRAYS = ("pieces", "blocks", "labels", "lengths", "ends")
+
+
+_STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
+
+
+def _write_corpus(
+    folder: Path, path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress
+) -> None:
+    """Tokenise every row into flat files, then cut and pack them."""
+    sources = open_sources(path)
+    total = sum(len(source) for source in sources)
+    total = min(total, max_rows) if max_rows is not None else total
+    encode = Encoder(tokenizer, data)
+    ends, done = array("q", [0]), 0
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
+        for source in sources:
+            for batch in read(source, data, None if max_rows is None else max_rows - done):
+                for ids, mask in encode(batch):
+                    tokens.write(array("I", ids))
+                    trained.write(mask)
+                    ends.append(ends[-1] + len(ids))
+                done += len(batch)
+                progress("tokenise", done, total)
+    if ends[-1] == 0:
+        raise DataError(f"{path}: no row with a trained token is left of {done}")
+    offsets = np.array(ends)
+    flags = np.memmap(folder / "trained.bin", np.bool_, "r")
+    pieces, blocks, labels = arrange(offsets[:-1], offsets[1:], flags, data)
+    for name, values in zip(_ARRAYS, (pieces, blocks, labels, np.array(encode.lengths), offsets), strict=True):
+        np.save(folder / f"{name}.npy", values)
+    counts = {**encode.counts, "divided": 0}
+    notes = {"rows": done, **counts, "tokens": int(ends[-1]), "label_tokens": int(labels.sum())}
+    (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")

@@ -1,0 +1,202 @@
+"""Rows of text, prompts with completions, or conversations → token ids, and which of them are to be predicted.
+
+A row is one text, encoded as a whole, so that its tokens are those that the tokenizer gives for that text. What is
+trained is a span of its characters. Where a token lies on both sides of a span's edge the text is cut there, and what
+follows is encoded as a continuation, which is what a model sees that continues a prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fsdptrain.config.schema import Data
+from fsdptrain.data.chat import Conversations, Span
+from fsdptrain.errors import DataError
+
+TRAINED = 1  # in the flags of a row
+
+
+Row = tuple[list[int], bytes]  # tokens; a byte for each, 1 where it is to be predicted
+
+
+class Encoder:
+    """Rows of one format → (token ids, trained flags, a byte each), with the counts of what was cut or dropped."""
+
+    def __init__(self, tokenizer: Any, data: Data) -> None:
+        self.tokenizer, self.data = tokenizer, data
+        self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if tokenizer.eos_token_id is None:
+            raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
+        self.eos = int(tokenizer.eos_token_id)
+        self.prefix = prefix(tokenizer)  # which also turns truncation and padding off in the backend
+        self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
+        self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
+        self.continuing = _continuing(self.backend) if self.backend is not None else None
+        self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
+        self.lengths = array("I")  # tokens of each row, before the cut
+        self.counts = {"cut": 0, "dropped": 0, "split": 0}
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        """Encode a batch of rows; rows without a trained token are dropped and counted."""
+        for ids, mask in getattr(self, f"_{self.data.format}")(rows):
+            self.lengths.append(len(ids))
+            if self.data.format == "text":
+                self.counts["split"] += len(ids) > self.data.seq_len and self.data.packing != "concat"
+            elif len(ids) > self.data.seq_len and self.data.packing != "concat":
+                ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
+                self.counts["cut"] += 1
+            if TRAINED in mask[1:]:
+                yield ids, mask
+            else:
+                self.counts["dropped"] += 1
+
+    def _text(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        for ids in self._ids([row["text"] for row in rows]):
+            yield self._framed(ids, b"\1" * len(ids))
+
+    def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        prompts = [row["prompt"] + self.data.separator for row in rows]
+        texts = [prompt + row["completion"] for prompt, row in zip(prompts, rows, strict=True)]
+        if self.data.train_on == "all":
+            for ids in self._ids(texts):
+                yield self._framed(ids, b"\1" * len(ids))
+            return
+        spans = [[(len(prompt), len(text))] for prompt, text in zip(prompts, texts, strict=True)]
+        for ids, mask in self._masked(texts, spans):
+            yield self._framed(ids, mask)
+
+    def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        """Conversations as `apply_chat_template` tokenises them: the template says what begins and what ends them."""
+        assert self.conversations is not None
+        rendered = [self.conversations(row["messages"], row.get("tools"), row["place"]) for row in rows]
+        yield from self._masked([text for text, _ in rendered], [spans for _, spans in rendered])
+
+    def _framed(self, ids: list[int], mask: bytes) -> Row:
+        """A row that begins once with what the tokenizer puts before every text, and has a trained end."""
+        if ids[: len(self.prefix)] != self.prefix:
+            ids, mask = self.prefix + ids, b"\0" * len(self.prefix) + mask
+        return (ids, mask) if ids[-1:] == [self.eos] else ([*ids, self.eos], mask + b"\1")
+
+    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
+        if self.backend is not None:  # without offsets and attention masks, which nobody asks for, in half the time
+            return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        return encoded
+
+    def _masked(self, texts: list[str], spans_of: list[list[Span]]) -> Iterator[Row]:
+        """The tokens of texts, those that lie in one of the text's spans trained."""
+        edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
+        placed = self._placed if self.backend is not None else self._placed_slowly
+        for (ids, counts), edges, spans in zip(placed(texts, edges_of), edges_of, spans_of, strict=True):
+            before = dict(zip(edges, counts, strict=True))
+            mask = bytearray(len(ids))
+            for a, b in spans:
+                mask[before[a] : before[b]] = b"\1" * (before[b] - before[a])
+            yield ids, bytes(mask)
+
+    def _placed(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
+        """The tokens of texts, and how many of them stand before each edge."""
+        assert self.backend is not None
+        for found, text, edges in zip(
+            self.backend.encode_batch(texts, add_special_tokens=False), texts, edges_of, strict=True
+        ):
+            counts = [_tokens_before(found, edge, len(text)) for edge in edges]
+            if None not in counts:
+                yield found.ids, [count for count in counts if count is not None]
+            else:
+                yield self._cut(found, text, edges)
+
+    def _cut(self, found: Any, text: str, edges: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens of a text cut at its edges; where those are another text, the whole text's.
+
+        WordPiece, for one, has no tokens for what continues a word that was cut. There a token on both sides of an edge
+        counts as behind it.
+        """
+        bounds = [0, *edges, len(text)]
+        parts = [
+            self._continued(text[:a], text[a:b]) if a else self._part(text[:b]) for a, b in itertools.pairwise(bounds)
+        ]
+        ids = list(itertools.chain.from_iterable(parts))
+        if self.tokenizer.decode(ids) == self.tokenizer.decode(found.ids):
+            return ids, list(itertools.accumulate(len(part) for part in parts[:-1]))
+        return found.ids, [sum(1 for _, end in found.offsets if end <= edge) for edge in edges]
+
+    def _part(self, text: str) -> list[int]:
+        return next(iter(self._ids([text])))
+
+    def _continued(self, before: str, text: str) -> list[int]:
+        """Tokens of a text that stands behind another: without the space that some tokenizers put before every text.
+
+        Some put it behind every added token, too; there the text is encoded behind that token.
+        """
+        assert self.continuing is not None
+        if before.endswith(self.added):
+            token = next(token for token in self.added if before.endswith(token))
+            return self._part(token + text)[len(self._part(token)) :]
+        special = self.any_added.search(text)
+        head = text[: special.start()] if special else text
+        ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
+        return ids + self._part(text[len(head) :]) if len(head) < len(text) else ids
+
+    def _placed_slowly(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
+        """The same by a tokenizer in Python, which knows no offsets: by the tokens of the text up to an edge."""
+        for text, edges in zip(texts, edges_of, strict=True):
+            ids = self._part(text)
+            yield ids, [_common(self._part(text[:edge]), ids) if edge < len(text) else len(ids) for edge in edges]
+
+
+def prefix(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
+    plain, whole = (tokenizer("a", add_special_tokens=added).input_ids for added in (False, True))
+    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    return [int(token) for token in whole[:at]]
+
+
+def _continuing(backend: Tokenizer) -> Tokenizer:
+    """The tokenizer without the space that it puts before a text that begins with none."""
+
+    def spaceless(rule: Any) -> Any:
+        if isinstance(rule, list):
+            return [spaceless(part) for part in rule if not (isinstance(part, dict) and part.get("type") == "Prepend")]
+        if not isinstance(rule, dict):
+            return rule
+        changes: dict[str, dict[str, Any]] = {
+            "Metaspace": {"prepend_scheme": "never"},
+            "ByteLevel": {"add_prefix_space": False},
+        }
+        return {name: spaceless(part) for name, part in rule.items()} | changes.get(str(rule.get("type")), {})
+
+    rules = json.loads(backend.to_str())
+    if (rules["normalizer"] or {}).get("type") == "Prepend":
+        rules["normalizer"] = None
+    rules |= {name: spaceless(rules[name]) for name in ("normalizer", "pre_tokenizer")}
+    copy: Tokenizer = Tokenizer.from_str(json.dumps(rules))
+    copy.encode_special_tokens = backend.encode_special_tokens
+    return copy
+
+
+def _tokens_before(found: Any, edge: int, size: int) -> int | None:
+    """How many tokens of an encoded text of `size` characters stand before one; None where a token is on both sides.
+
+    Offsets may leave out white space (`trim_offsets`): that of a token that begins with a space counts as the token's.
+    """
+    if edge in (0, size):
+        return 0 if edge == 0 else len(found)
+    token = next((t for c in range(edge, size) if (t := found.char_to_token(c)) is not None), None)
+    if token is None:
+        return None
+    if token == 0:
+        return 0 if found.token_to_chars(0)[0] >= edge else None
+    return token if found.token_to_chars(token)[0] >= edge == found.token_to_chars(token - 1)[1] else None
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two lists share at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,173 @@
+"""Reading from the Hub or a local folder: what pins it, how its failures read, and which files hold weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from fsdptrain.config.paths import HUB_ID, is_folder
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import FsdptrainError, NoModel, RecipeError, shortened
+from fsdptrain.events import Progress
+
+ANSWER_S = 5.0  # how long the Hub may take to answer before we do without it
+
+
+OWN_CODE = (
+    "has code of its own, which is not run: read it, then say --trust-remote-code (for a Hub id together with "
+    "model.revision, a full commit)"
+)
+
+
+def source(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
+    """Keyword arguments that pin where transformers reads from; a tokenizer's own code is never run."""
+    revision = plan.recipe.model.revision if tokenizer is None else None
+    return {"revision": revision or "main", "trust_remote_code": False}
+
+
+def read_json(plan: Plan, name: str) -> dict[str, Any]:
+    """A JSON file of `model.id`; empty when there is none. Raises RecipeError for what is not a JSON object."""
+    model = plan.recipe.model
+    with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
+        where = {"revision": model.revision or "main"}
+        found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
+        value = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+    if not isinstance(value, dict):
+        raise RecipeError(f"model.id: {name} of {model.id} is not a JSON object")
+    return value
+
+
+def refuse_links_out(field: str, name: str) -> None:
+    """Raise RecipeError when a file of a local folder is a link to a place outside.
+
+    Its text would be read and go into the export: a chat template may well be a link to a token. Weights may be links,
+    for only tensors are read from them; and so may all of the Hub's cache, within the cache.
+    """
+    folder = Path(name).resolve()
+    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    for path in sorted(folder.iterdir()) if is_folder(name) else ():
+        inside = any(path.resolve().is_relative_to(home) for home in [folder, *cache])
+        if path.is_symlink() and not inside and path.suffix != ".safetensors":
+            raise RecipeError(f"{field}: {path} is a link out of its folder, and is not followed: put a copy there")
+
+
+@contextlib.contextmanager
+def recipe_errors(message: str) -> Iterator[None]:
+    """Turn what libraries raise over a file that is not there, is damaged or does not fit into one RecipeError."""
+    try:
+        yield
+    except FsdptrainError:
+        raise
+    except Exception as error:  # a damaged or hostile file ends in any class there is
+        raise RecipeError(f"{message}: {in_a_line(error)}") from None
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error says, in one line; that something has code of its own in our words."""
+    if "trust_remote_code" in str(error):
+        return f"it {OWN_CODE}"
+    lines = str(error).strip().splitlines()
+    words = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    plain = isinstance(error, (OSError, ValueError, ImportError)) and words
+    return words[:300] if plain else f"{type(error).__name__}: {words[:300]}"
+
+
+@contextlib.contextmanager
+def hub_errors(field: str, name: str) -> Iterator[None]:
+    """Raise NoModel, with the ways out, when `name` is not here and not to be had either."""
+    if not is_folder(name) and not HUB_ID.fullmatch(name):
+        raise NoModel(
+            f"{field}: {shortened(name)!r} is neither a folder here nor a Hub id; if a run exports it, do that first"
+        )
+    try:
+        yield
+    except Exception as error:
+        if not _out_of_reach(error):
+            raise
+        offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub cannot be reached"
+        raise NoModel(
+            f"{field}: {name!r} is not in the cache, and {offline}. Name a local folder in model.id "
+            "and model.tokenizer; or, to plan without it, give model_type, vocab_size and the dimensions in "
+            "model.config"
+        ) from None
+
+
+def _out_of_reach(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def spare_retries(plan: Plan, progress: Progress) -> None:
+    """Ask the Hub one short question where the plan needs it, and go on offline when it does not answer.
+
+    Without this, every file of every id is asked for six times over 23 seconds. The question has a thread of its own:
+    an address that is looked up, or a proxy, may take longer than any timeout of the HTTP library.
+    """
+    names = plan.hub_names()
+    if not names or constants.HF_HUB_OFFLINE:
+        return
+    progress(f"asking the Hub for {' and '.join(names)}", 0, 0)
+    answered = threading.Event()
+    question = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
+    question.start()
+    question.join(ANSWER_S)
+    if not answered.is_set():
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that forecast
+        progress(f"the Hub did not respond within {ANSWER_S:g} s; continuing offline with the local cache", 0, 0)
+
+
+def _ask_hub(answered: threading.Event) -> None:
+    with contextlib.suppress(Exception):  # whatever the HTTP library of the day raises
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+        answered.set()
+
+
+def checkpoint_files(plan: Plan) -> list[str]:
+    """The safetensors files of `model.id`, from a local folder or (downloaded) from the Hub; never pickled ones.
+
+    Raises RecipeError when there are none, or one of them is not what its name says.
+    """
+    model = plan.recipe.model
+    where = {"revision": model.revision or "main"}
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        with recipe_errors(f"model.id: cannot read {model.id}"):
+            found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
+        if found and name.endswith(".json"):
+            return _shards_of(plan, found)
+        if found:
+            return _opened([found])
+    raise RecipeError(f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)")
+
+
+def _shards_of(plan: Plan, index: str) -> list[str]:
+    model = plan.recipe.model
+    with recipe_errors(f"model.id: cannot read {index}"):
+        names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        outside = [name for name in names if name != Path(name).name]
+    if outside:
+        raise RecipeError(f"model.id: {index} names files outside its folder")
+    with recipe_errors(f"model.id: cannot read {model.id}"):
+        files, _ = get_checkpoint_shard_files(model.id, index, revision=model.revision or "main")
+    return _opened(list(files))
+
+
+def _opened(files: list[str]) -> list[str]:
+    """The files, each opened once: its header is checked against its length."""
+    for file in files:
+        with recipe_errors(f"model.id: {file} cannot be read as safetensors"), safe_open(file, framework="pt"):
+            pass
+    return files

@@ -1,0 +1,106 @@
+"""A first recipe for somebody's data and model, with comments: `fsdptrain init`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+from fsdptrain.config.paths import HUB_ID, find_data, is_folder
+from fsdptrain.config.schema import FORMAT_FIELDS, Data, words_of
+from fsdptrain.data.columns import as_yaml, column_names, describe, guess, peek
+from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
+
+FATE = {"text": "longer ones are split", "chat": "longer ones are cut", "prompt_completion": "longer ones are cut"}
+
+
+RECIPE = """\
+# yaml-language-server: $schema=recipe.schema.json
+#
+# fsdptrain validate {dest}: what is wrong, whether it fits, how long it takes; starts nothing
+# fsdptrain run {dest}: train; run it again to go on where it stopped
+# fsdptrain schema > recipe.schema.json: once, for completion and checks in an editor (by the first line)
+#
+# Every other key has a default: fsdptrain schema lists them.
+
+name: {name} # the run is written to runs/NAME
+
+model:
+  id: {model} # weights and tokenizer: a folder, or org/name on the Hub
+
+data:
+  path: {path}
+  format: {form} # {fields}
+{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and {fate}
+  # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
+
+fsdp:
+  strategy: FULL_SHARD # one of {strategies}
+  activation_checkpointing: none # selective or full: less memory, more time
+
+optim: {{lr: 2e-5}}
+train:
+  epochs: 1
+  global_batch_size: 64 # sequences of one optimizer step, over all ranks
+  micro_batch_size: 1 # sequences that a rank computes at a time
+checkpoint: {{every: 500}} # steps
+"""
+
+
+def starter(data: str, model: str, dest: Path) -> str:
+    """Return the text of a recipe, to stand at `dest`, that trains `model` on what the first rows of `data` look like.
+
+    Raises DataError for data that is not there, cannot be read, or whose columns look like no format, and RecipeError
+    for a model that is neither a folder nor a Hub id.
+    """
+    if not is_folder(model) and not HUB_ID.fullmatch(model):
+        raise RecipeError(
+            [Problem(f"{shortened(model)!r} is neither a folder here nor a Hub id (org/name)", "--model")]
+        )
+    found = find_data(data, Path.cwd())
+    there = column_names(found)
+    likely = guess(there)
+    if likely is None:
+        formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
+        raise DataError(f"{data}: its columns look like no format ({formats}); there are: {listed(there)}")
+    form, columns = likely
+    read_as = Data(format=form, columns=columns)  # type: ignore[arg-type]
+    peek(found, read_as)
+    return RECIPE.format(
+        dest=dest, name=_name(model, data), model=_scalar(model), path=_scalar(_beside(data, found, dest)), form=form,
+        fields=_comment(describe(found, read_as)), columns=f"  columns: {as_yaml(columns)}\n" if columns else "",
+        seq_len=_length(model), fate=FATE[form], strategies=", ".join(words_of("fsdp.strategy")),
+    )  # fmt: skip
+
+
+def _beside(data: str, found: str, dest: Path) -> str:
+    """The data's path as it is found from the recipe's folder; as it is written where that is absolute or a Hub id."""
+    if found == data or data.startswith("~") or Path(data).is_absolute():
+        return data
+    return os.path.relpath(found, dest.parent.absolute())
+
+
+def _name(model: str, data: str) -> str:
+    words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
+    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
+
+
+def _length(model: str, usual: int = 2048) -> int:
+    """The usual sequence length, or the model's limit where that is lower and can be read here."""
+    try:
+        limit = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return usual
+    return min(usual, limit) if isinstance(limit, int) and limit >= 8 else usual
+
+
+def _scalar(text: str) -> str:
+    return yaml.safe_dump(text, allow_unicode=True, width=10**9).removesuffix("...\n").strip()
+
+
+def _comment(text: str) -> str:
+    """A text that stays on its line."""
+    return shortened(" ".join(text.split()))

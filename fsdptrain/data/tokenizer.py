@@ -1,0 +1,108 @@
+"""The tokenizer: the one a recipe names, or a byte-level BPE trained on its data."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fsdptrain import __version__
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import FORMAT_FIELDS
+from fsdptrain.data.cache import kept
+from fsdptrain.data.chat import plain_template
+from fsdptrain.data.columns import read
+from fsdptrain.data.encode import prefix
+from fsdptrain.data.hub import hub_errors, recipe_errors, refuse_links_out, source
+from fsdptrain.data.sources import fingerprint, open_sources
+from fsdptrain.errors import RecipeError
+from fsdptrain.events import Progress
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(plan: Plan, progress: Progress) -> Any:
+    """The tokenizer that the recipe names, or one trained on its data.
+
+    One without a chat template gets the plain one where conversations are trained: the export has the template that the
+    model knows, or none.
+    """
+    wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
+    if isinstance(wanted, dict):
+        tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
+    else:
+        field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
+        refuse_links_out(field, name)
+        with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
+            tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
+    if not isinstance(tokenizer.chat_template, (str, type(None))):
+        raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
+    if tokenizer.chat_template is None and plan.recipe.data.format == "chat":
+        tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix(tokenizer))))
+    return tokenizer
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """How many rows of an embedding its tokens need: one more than the largest id, for ids may have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
+    """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
+    data = plan.recipe.data
+
+    def write(folder: Path) -> None:
+        progress("tokenizer", 0, 1)
+        train_bpe(_texts(plan), size).save_pretrained(folder)
+        progress("tokenizer", 1, 1)
+
+    content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
+    return AutoTokenizer.from_pretrained(kept("tokenizers", content, write))
+
+
+def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` tokens, an end-of-text token among them, trained on these texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _texts(plan: Plan) -> Iterator[str]:
+    """Every text of the training data, whatever its format."""
+    data, done = plan.recipe.data, 0
+    for opened in open_sources(plan.data_path):
+        for rows in read(opened, data, None if data.max_rows is None else data.max_rows - done):
+            done += len(rows)
+            for row in rows:
+                for value in (row[field] for field in FORMAT_FIELDS[data.format]):
+                    yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over all that decides which tokens a text becomes: the vocabulary, the rules, the chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else _saved(tokenizer)
+    split = bool(getattr(tokenizer, "split_special_tokens", False))  # of a text, into plain tokens
+    parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _saved(tokenizer: Any) -> str:
+    """All files of a tokenizer written in Python, as text: its vocabulary, its merges, its switches."""
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
+        return "\0".join(f"{file.name}\0{file.read_bytes().hex()}" for file in files)

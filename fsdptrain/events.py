@@ -1,0 +1,171 @@
+"""What a run says, written: events → `metrics.jsonl` and TensorBoard, and how readers see every step once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from fsdptrain.rundir import RunDir
+
+Record = dict[str, Any]
+
+
+PROGRESS_INTERVAL_S = 0.2
+
+
+class Shows(Protocol):
+    """Whatever shows records as they are written."""
+
+    def show(self, record: Record) -> None:
+        """Show one record."""
+
+
+class Reporter:
+    """Rank 0's pen. On other ranks (`rundir=None`) every call does nothing."""
+
+    def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Shows | None = None) -> None:
+        self._rundir, self._screen = rundir, screen
+        self._metrics: IO[str] | None = None
+        self._progress: IO[str] | None = None
+        self._board: Any = None
+        self._last_progress = ("", 0.0)
+        if rundir is None:
+            return
+        rundir.logs.mkdir(parents=True, exist_ok=True)
+        self._metrics = rundir.metrics.open("a", buffering=1, encoding="utf-8")
+        self._progress = rundir.progress.open("a", buffering=1, encoding="utf-8")
+        if tensorboard:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._board = EventFileWriter(str(rundir.tensorboard))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write one event and when it was (`at`, seconds since 1970); `step` and `eval` go to TensorBoard too."""
+        if self._metrics is None:
+            return
+        record = {"event": kind, "at": round(time.time(), 3), **fields}
+        self._metrics.write(json.dumps(_finite(record)) + "\n")
+        if self._screen:
+            self._screen.show(record)
+        if self._board and kind in ("step", "eval"):
+            self._scalars(kind, fields)
+        if self._board and kind == "resume":
+            self._purge(fields["step"])
+
+    def resume(self, step: int, changed: dict[str, Any]) -> None:
+        """Write that training goes on after `step`, unless this is the first start; readers drop what is made again."""
+        records = history(self._rundir.metrics) if self._rundir else ()
+        if step or any(record["event"] in OF_A_STEP for record in records):
+            self.event("resume", step=step, changed=changed)
+
+    def has(self, kind: str, step: int | None = None) -> bool:
+        """Whether this run holds such an event (of this step), of this process or an earlier one."""
+        records = history(self._rundir.metrics) if self._rundir else ()
+        return any(record["event"] == kind and step in (None, record.get("step")) for record in records)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Say how far a stage is (rows, tensors or files); calls are thinned out. A total of 0: nobody knows."""
+        now = time.monotonic()
+        last_stage, last_time = self._last_progress
+        if self._progress is None or (stage == last_stage and now - last_time < PROGRESS_INTERVAL_S and done < total):
+            return
+        self._last_progress = (stage, now)
+        record = {"event": "progress", "at": time.time(), "stage": stage, "done": done, "total": total}
+        self._progress.write(json.dumps(record) + "\n")
+        if self._screen:
+            self._screen.show(record)
+
+    def close(self) -> None:
+        """Flush and close every file."""
+        for stream in (self._metrics, self._progress, self._board):
+            if stream is not None:
+                stream.close()
+        self._metrics = self._progress = self._board = None
+
+    def _scalars(self, kind: str, fields: Record) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and k != "step"}
+        values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
+        self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
+
+    def _purge(self, step: int) -> None:
+        """Have TensorBoard forget what earlier attempts wrote of later steps."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+
+def cut_half_lines(rundir: RunDir) -> None:
+    """Cut off the half line that a full disk or a lost process left at the end of a log, while nobody writes to it."""
+    for path in (rundir.metrics, rundir.progress):
+        if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, text.rfind(b"\n") + 1)
+
+
+def _finite(record: Record) -> Record:
+    """JSON has no NaN: such a number is written as its name."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+class Tail:
+    """Reads the complete lines that others append to a JSON-lines file."""
+
+    def __init__(self, path: Path, from_end: bool = True) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> Iterator[Record]:
+        """Records that have come since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                with contextlib.suppress(json.JSONDecodeError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
+
+
+OF_A_STEP = ("step", "eval", "save", "skip", "nonfinite", "straggler")  # events that a resume from before it undoes
+
+
+def effective(records: Iterable[Record]) -> list[Record]:
+    """Leave out what a later attempt undid or made again, so that every step is there once.
+
+    `resume` undoes the events of all later steps, and so does a step that is made a second time.
+    """
+    kept: list[Record] = []
+    newest = -1
+    for record in records:
+        kind, step = record.get("event"), record.get("step")
+        if kind in ("resume", "step") and isinstance(step, int):
+            last = step if kind == "resume" else step - 1
+            if newest > last:
+                kept = [old for old in kept if old.get("event") not in OF_A_STEP or old["step"] <= last]
+                newest = last
+        if kind in OF_A_STEP:
+            if not isinstance(step, int):
+                continue
+            newest = max(newest, step)
+        kept.append(record)
+    return kept
+
+
+def history(metrics: Path) -> list[Record]:
+    """Read the events of a run that count: those of `metrics.jsonl` but for steps that a resume undid."""
+    return effective(Tail(metrics, from_end=False).read())
+
+
+Progress = Callable[[str, int, int], None]

@@ -1,0 +1,98 @@
+"""Memory and traffic, read off a trace: the peak by category and moment, the timeline, the collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdptrain.forecast.trace import Alloc, Category, Collective, Event, Free, Moment, Trace
+
+BEFORE = "before the step"
+
+
+@dataclass(frozen=True)
+class Level:
+    """Bytes allocated at one event of the step, by category, and the moment it belongs to."""
+
+    allocated: int
+    moment: str
+    by_category: dict[Category, int]
+
+
+def levels(trace: Trace, device: str, granularity: int = 1) -> Iterator[Level]:
+    """The level after every allocation and release on a device; each storage rounded up to `granularity` bytes."""
+    held: Counter[Category] = Counter()
+    sizes: dict[int, tuple[Category, int]] = {}
+    moment = BEFORE
+    for event in trace.all():
+        if isinstance(event, Moment):
+            moment = event.name
+        elif isinstance(event, (Alloc, Free)) and event.storage.device == device:
+            if isinstance(event, Alloc):
+                size = -(-event.size // granularity) * granularity
+                sizes[id(event.storage)] = event.storage.category, size
+                held[event.storage.category] += size
+            else:
+                category, size = sizes.pop(id(event.storage))
+                held[category] -= size
+            yield Level(sum(held.values()), moment, held)
+
+
+def peak(trace: Trace, device: str, granularity: int = 1) -> Level:
+    """The highest level on a device; nothing at all where nothing was allocated."""
+    highest = Level(0, BEFORE, {})
+    for level in levels(trace, device, granularity):
+        if level.allocated > highest.allocated:
+            highest = Level(level.allocated, level.moment, dict(level.by_category))
+    return highest
+
+
+def peaks(trace: Trace, device: str, granularity: int = 1) -> dict[str, int]:
+    """The highest level of each moment of the step, in the order in which they first come."""
+    highest: dict[str, int] = {}
+    for level in levels(trace, device, granularity):
+        highest[level.moment] = max(highest.get(level.moment, 0), level.allocated)
+    return highest
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over groups of one size, a step: how many, and the bytes of their full buffers.
+
+    `wire` is what a ring moves in and out of each rank (Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009).
+    """
+
+    kind: str
+    ranks: int
+    nodes: int
+    count: int
+    size: int
+
+    @property
+    def wire(self) -> int:
+        """Bytes a rank sends: (n-1)/n of the buffer, twice that for an all-reduce."""
+        share = self.size * (self.ranks - 1) // self.ranks
+        return 2 * share if self.kind == "all-reduce" else share
+
+
+def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
+    """The collectives among these events, by kind and group."""
+    count: Counter[tuple[str, int, int]] = Counter()
+    size: Counter[tuple[str, int, int]] = Counter()
+    for event in events:
+        if isinstance(event, Collective):
+            key = event.kind, len(event.ranks), len({rank // ranks_per_node for rank in event.ranks})
+            count[key] += 1
+            size[key] += event.size
+    return [Traffic(*key, count[key], size[key]) for key in sorted(count)]
+
+
+def textbook(parameters: int, ranks: int, param_bytes: int, reduce_bytes: int) -> dict[str, int]:
+    """Bytes a rank sends for one micro-batch by the book (Rajbhandari et al., arXiv:1910.02054, section 7)."""
+    once = parameters * (ranks - 1) // ranks
+    return {
+        "DDP all-reduce": 2 * reduce_bytes * once,
+        "ZeRO-1/2": (param_bytes + reduce_bytes) * once,
+        "ZeRO-3": (2 * param_bytes + reduce_bytes) * once,
+    }

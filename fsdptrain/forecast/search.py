@@ -1,0 +1,457 @@
+"""Which plans fit, and which of them is fastest: a search over strategies, micro-batches, recomputation and offload.
+
+Every plan that is tried is forecast by processes of `forecast`. A stack of like blocks need not be simulated in full:
+with every further block bytes and seconds grow by the same amount, so two shallow copies of the model give the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import queue
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptrain.config.hardware import Hardware
+from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.schema import Recipe, get
+from fsdptrain.errors import FsdptrainError
+from fsdptrain.forecast.client import Forecast
+
+Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.ask`
+
+
+Progress = Callable[[int, int], None]  # (plans settled, plans there are)
+
+
+RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
+
+
+RECOMPUTATION = ("none", "selective", "full")  # the fastest first
+
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+TIGHT_COST = 1.05  # what giving memory back and asking again makes of the time of a step
+
+
+ALIKE = 1.01  # steps whose times differ by less take the same time
+
+
+FINALISTS = 2  # so many of the fastest are simulated in full …
+
+
+ROUNDS = 3  # … and their successors, where that changes who they are, so many times in all
+
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+FEW = 4  # blocks of the shallower copy: two from either end differ from those between
+
+
+STEP = 4  # by so many at least the other copy is deeper, and the model than that
+
+
+REACH = 6  # … and by so many times that the model may be deeper, for fragments do not quite lie on the line
+
+
+DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # beyond these the blocks are not alike
+
+
+TIGHTEST = 0.97  # of what the card has for torch: with more than that allocated, no giving back helps
+
+
+UNLIKE = {  # settings by which some blocks differ from others, and the value at which none does
+    "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1,
+    "interleave_moe_layer_step": 1, "sliding_window_pattern": 1, "attn_layer_period": 1, "expert_layer_period": 1,
+    "hybrid_override_pattern": "", "num_kv_shared_layers": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan that was tried. `overrides` is all that it changes in the person's recipe; `own` is that recipe's plan.
+
+    `exact`: simulated in full. Else its figures were read off shallow copies of the model; then `tight` says that what
+    is allocated would do and fragments might not, without the allocator having been asked.
+    """
+
+    overrides: dict[str, Any]
+    strategy: str
+    shard_size: int
+    micro_batch_size: int
+    accumulation: int
+    activation_checkpointing: Any
+    cpu_offload: bool
+    fits: bool
+    tight: bool
+    peak_bytes: int
+    reserved_bytes: int
+    needed_bytes: int
+    memory_bytes: int
+    host_bytes: int
+    step_s: float
+    compute_s: float
+    tokens_per_s: float
+    mfu: float
+    exact: bool
+    own: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a search came to. `options` fit, best first; the person's own plan is among them, last where it does not.
+
+    `narrower` would fit with bfloat16 master weights, which changes the numerics; looked for only where nothing else
+    fits. `tried` counts the plans that were asked about beside the person's own, `failed` says which got no answer.
+    """
+
+    options: list[Option]
+    narrower: list[Option]
+    tried: int
+    failed: list[str]
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest plan that fits, if any does."""
+        return next((option for option in self.options if option.fits), None)
+
+
+def search(
+    plan: Plan, hardware: Hardware, own: Forecast, asks: Sequence[Ask], parameters: int,
+    config: Mapping[str, Any] | None = None, progress: Progress = lambda settled, there_are: None, **job: Any,
+) -> Advice:  # fmt: skip
+    """Try other plans for the same job on the same ranks; `own` is the forecast of the person's.
+
+    `asks` are used at the same time, a thread each. `config` is the model's configuration as a mapping: without it, and
+    where its blocks are not alike, every plan is simulated in full. `job` goes with every question.
+    """
+    if hardware.is_cpu:
+        asks = asks[:1]  # its rates are measured while it is asked: two at a time would disturb each other
+    trials = _Trials(plan, hardware, own, asks, job)
+    found = [trials.own]
+    with ThreadPoolExecutor(len(asks)) as threads:
+        if "config_dir" not in job:  # a folder's configuration is taken as it is
+            trials.shallow = _checked(Shallow.of(config or {}), trials, own)
+        for offload in (False, True):
+            if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
+                break
+            found += _climb_all(_ladders(plan, offload), trials, parameters, threads, progress)
+            found = _verified(found, trials, threads)
+    fitting = ranked(option for option in found if option.fits)
+    narrower = [] if fitting else list(_narrower(plan, trials, parameters))
+    return Advice(fitting + [o for o in found if o.own and not o.fits], narrower, len(trials.asked), trials.failed)
+
+
+def ranked(options: Iterable[Option]) -> list[Option]:
+    """The fastest first; one that only just fits comes after a comfortable one of about the same time."""
+    return sorted(options, key=lambda o: (not o.fits, o.step_s * (TIGHT_COST if o.tight else 1), o.needed_bytes))
+
+
+def _verified(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
+    """These options, the fastest of them simulated in full."""
+    for _ in range(ROUNDS):
+        first = [o for o in ranked(options)[:FINALISTS] if o.fits and not o.exact]
+        if not first:
+            break
+        again = threads.map(lambda option: trials.option(option.overrides, full=True), first)
+        options = [o for o in options if o not in first] + [o for o in again if o is not None]
+    return options
+
+
+def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
+    """What fits with bfloat16 master weights and all else that saves memory, with offload only if it must be."""
+    for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
+        ladder = _Ladder("FULL_SHARD", [plan.topology.world_size], offload)
+        overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
+        option = None if hopeless(varied(plan, overrides), parameters, trials.memory) else trials.option(overrides)
+        if option is not None and option.fits:
+            yield option
+            return
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    """A strategy, and the numbers of ranks to share one copy, in the order in which they are tried."""
+
+    strategy: str
+    sizes: list[int]
+    offload: bool
+
+
+def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
+    """The strategies worth trying. State in host memory is spread over as many ranks as there are."""
+    world, node, nodes = plan.topology.world_size, plan.topology.nproc_per_node, plan.topology.nnodes
+    groups = [node * count for count in range(1, nodes) if nodes % count == 0 and node * count > 1]
+    sizes = {"FULL_SHARD": [world], "HYBRID_SHARD": groups}
+    if world > 1:
+        sizes |= {"SHARD_GRAD_OP": [world], "HYBRID_SHARD_ZERO2": groups}
+    sizes["NO_SHARD"] = [1]
+    wanted = ("FULL_SHARD", "SHARD_GRAD_OP") if offload else tuple(sizes)
+    return [_Ladder(strategy, counts, offload) for strategy, counts in sizes.items() if counts and strategy in wanted]
+
+
+def micro_batches(recipe: Recipe, world: int) -> list[int]:
+    """Powers of two that divide a rank's share of the global batch, and the person's own size."""
+    share = recipe.train.global_batch_size // world
+    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
+    return sorted(powers | {recipe.train.micro_batch_size})
+
+
+def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
+    """What this choice changes in the recipe; keys that only mean something elsewhere are reset, or it is refused."""
+    fsdp = plan.recipe.fsdp
+    wanted = {
+        "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
+        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,
+    }  # fmt: skip
+    if ladder.strategy.startswith("HYBRID"):
+        same = fsdp.strategy.startswith("HYBRID") and plan.shard_size == ranks
+        wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
+    if ladder.strategy == "NO_SHARD":
+        wanted["fsdp.forward_prefetch"] = 0
+    if fsdp.strategy in RESHARDING and ladder.strategy not in RESHARDING:
+        wanted["fsdp.backward_prefetch"] = "NONE"  # without effect there, so anything else somebody wrote is refused
+    return {path: value for path, value in wanted.items() if get(plan.recipe, path) != value}
+
+
+def hopeless(plan: Plan, parameters: int, memory: int) -> bool:
+    """Whether weights and moments, with the gathered weights that stay to the end of forward, exceed the memory."""
+    recipe = plan.recipe
+    state = 0 if recipe.fsdp.cpu_offload else 3 * BYTES[recipe.model.dtype] * parameters // plan.shard_size
+    copies = recipe.fsdp.strategy not in RESHARDING and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
+    gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * parameters if copies else 0
+    return state + gathered > memory
+
+
+class _Trials:
+    """Asks for forecasts, from several threads, and keeps account of them."""
+
+    def __init__(self, plan: Plan, hardware: Hardware, own: Forecast, asks: Sequence[Ask], job: dict[str, Any]) -> None:
+        self.plan, self._hardware, self._job = plan, hardware, job
+        self.own, self.memory = _option(plan, {}, own, exact=True), own.memory_bytes
+        self.shallow: Shallow | None = None
+        self.asked: list[str] = []
+        self.failed: list[str] = []
+        self._free: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        for ask in asks:
+            self._free.put(ask)
+
+    def option(self, overrides: dict[str, Any], full: bool = False) -> Option | None:
+        """The plan with these overrides, forecast; None, and a word in `failed`, where that could not be."""
+        if not overrides:
+            return self.own
+        plan = varied(self.plan, overrides)
+        if not full:
+            self.asked.append(paste(overrides))
+        try:
+            read = None if full else self.read_off(plan)
+            return _option(plan, overrides, read or self.forecast(plan), exact=read is None)
+        except FsdptrainError as error:
+            self.failed.append(f"{paste(overrides)}: {error}")
+            return None
+
+    def read_off(self, plan: Plan) -> Forecast | None:
+        """The forecast of a plan from shallow copies of its model; None where that cannot be done."""
+        depths = self.shallow.depths(plan) if self.shallow else None
+        if self.shallow is None or depths is None:
+            return None
+        few, more = (self.forecast(self.shallow.cut(plan, depth)) for depth in depths)
+        return extrapolate(few, more, *depths, self.shallow.layers)
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """Ask whoever is free."""
+        ask = self._free.get()
+        try:
+            return ask(plan, self._hardware, **self._job)
+        finally:
+            self._free.put(ask)
+
+
+def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bool) -> Option:
+    fsdp = plan.recipe.fsdp
+    return Option(
+        overrides, fsdp.strategy, plan.shard_size, plan.recipe.train.micro_batch_size, plan.accumulation,
+        fsdp.activation_checkpointing, fsdp.cpu_offload, forecast.fits, forecast.tight, forecast.peak_bytes,
+        forecast.reserved_bytes, forecast.needed_bytes, forecast.memory_bytes, forecast.host_bytes, forecast.step_s,
+        forecast.compute_s, forecast.tokens_per_s, forecast.mfu, exact, own=not overrides,
+    )  # fmt: skip
+
+
+class _Count:
+    """Tells the person who waits how many plans are settled: tried, ruled out, or not worth trying."""
+
+    def __init__(self, there_are: int, progress: Progress) -> None:
+        self._settled, self._there_are, self._progress = 0, there_are, progress
+        self._lock = threading.Lock()
+
+    def settle(self, plans: int) -> None:
+        """So many more."""
+        with self._lock:
+            self._settled += plans
+            self._progress(self._settled, self._there_are)
+
+
+def _climb_all(
+    ladders: list[_Ladder], trials: _Trials, parameters: int, threads: ThreadPoolExecutor, progress: Progress
+) -> list[Option]:
+    """The options of every ladder, several climbed at a time."""
+    micros = micro_batches(trials.plan.recipe, trials.plan.topology.world_size)
+    each = len(micros) * len(RECOMPUTATION)
+    count = _Count(each * sum(len(ladder.sizes) for ladder in ladders), progress)
+
+    def climb(ladder: _Ladder) -> list[Option]:
+        found: list[Option] = []
+        for ranks in ladder.sizes:
+            comfortable = any(option.fits and not option.tight for option in found)
+            if not comfortable:  # a larger group is slower: it is for what the smaller one has no room for
+                least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
+                options = [] if hopeless(least, parameters, trials.memory) else _climb(ladder, ranks, micros, trials)
+                found += options
+            count.settle(each)
+        return found
+
+    return [option for options in threads.map(climb, ladders) for option in options]
+
+
+def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> list[Option]:
+    """From small micro-batches to large, recomputing more only where less does not fit: it could only be slower.
+
+    The person's own plan is passed, but not among what is found.
+    """
+    found: list[Option] = []
+    best_s = math.inf
+    rung = 0
+    for micro in micros:
+        if rung == len(RECOMPUTATION):
+            if micro != micros[-1]:
+                continue
+            rung -= 1  # one micro-batch a step: no gradients are held through its forward
+        option = None
+        while rung < len(RECOMPUTATION):
+            option = trials.option(_overrides(trials.plan, ladder, ranks, RECOMPUTATION[rung], micro))
+            found += [option] if option and not option.own else []
+            if option and option.fits and not option.tight:
+                break
+            rung += 1
+        if option and option.fits:
+            best_s = min(best_s, option.step_s)
+            if option.compute_s > best_s:  # a larger micro-batch saves communication, but computes as much
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """How a model of like blocks is made shallow: the key of their number, the number, lists of an entry a block."""
+
+    key: str
+    layers: int
+    lists: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shallow | None:
+        """From a model's configuration; None where blocks are not alike, as far as it says, or nothing would be won."""
+        key = next((key for key in LAYER_KEYS if isinstance(config.get(key), int)), None)
+        if key is None or config[key] < FEW + 2 * STEP:
+            return None
+        layers = config[key]
+        lists = {name: value for name, value in config.items() if isinstance(value, list) and len(value) == layers}
+        patterns = any(config.get(name) not in (alike, None) for name, alike in UNLIKE.items())
+        if patterns or any(entry != entries[0] for entries in lists.values() for entry in entries):
+            return None
+        return cls(key, layers, lists)
+
+    def depths(self, plan: Plan) -> tuple[int, int] | None:
+        """The blocks of the two copies; units that are gathered ahead make the ends longer."""
+        few = FEW + 2 * plan.recipe.fsdp.forward_prefetch
+        more = few + max(STEP, (self.layers - few) // REACH)
+        return (few, more) if few + 2 * STEP <= self.layers else None
+
+    def cut(self, plan: Plan, depth: int) -> Plan:
+        """The plan with a model of so many blocks."""
+        lists = {name: entries[:depth] for name, entries in self.lists.items()}
+        return varied(plan, {"model.config": {**plan.recipe.model.config, **lists, self.key: depth}})
+
+
+def _checked(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow | None:
+    """This way, if it leads to the same figures as the simulation in full of the person's own plan."""
+    trials.shallow = shallow
+    try:
+        read = trials.read_off(trials.plan)
+    except FsdptrainError:
+        return None
+    if read is None:
+        return None
+    drift = {name: abs(getattr(read, name) / getattr(own, name) - 1) for name in DRIFT}
+    return shallow if all(drift[name] <= limit for name, limit in DRIFT.items()) else None
+
+
+def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> Forecast | None:
+    """The forecast of `layers` like blocks from those of `a` and `b`; None where their moments are not the same.
+
+    A block is known by its distance from the nearer end: what it needs then lies on a line. Between the ends needs
+    rise or fall evenly, so the peak is at one of them. What cannot be read off so is left empty.
+    """
+    below, above = ({_place(m, n, a // 2): x for m, x in f.peaks.items()} for f, n in ((few, a), (more, b)))
+    if below.keys() != above.keys() - {None}:
+        return None
+
+    def line(x: float, y: float) -> float:
+        return x + (y - x) * (layers - a) / (b - a)
+
+    peaks = {_named(place, layers): round(line(need, above[place])) for place, need in below.items() if place}
+    moment = max(peaks, key=lambda name: peaks[name])
+    linear: dict[str, Any] = {
+        name: line(getattr(few, name), getattr(more, name))
+        for name in ("flops", "model_flops", "step_s", "compute_s", "communication_s", "exposed_s")
+    }
+    reserved = max(peaks[moment], round(line(few.reserved_bytes, more.reserved_bytes)))
+    room = more.memory_bytes - more.overhead_bytes
+    tight = reserved > room and peaks[moment] <= TIGHTEST * room
+    tokens = more.tokens_per_s * more.step_s
+    return dataclasses.replace(
+        more, **linear, peaks=peaks, moment=moment, peak_bytes=peaks[moment], reserved_bytes=reserved, tight=tight,
+        fits=reserved <= room or tight, host_bytes=round(line(few.host_bytes, more.host_bytes)), breakdown={},
+        collectives=[], textbook={}, tokens_per_s=tokens / linear["step_s"],
+        step_s_range=[line(*both) for both in zip(few.step_s_range, more.step_s_range, strict=True)],
+        mfu=line(few.mfu * few.step_s, more.mfu * more.step_s) / linear["step_s"],
+    )  # fmt: skip
+
+
+_Place = tuple[str, int | None, str]  # a moment's name around the number of its block, counted from the nearer end
+
+
+def _place(moment: str, layers: int, ends: int) -> _Place | None:
+    """Where in a stack of `layers` a moment is; None between the ends."""
+    found = re.search(r"\.(\d+)(?=\.|$)", moment)
+    if found is None:
+        return moment, None, ""
+    number = int(found[1])
+    if ends <= number < layers - ends:
+        return None
+    return moment[: found.start(1)], number if number < ends else number - layers, moment[found.end() :]
+
+
+def _named(place: _Place, layers: int) -> str:
+    """The moment's name in a model of `layers` blocks."""
+    before, number, after = place
+    return before if number is None else f"{before}{number % layers}{after}"
+
+
+def words(overrides: Mapping[str, Any]) -> list[str]:
+    """The overrides for the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
+    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()]
+
+
+def paste(overrides: Mapping[str, Any]) -> str:
+    """Those words in one line, as a shell reads them."""
+    return shlex.join(words(overrides))

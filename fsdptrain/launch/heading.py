@@ -1,0 +1,82 @@
+"""The first lines of a run, shown before anything is imported or started: what will be trained, on what, where to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.launch.attempts import Before
+from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted
+
+
+def heading(plan: Plan, rundir: RunDir, before: Before) -> str:
+    """Name and state of the run, model, data, ranks, batch, learning rate: one labelled line each."""
+    lines = {
+        "run": f"{plan.recipe.name}: {_state(rundir, before)}, in {nearby(rundir.root)}",
+        "model": _model(plan),
+        "data": _data(plan),
+        "ranks": _ranks(plan),
+        "batch": _batch(plan),
+        "lr": _schedule(plan),
+    }
+    if names := plan.hub_names():
+        state = "from its cache (HF_HUB_OFFLINE)" if _offline() else "asked for what is not cached"
+        lines["hub"] = f"{', '.join(names)}: {state}"
+    return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
+
+
+def _state(rundir: RunDir, before: Before) -> str:
+    """Say whether the run is new, goes on, or has only its last evaluation or its export to make."""
+    if not before.step:
+        return "starts from the beginning (no checkpoint yet)" if rundir.metrics.exists() else "new"
+    if before.trained:
+        return f"all {counted(before.step, 'step')} done; evaluation and export follow where missing"
+    return f"resumes after step {before.step}"
+
+
+def _model(plan: Plan) -> str:
+    model, fsdp = plan.recipe.model, plan.recipe.fsdp
+    where = model.id and (nearby(Path(model.id)) if Path(model.id).is_absolute() else model.id)
+    name = where or model.config.get("model_type", "model")
+    start = "pretrained" if plan.pretrained else "from scratch"
+    return f"{name}, {start}; {model.dtype} weights, {fsdp.mixed_precision.param_dtype} compute"
+
+
+def _data(plan: Plan) -> str:
+    data = plan.recipe.data
+    where = nearby(Path(plan.data_path)) if Path(plan.data_path).is_absolute() else plan.data_path
+    return f"{where}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
+
+
+def _ranks(plan: Plan) -> str:
+    topology = plan.topology
+    nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
+    hybrid = 1 < plan.shard_size < topology.world_size
+    copies = f", {plan.replicas} copies of {plan.shard_size} shards" if hybrid else ""
+    return f"{topology.world_size} × {topology.device}{nodes}, {plan.recipe.fsdp.strategy}{copies}"
+
+
+def _batch(plan: Plan) -> str:
+    train, topology = plan.recipe.train, plan.topology
+    factors = f"{counted(topology.world_size, 'rank')} × {counted(plan.accumulation, 'micro-batch', 'es')}"
+    tokens = train.global_batch_size * plan.recipe.data.seq_len
+    return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}; {tokens:,} tokens a step"
+
+
+def _schedule(plan: Plan) -> str:
+    train, schedule = plan.recipe.train, plan.recipe.schedule
+    epochs = f"{train.epochs:g} epoch" + ("" if train.epochs == 1 else "s")
+    return f"{plan.recipe.optim.lr:g}, {schedule.name}; {counted(train.steps, 'step') if train.steps else epochs}"
+
+
+def nearby(path: Path) -> str:
+    """A path for the eye: as seen from the working folder where it lies below that, else whole."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _offline() -> bool:
+    """Whether huggingface_hub, which takes a second to import, will stay offline."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")

@@ -1,0 +1,1 @@
+"""The model: configuration, skeleton, units, weights, loss, kernels."""

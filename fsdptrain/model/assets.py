@@ -1,0 +1,144 @@
+"""All of a Hugging Face folder but the weights: config, generation config and tokenizer, which agree with each other.
+
+The tokenizer decides: an architecture's own defaults (Llama's end token is 2) mean nothing to another tokenizer, and
+generation would stop at the wrong token, or never.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.data.hub import in_a_line
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.skeleton import set_token
+from fsdptrain.ownership import put_assets
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+# What else a generation config says in token ids, which are another token's once the tokenizer is another.
+GENERATION_TOKENS = (
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+    "bad_words_ids", "sequence_bias",
+)  # fmt: skip
+
+
+CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat template
+
+
+def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write config, generation config and tokenizer into `folder`; `config` itself is not changed."""
+    config, generation = copy.deepcopy(config), _generation_config(plan, model)
+    turn_end = end_of_turn(tokenizer) if plan.recipe.data.format == "chat" else None
+    align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
+    config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as temporary:
+        scratch = Path(temporary)
+        if type(model)._auto_class is not None:  # code of its own goes along
+            custom_object_save(model, scratch, config=config)
+        config.save_pretrained(scratch)
+        generation.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        put_assets(scratch, folder)
+
+
+def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:
+    """Set the special tokens of both configurations, in place, to the tokenizer's.
+
+    `own`: the tokenizer is the model's own, so what it does not define the model may know better, and every end token
+    that either configuration lists stays one (Llama 3 has three). `turn_end` ends an assistant's turn in training.
+    """
+    for part in _parts(config):
+        for name in SPECIAL_TOKENS:
+            wanted, there = getattr(tokenizer, name), getattr(part, name, None)
+            keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
+            if not keep:
+                set_token(part, name, wanted)
+    ends = [*_listed(tokenizer.eos_token_id), *_listed(turn_end)]
+    if own:
+        ends += [*_listed(generation.eos_token_id), *_listed(config.get_text_config().eos_token_id)]
+    else:
+        for name in GENERATION_TOKENS:
+            setattr(generation, name, None)
+    ends = list(dict.fromkeys(ends))
+    generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    for name in ("bos_token_id", "pad_token_id"):
+        wanted = getattr(tokenizer, name)
+        if wanted is not None or not own:
+            setattr(generation, name, wanted)
+
+
+def special_token_faults(folder: Path) -> list[str]:
+    """How config, generation config and tokenizer of a Hugging Face folder disagree on their special tokens."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    generation = GenerationConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    files = [("config.json", part) for part in _parts(config)] + [("generation_config.json", generation)]
+    faults = []
+    for name in SPECIAL_TOKENS:
+        wanted = getattr(tokenizer, name)
+        for file, part in files:
+            found = _listed(getattr(part, name, None))
+            if wanted is not None and wanted not in found:
+                faults.append(f"{name}: the tokenizer has {wanted}, {file} {found[0] if len(found) == 1 else found}")
+    return faults
+
+
+def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
+    """Raise RecipeError when `model.config` names a special token and the tokenizer defines another."""
+    for name in SPECIAL_TOKENS:
+        written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
+        if written is not None and wanted is not None and wanted not in _listed(written):
+            raise RecipeError(
+                f"model.config.{name}: {written}: remove this key: the tokenizer's value ({wanted}) is used"
+            )
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the special token that ends an assistant's turn in the chat template; None for the end token, or none.
+
+    A model that was trained to end its turns with it must stop there when it generates.
+    """
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # whatever a template raises over such a conversation; its rows will tell
+        return None
+    after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False).input_ids
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    ends = [token for token in after if token in special]
+    return ends[0] if ends and tokenizer.eos_token_id not in ends else None
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configuration, and the language model's inside it, whichever say what the special tokens are."""
+    text = config.get_text_config()
+    return [text] if text is config else [config, text]
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
+    """The generation config of `model.id`, or the architecture's where it has none or one that cannot be used."""
+    name, plain = plan.recipe.model.id, copy.deepcopy(model.generation_config)
+    if name is None:
+        return plain
+    try:
+        found = GenerationConfig.from_pretrained(name, revision=plan.recipe.model.revision or "main")
+        plain.eos_token_id = found.eos_token_id
+        found.validate(strict=True)  # as it will be when it is saved
+        return found
+    except OSError:  # many models have none of their own
+        pass
+    except Exception as error:  # it takes no part in training; and many a one that is shipped contradicts itself
+        print(f"generation_config.json of {name} is left out, a plain one is written: {in_a_line(error)}")
+    return plain

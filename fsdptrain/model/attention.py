@@ -1,0 +1,242 @@
+"""Attention on the CPU, in tiles: what no query of a tile may see is not computed.
+
+torch's own CPU kernel takes a fifth of a step in bf16; and where several documents share a block their tokens pay for
+each other, though they see nothing of each other. Here a tile of queries is multiplied with the keys from the first to
+the last that any of them may see, by oneDNN's matrix products, and scores are computed again in backward, as in
+FlashAttention (Dao et al., arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+QUERIES = 128  # in a tile: fewer are slow to multiply, more waste what masks save
+
+
+LARGE = 8  # scores beyond are rounded by more than their weights are: by 2^-5 in bf16, of a weight that is 3%
+
+
+STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a product for every shape it meets
+
+
+def install() -> None:
+    """Let transformers' `sdpa` be `attend` from now on, in this process."""
+    AttentionInterface.register("sdpa", attend)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query` [B, H, S, D], `key` and `value` [B, G, S, D]; returns [B, S, H, D].
+
+    What tiles cannot do, or torch's kernel does faster, is left to transformers' own function.
+    """
+    special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    special = special or query.device.type != "cpu"  # an accelerator that is pretended after a CPU was
+    same = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3] == value.shape[3]
+    if attention_mask is None:  # in float32 torch is faster where half of all pairs are to be computed
+        causal = others.get("is_causal")
+        tiled = query.dtype == torch.bfloat16 and (getattr(module, "is_causal", True) if causal is None else causal)
+    else:
+        tiled = attention_mask.dtype == torch.bool and attention_mask.shape == (len(query), 1, *2 * query.shape[2:3])
+    if special or not same or not tiled:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    return torch.ops.fsdptrain.attention(query, key, value, attention_mask, scale), None
+
+
+@torch.library.custom_op("fsdptrain::attention", mutates_args=())
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ) v: [B, S, H, D] of q's dtype.
+
+    `q` is [B, H, S, D], `k` and `v` [B, G, S, D], where each of the G heads serves H / G of q's; `mask` says what a
+    query sees, bool [B, 1, S, S], at least one key each, and is never written to; without one it is causal. Products
+    are taken in the dtype of q, k and v; where bf16 scores may be large, they are rounded by their distance from the
+    highest of their row.
+    """
+    out = q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
+    k, v = k.contiguous(), v.contiguous()
+    large = _may_be_large(q, k, scale)
+    for tile in tiles(q, mask):
+        weights = _weights(tile, tile.queries_of(q, k), k, scale, large)
+        tile.put(out.transpose(1, 2), weights @ tile.keys_of(v))
+        del weights  # else it is there beside the next tile's
+    return out
+
+
+@attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    return q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
+
+
+@torch.library.custom_op("fsdptrain::attention_backward", mutates_args=())
+def attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `attention` for q, k and v, each of its own shape and dtype; sums over tiles are float32."""
+    of_q = q.new_empty(q.shape)
+    k, v = k.contiguous(), v.contiguous()
+    of_k, of_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
+    large = _may_be_large(q, k, scale)
+    for tile in tiles(q, mask):
+        queries, of_out = tile.queries_of(q, k), tile.queries_of(grad.transpose(1, 2), k)
+        weights = _weights(tile, queries, k, scale, large)
+        of_weights = of_out @ tile.keys_of(v).mT
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
+        tile.put(of_q, of_scores @ tile.keys_of(k))
+        tile.keys_of(of_k).add_(of_scores.mT @ queries)
+        tile.keys_of(of_v).add_(weights.mT @ of_out)
+        del weights, of_weights, of_scores  # else they are there beside the next tile's
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+@attention_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return *torch.ops.fsdptrain.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+attention.register_autograd(_backward, setup_context=_keep)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries of some rows, all the keys that any of them sees, and which of these pairs are hidden.
+
+    Pairs before the key `clear` are all seen; `hidden` is bool [queries, keys from `clear` on].
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    clear: int
+    hidden: torch.Tensor
+
+    def queries_of(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The tile's part of [B, H, S, D], with heads that share a key head as rows of one matrix: [B·G, H/G·n, D]."""
+        return q[self.rows, :, self.queries].reshape(-1, q.shape[1] // k.shape[1] * len(self.hidden), q.shape[3])
+
+    def keys_of(self, k: torch.Tensor) -> torch.Tensor:
+        """The tile's part of a contiguous [B, G, S, D], as a view: [B·G, n, D]."""
+        return k[self.rows].flatten(0, 1)[:, self.keys]
+
+    def hide(self, scores: torch.Tensor) -> None:
+        """Give hidden pairs of [B·G, H/G·queries, keys] the lowest score there is."""
+        part = scores.unflatten(1, (-1, len(self.hidden)))[..., self.clear - self.keys.start :]
+        part.masked_fill_(self.hidden, torch.finfo(scores.dtype).min)
+
+    def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the tile's part of [B, H, S, D]."""
+        part = target[self.rows, :, self.queries]
+        part.copy_(values.view(part.shape))
+
+
+def _may_be_large(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
+    """Whether rounding scores could matter: none exceeds the product of the longest query and the longest key."""
+    return q.dtype == torch.bfloat16 and float(scale * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) > LARGE
+
+
+def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, large: bool) -> torch.Tensor:
+    """The softmax of a tile's scores: [B·G, H/G·queries, keys].
+
+    Scores are rounded once, by oneDNN. Where they are large they are computed again, less the highest of their row: it
+    is the same softmax, and a difference near 0, whose weight is large, is rounded by little.
+    """
+    keys = tile.keys_of(k).mT
+    scores = torch.baddbmm(queries.new_empty(()), queries, keys, beta=0, alpha=scale)
+    tile.hide(scores)
+    if large and float((highest := scores.amax(dim=-1, keepdim=True)).abs().amax()) > LARGE:
+        scores.copy_(-highest).baddbmm_(queries, keys, alpha=scale)
+        tile.hide(scores)
+    return scores.softmax(dim=-1)
+
+
+_of_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in forward and in backward
+
+
+def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
+    """The tiles for q [B, H, S, D]: of all rows at once where all see the same, else of each row by itself."""
+    if mask is None:
+        return _causal_tiles(len(q), q.shape[2])
+    if mask not in _of_mask:
+        alike = bool((mask == mask[:1]).all())
+        rows = [slice(0, len(mask))] if alike else [slice(row, row + 1) for row in range(len(mask))]
+        _of_mask[mask] = [tile for part in rows for tile in _tiles_of(part, mask[part.start, 0])]
+    found: list[Tile] = _of_mask[mask]
+    return found
+
+
+def _causal_tiles(rows: int, length: int) -> list[Tile]:
+    later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
+    ends = [(at, min(at + QUERIES, length)) for at in range(0, length, QUERIES)]
+    return [Tile(slice(0, rows), slice(at, end), slice(0, end), at, later[: end - at, : end - at]) for at, end in ends]
+
+
+def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
+    """The tiles of rows that see the same: `seen` is bool [queries, keys]."""
+    found = []
+    for at in range(0, len(seen), QUERIES):
+        part = seen[at : at + QUERIES]
+        somebody = part.any(dim=0).nonzero()
+        first, end = int(somebody[0]) // STEP * STEP, int(somebody[-1]) + 1
+        unclear = (~part[:, first:end].all(dim=0)).nonzero()
+        clear = first + int(unclear[0]) if len(unclear) else end
+        hidden = ~part[:, clear:end]
+        found.append(Tile(rows, slice(at, at + len(part)), slice(first, end), clear, hidden))
+    return found
+
+
+@register_flop_formula(torch.ops.fsdptrain.attention)
+def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+@register_flop_formula(torch.ops.fsdptrain.attention_backward)
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(q, q, k, v)
+
+
+def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> int:
+    """Bytes that an operator needs beside arguments and results, for the last tile where all rows see all before it.
+
+    No mask's contents are known ahead; most need less. Of scores there are two in forward, three in backward.
+    """
+    tile = len(q) * q.shape[1] * min(QUERIES, q.shape[2])
+    copies = sum(x.numel() for x in (k, v) if not x.is_contiguous())
+    size = q.element_size() * ((3 if backward else 2) * tile * k.shape[2] + 2 * tile * q.shape[3] + copies)
+    if backward:  # what is added to the gradients of k and v; in bf16 these and it are float32
+        size += k.numel() * (4 if k.element_size() == 4 else 3 * 4 - k.element_size())
+    return size
+
+
+WORKSPACE: dict[Any, Callable[..., int]] = {  # nothing is seen of what happens within an operator: see `recorder`
+    torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: _workspace(q, k, v, backward=False),
+    torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: _workspace(q, k, v, backward=True),
+}

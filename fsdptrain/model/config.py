@@ -1,0 +1,282 @@
+"""The architecture's configuration: read, overridden by the recipe, and checked."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.data.hub import OWN_CODE, hub_errors, read_json, recipe_errors, source
+from fsdptrain.errors import NoModel, Problem, RecipeError
+from fsdptrain.model.skeleton import layer_values, set_token
+
+# The largest sizes that a model is built with, each some ten times what the largest models have: a damaged or hostile
+# configuration would ask for all the memory there is before anybody could count parameters.
+LIMITS = {
+    "vocab_size": 2**22, "hidden_size": 2**18, "intermediate_size": 2**21, "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**28,
+    "num_experts": 2**14, "num_local_experts": 2**14,
+}  # fmt: skip
+
+
+NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed here; remove the key"
+
+
+NO_CLASSES = "it is about classifiers and has no effect on a language model; remove the key"
+
+
+WITHOUT_EFFECT = {  # keys of a configuration that nothing reads here → the way out
+    "dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
+    "torch_dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
+    "attn_implementation": "use model.attn_implementation",
+    "_attn_implementation": "use model.attn_implementation",
+    **dict.fromkeys(("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"), NO_AUXILIARY),
+    **dict.fromkeys(("num_labels", "id2label", "label2id", "problem_type"), NO_CLASSES),
+    **dict.fromkeys(
+        ("output_hidden_states", "output_attentions", "return_dict"), "it has no effect on training; remove the key"
+    ),
+}
+
+
+OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
+
+
+def load_config(plan: Plan, vocab_size: int | None) -> Any:
+    """The architecture: `model.config` where it is a whole one, else that of `model.id` with its overrides.
+
+    `vocab_size` is the tokenizer's, taken where the recipe gives none; a smaller one is refused, for its tokens would
+    have no embedding. None: a dry run could not load the tokenizer. Raises RecipeError for keys the architecture does
+    not have, and NoModel when there is no telling how large the vocabulary is.
+    """
+    model = plan.recipe.model
+    overrides = dict(model.config)
+    kind = overrides.pop("model_type", None)
+    if kind is not None:
+        with recipe_errors(f"model.config: no architecture {kind!r}"):
+            known = AutoConfig.for_model(kind)
+        overrides = translated(overrides, known)
+        text = _text_of(overrides, known)
+        if vocab_size is None and "vocab_size" not in text:
+            raise NoModel("model.config.vocab_size: unknown without the tokenizer; give it to plan without one")
+        text.setdefault("vocab_size", vocab_size)
+        with recipe_errors("model.config"):
+            config = AutoConfig.for_model(kind, **overrides)
+    else:
+        own = own_classes(plan)
+        where = {**source(plan, None), "trust_remote_code": bool(own)}
+        cannot = f"model.id: cannot read the configuration of {model.id!r}"
+        with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
+            known = AutoConfig.from_pretrained(str(model.id), **where)
+        overrides = translated(overrides, known)
+        with recipe_errors("model.config"):
+            config = type(known).from_dict(overridden(known, overrides)) if overrides else known
+            _adopt(plan, own, config)
+    text_config = config.get_text_config()
+    if not plan.own_tokenizer and "pad_token_id" not in overrides:
+        # It is a token of another vocabulary, whose embedding would get no gradient, or it lies beyond this one.
+        for part in (config, text_config):
+            set_token(part, "pad_token_id", None)
+    for part in {id(part): part for part in (config, text_config)}.values():
+        _refuse_sizes(part)
+    refuse_without_effect(overrides, config)
+    limit, problems = position_limit(text_config), []
+    if vocab_size is not None and text_config.vocab_size < vocab_size:
+        problems.append(f"model.config.vocab_size: {text_config.vocab_size}, but the tokenizer has {vocab_size} tokens")
+    if limit and plan.recipe.data.seq_len > limit:
+        problems.append(
+            f"data.seq_len: {plan.recipe.data.seq_len} is beyond the model's {limit} positions: use {limit} or less"
+        )
+    if problems:
+        raise RecipeError([Problem(problem) for problem in problems])
+    return config
+
+
+def translated(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
+    """Return overrides of the configuration `known` under the names that this version of transformers has for them.
+
+    Keys of older files (`rope_theta`, `rope_scaling`) mean what they mean there. Raises RecipeError for a key that the
+    architecture does not have.
+    """
+    found: dict[str, Any] = {}
+    for name, value in overrides.items():
+        inner = getattr(known, name, None)
+        if name in WITHOUT_EFFECT:
+            raise RecipeError(f"{field}.{name}: {WITHOUT_EFFECT[name]}")
+        if name in OLD_ROPE and name not in vars(known) and hasattr(known, "rope_parameters"):
+            continue
+        if not hasattr(known, name):
+            near = get_close_matches(name, known.to_dict(), n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise RecipeError(f"{field}.{name}: {known.model_type} has no such key{hint}")
+        if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
+            value = translated(value, inner, f"{field}.{name}")
+        found[known.attribute_map.get(name, name)] = value
+    old = {name: value for name, value in overrides.items() if name in OLD_ROPE and name not in found}
+    if old or isinstance(found.get("rope_parameters"), dict):
+        found["rope_parameters"] = _rope_parameters(old, found.get("rope_parameters"), known, field)
+    return found
+
+
+def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any, field: str) -> dict[str, Any]:
+    """The rotary parameters that older keys, or the new one, ask for; those of `known` where they say nothing."""
+    there = known.rope_parameters or {}
+    if old and new is not None:
+        raise RecipeError(f"{field}.{next(iter(old))}: rope_parameters is there as well: keep one of the two")
+    if any(isinstance(one, dict) for one in there.values()):
+        if old:
+            raise RecipeError(
+                f"{field}.{next(iter(old))}: {known.model_type} has rotary parameters for each type of layer: write "
+                f"rope_parameters: {there}"
+            )
+        return new or {}
+    asked = dict(new or old.get("rope_scaling") or {})
+    if "type" in asked:
+        asked.setdefault("rope_type", asked["type"])
+    kept = {name: there[name] for name in ("rope_theta", "partial_rotary_factor") if name in there}
+    if "rope_scaling" not in old and new is None:
+        kept = there
+    theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
+    return {**kept, **asked, **theta}
+
+
+def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration `known` as a dict with `overrides` in it, inner configurations included.
+
+    With fewer layers, lists with an entry for each layer are cut; with more they are left to the architecture.
+    """
+    whole = known.to_dict()
+    name = known.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    before, layers = whole.get(name), overrides.get(name, whole.get(name))
+    for key in _lists_of_layers(known, name) - overrides.keys() if layers != before else ():
+        whole[key] = whole[key][:layers] if layers < before else None
+    for key, value in overrides.items():
+        inner = getattr(known, key, None)
+        nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
+        whole[key] = overridden(inner, value) if nested else value
+    return whole
+
+
+def _lists_of_layers(known: Any, name: str) -> set[str]:
+    """The keys that hold a list with an entry for each layer: those that by default are as long as there are layers."""
+    default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]
+    return {
+        key for key, value in known.to_dict().items()
+        if isinstance(value, list) and len(value) == getattr(known, name)
+        and all(isinstance(d.get(key), list) and len(d[key]) == d[name] for d in default)
+    }  # fmt: skip
+
+
+def _text_of(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
+    """The overrides of the language model: all of them, or those of the configuration inside `known` that is its."""
+    inner = known.get_text_config()
+    name = next((name for name, value in vars(known).items() if value is inner), None)
+    if name is None:
+        return overrides
+    overrides[name] = dict(overrides.get(name) or {})
+    found: dict[str, Any] = overrides[name]
+    return found
+
+
+def position_limit(config: Any) -> int | None:
+    """The longest sequence an architecture was made for; None where it has no positions to run out of.
+
+    Rotary positions that are stretched by a factor (yarn and the like) reach that many times as far as they did before;
+    dynamic ones do not: beyond the limit their frequencies depend on the longest sequence so far.
+    """
+    limit = next((n for key in ("max_position_embeddings", "max_seq_len") if (n := getattr(config, key, None))), None)
+    stretched = [
+        int(one["original_max_position_embeddings"] * (one.get("factor") or 1))
+        for one in rope_sets(config)
+        if one.get("original_max_position_embeddings") and one.get("rope_type") != "dynamic"
+    ]
+    no_limit = getattr(config, "alibi", None) or getattr(config, "attn_config", None)  # MPT keeps alibi in there
+    return None if no_limit or not isinstance(limit, int) else max([limit, *stretched])
+
+
+def rope_sets(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a language model's configuration: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    inner = [one for one in rope.values() if isinstance(one, dict)]
+    return inner or [rope]
+
+
+def long_positions(config: Any, seq_len: int) -> int | None:
+    """Return the position from which on longrope takes other frequencies for a whole micro-batch, if `seq_len` has it.
+
+    There padding must not have higher positions than documents do.
+    """
+    limits = [
+        int(one["original_max_position_embeddings"])
+        for one in rope_sets(config.get_text_config())
+        if one.get("rope_type") == "longrope"
+    ]
+    return min((limit for limit in limits if limit < seq_len), default=None)
+
+
+def own_classes(plan: Plan) -> dict[str, str]:
+    """The classes of its own that `model.id` asks for (`auto_map`), when they are to be run; nothing is run here.
+
+    Raises RecipeError when it cannot do without them and the command line does not allow them, or when they are to come
+    from another repository, which no revision pins.
+    """
+    written = read_json(plan, "config.json")
+    named = written.get("auto_map") or {}
+    if not isinstance(named, dict):
+        raise RecipeError(f"model.id: auto_map in config.json of {plan.recipe.model.id} is not a mapping")
+    classes = written.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else None
+    known = written.get("model_type") in CONFIG_MAPPING_NAMES and (
+        "AutoModelForCausalLM" not in named or first in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    if known or not named:
+        return {}  # transformers has this architecture: its own code is as good
+    if not plan.trust_remote_code:
+        raise RecipeError(f"model.id: {plan.recipe.model.id} {OWN_CODE}")
+    elsewhere = [name for name in named.values() if "--" in str(name)]
+    if elsewhere:
+        raise RecipeError(f"model.id: {elsewhere[0]} is code of another repository, which model.revision does not pin")
+    return named
+
+
+def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
+    """Make the model's own classes those of its kind of configuration, in this process; runs their code.
+
+    From here on everything that builds or reads this model, the export too, gets them without asking again.
+    """
+    if "AutoModelForCausalLM" in own:
+        made: Any = get_class_from_dynamic_module(
+            own["AutoModelForCausalLM"], str(plan.recipe.model.id), revision=plan.recipe.model.revision
+        )
+        made.register_for_auto_class("AutoModelForCausalLM")
+        AutoModelForCausalLM.register(type(config), made, exist_ok=True)
+    if "AutoConfig" in own:
+        AutoConfig.register(config.model_type, type(config), exist_ok=True)
+
+
+def _refuse_sizes(config: Any) -> None:
+    for name, limit in LIMITS.items():
+        for size in layer_values(config, name):
+            if size is not None and not (type(size) is int and 1 <= size <= limit):
+                raise RecipeError(
+                    f"model.config.{name}: {size!r} is not a whole number from 1 to {limit:,} ({config.model_type})"
+                )
+
+
+def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
+    """Raise RecipeError for a window that is switched off, and for an auxiliary loss that would not be added.
+
+    That of a mixture is a product of two means over the global batch, which no micro-batch knows.
+    """
+    text = config.get_text_config()
+    if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
+        raise RecipeError("model.config.sliding_window: it has no effect without use_sliding_window: true")
+    if getattr(text, "output_router_logits", False):
+        raise RecipeError(
+            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed "
+            "here; set output_router_logits: false to train on the tokens' loss alone"
+        )

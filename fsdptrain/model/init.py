@@ -1,0 +1,197 @@
+"""Draw initial weights as `from_config` does, a block at a time, on every rank the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
+
+from fsdptrain.config.plan import seed_of
+from fsdptrain.config.schema import Recipe
+from fsdptrain.errors import RecipeError
+from fsdptrain.events import Progress
+from fsdptrain.model.skeleton import parameters_on_meta, skeleton
+from fsdptrain.model.units import blocks_of
+
+
+def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) -> None:
+    """Fill a sharded model with random weights that depend on the recipe's seed and the parameter's name alone.
+
+    Every rank draws the same weights, a block at a time, and keeps its slices. So all world sizes start from the same
+    weights, and no rank ever holds the model. `mirror` is an unsharded skeleton.
+    """
+    targets = dict(model.named_parameters())
+    groups = init_groups(mirror)
+    for done, weights in enumerate(initial_weights(mirror, groups, recipe), 1):
+        for name, whole in weights.items():
+            target = targets[name]
+            sliced = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            target.detach().to_local().copy_(sliced.to_local())
+        progress("initialise", done, len(groups))
+
+
+@dataclass(frozen=True)
+class InitGroup:
+    """Modules that are initialised in one go, children before parents: (name, module, `_init_weights` of its model)."""
+
+    name: str
+    modules: list[tuple[str, nn.Module, Callable[[nn.Module], None]]]
+
+
+def init_groups(mirror: Any) -> list[InitGroup]:
+    """Split a skeleton into blocks, children of other lists of modules, and what is around them.
+
+    A module's own rules may reach into its children, so that blocks stay in one piece. What contains blocks is a group
+    of its own, without its children: else it would be the whole model.
+    """
+    blocks = {id(module) for _, module in blocks_of(mirror)}
+    groups: dict[str, InitGroup] = {}
+    visited: set[int] = set()
+
+    def stays_whole(module: nn.Module, parent: nn.Module | None) -> bool:
+        inner = list(module.modules())
+        if id(module) in blocks:
+            return True
+        if any(id(m) in blocks for m in inner):
+            return False
+        return isinstance(parent, nn.ModuleList) or not any(isinstance(m, nn.ModuleList) for m in inner)
+
+    def visit(name: str, module: nn.Module, parent: nn.Module | None, rules: Any, group: str | None) -> None:
+        if id(module) in visited:  # transformers initialises a module once, wherever else it is used
+            return
+        visited.add(id(module))
+        if isinstance(module, PreTrainedModel):  # a model inside a model has rules of its own
+            rules = module._init_weights
+        if group is None and stays_whole(module, parent):
+            group = name
+        for key, child in module.named_children():
+            visit(_joined(name, key), child, module, rules, group)
+        home = groups.setdefault(name if group is None else group, InitGroup(name if group is None else group, []))
+        home.modules.append((name, module, rules))
+
+    visit("", mirror, None, mirror._init_weights, None)
+    return [group for group in groups.values() if any(_own_parameters(module) for _, module, _ in group.modules)]
+
+
+def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of each group by name, whole and on the CPU, as `AutoModelForCausalLM.from_config` draws them.
+
+    The memory is NaN before `_init_weights` runs. What is still NaN afterwards `_init_weights` leaves to constructors:
+    it gets the value of its module's constructor, and `_init_weights` runs again over that. A tied parameter is drawn
+    where its source is, because transformers ties after the initialisation. Raises RecipeError for a parameter that
+    nothing initialises.
+    """
+    names = {id(param): name for name, param in mirror.named_parameters()}
+    constructors = Constructors(mirror, recipe)
+    for group in groups:
+        places = [
+            (name, module, key, param)
+            for name, module, _ in group.modules
+            for key, param in _own_parameters(module).items()
+            if _joined(name, key) not in mirror.all_tied_weights_keys
+        ]
+        constructed: dict[int, torch.Tensor] = {}
+        for _ in range(2):
+            real = {id(p): _filled(p, constructed.get(id(p))) for *_, p in places}
+            for _, module, key, param in places:
+                module._parameters[key] = real[id(param)]
+            torch.manual_seed(seed_of(recipe.seed, group.name))
+            with torch.no_grad():
+                for _, module, rules in group.modules:
+                    rules(module)
+            for _, module, key, param in places:
+                module._parameters[key] = param
+            left = [place for place in places if real[id(place[-1])].isnan().any()]
+            if not left or constructed:
+                break
+            constructed = {id(param): constructors.value(name, key) for name, _, key, param in left}
+        if left:
+            name, module, key, _ = left[0]
+            raise RecipeError(
+                f"model.init: random is not possible: transformers does not initialise {_joined(name, key)} "
+                f"({type(module).__name__}); start from pretrained weights"
+            )
+        yield {names[i]: weight.detach() for i, weight in real.items()}
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _filled(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
+    """Return a real parameter like this one, flags that `_init_weights` may ask for included; NaN without a value."""
+    memory = torch.full_like(param, torch.nan, device="cpu") if value is None else value.clone()
+    made = nn.Parameter(memory, requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
+
+
+class Constructors:
+    """What the constructors of a model's modules put into their own parameters; each is run again to find out."""
+
+    def __init__(self, mirror: Any, recipe: Recipe) -> None:
+        self._mirror, self._recipe = mirror, recipe
+        self._twin: Any = None  # a skeleton whose modules know what they were constructed with
+
+    def value(self, name: str, key: str) -> torch.Tensor:
+        """Return the value of parameter `key` of the module called `name`: NaN where the constructor sets none."""
+        if self._twin is None:
+            with _arguments_kept({type(module) for module in self._mirror.modules()}):
+                self._twin = skeleton(self._mirror.config, self._recipe.model)
+        module = self._twin.get_submodule(name)
+        args, kwargs = module.__dict__[ARGUMENTS]
+        torch.manual_seed(seed_of(self._recipe.seed, name, "constructor"))
+        dtype = getattr(torch, self._recipe.model.dtype)
+        with parameters_on_meta(but=type(module)), local_torch_dtype(dtype), _unset_memory_is_nan():
+            param = type(module)(*args, **kwargs)._parameters[key]
+        return param.detach()
+
+
+ARGUMENTS = "_constructed_with"
+
+
+@contextlib.contextmanager
+def _arguments_kept(classes: set[type[nn.Module]]) -> Iterator[None]:
+    """Inside, instances of these classes keep (args, kwargs) of their constructor in `__dict__`."""
+
+    def keeping(init: Any) -> Any:
+        @functools.wraps(init)
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.__dict__.setdefault(ARGUMENTS, (args, kwargs))  # the outermost call comes first
+            init(self, *args, **kwargs)
+
+        return wrapped
+
+    own = {cls: cls.__dict__.get("__init__") for cls in classes}
+    try:
+        for cls in classes:
+            cls.__init__ = keeping(cls.__init__)  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls, init in own.items():
+            if init is None:  # inherited
+                del cls.__init__
+            else:
+                cls.__init__ = init  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _unset_memory_is_nan() -> Iterator[None]:
+    """Inside, `torch.empty` gives NaN; see torch.utils.deterministic.fill_uninitialized_memory."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,128 @@
+"""Whether a model computes a document the same alone and among others: its own forward decides, not a list of names.
+
+Documents of a block are told apart by their position ids alone, and some architectures ignore these (bloom, state space
+models); some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The
+architecture is run in its own sizes, but with a block of each kind, random weights that take no memory, and a selection
+of the inputs in place of every large product: a model of any size answers in about a second on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fsdptrain.model.skeleton import torch_operators
+from fsdptrain.model.units import blocks_of
+
+SMALL = 2**16  # elements of a weight with which a product is really computed
+
+
+TOLERANCE = 1e-3  # of the largest logit: rounding is a thousandth of it, and what one document sees of another far more
+
+
+PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of its second factor that is the result's last
+    functional.linear: -2, torch.matmul: -1, torch.Tensor.matmul: -1, torch.Tensor.__matmul__: -1, torch.bmm: -1,
+}  # fmt: skip
+
+
+class Probe:
+    """A causal LM of which nothing is kept but how its tokens see one another."""
+
+    def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
+        """Take over a skeleton, which is of no other use afterwards; its parameters get the dtype `compute`."""
+        self.model = model.eval()
+        model.set_experts_implementation("eager")  # an expert at a time: all of them at once would have to be copied
+        kinds = {id(block): kind_of(block) for _, block in blocks_of(model)}
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and all(id(block) in kinds for block in module):
+                there = [kinds[id(block)] for block in module]
+                del module[max((there.index(kind) for kind in there), default=0) + 1 :]
+        fill_cheaply(model, compute)
+
+    def same(self, rows: list[list[int]], document: slice) -> bool:
+        """Return whether a document in the first row gets the logits that it gets as a block of its own.
+
+        `rows` are the position ids of a micro-batch. Raises what the model raises, and ValueError for logits that are
+        not finite.
+        """
+        among = self.logits(rows)[document]
+        alone = self.logits(rows, document)
+        if not (alone.isfinite().all() and among.isfinite().all()):
+            raise ValueError("its logits are not finite for random weights")
+        return bool((among - alone).abs().max() <= TOLERANCE * alone.abs().max())
+
+    def logits(self, rows: list[list[int]], document: slice | None = None) -> torch.Tensor:
+        """Return the first row's logits, float32 [tokens, vocabulary], of the call that the engine makes.
+
+        With a `document`, of that part of the first row alone. Raises what the model raises.
+        """
+        positions = torch.tensor(rows)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        ids = (torch.arange(positions.numel()) * 7 % min(vocabulary, 97)).view(positions.shape)
+        if document:
+            ids, positions = ids[:1, document], positions[:1, document]
+        with torch.no_grad(), torch_operators(), CheapProducts(), _one_thread():
+            found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return found[0].float()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products of a few tokens are too small to share: beside other ranks, waiting for threads would take seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def kind_of(block: nn.Module) -> str:
+    """All that a block is, but for its number and its weights, as text."""
+    return repr([
+        (type(module).__name__, sorted(
+            (name, value) for name, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, type(None))) and not name.endswith(("idx", "index", "_id"))
+        ))
+        for module in block.modules()
+    ])  # fmt: skip
+
+
+def fill_cheaply(model: Any, compute: torch.dtype) -> None:
+    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is number i + j of a list.
+
+    Their dtype is `compute`, but for those that stay in float32.
+    """
+    wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
+    random = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            dtype = torch.float32 if id(param) in wide else compute
+            vector = torch.empty(sum(param.shape) or 1)
+            if param.ndim > 1:
+                vector.normal_(std=1 / math.sqrt(param.shape[-1]), generator=random)
+            else:
+                vector.uniform_(0.5, 1.5, generator=random)
+            cheap = vector.to(dtype).as_strided(param.shape, (1,) * param.ndim)
+            module._parameters[name] = nn.Parameter(cheap, requires_grad=False)
+
+
+class CheapProducts(TorchFunctionMode):
+    """Inside, each result of a product with a large weight is one of its inputs, with a sign."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, or what replaces it."""
+        weight = args[1] if func in PRODUCTS and len(args) > 1 else None
+        if weight is None or weight.numel() <= SMALL or weight.stride() != (1,) * weight.ndim:
+            return func(*args, **(kwargs or {}))
+        results = weight.shape[PRODUCTS[func]]
+        random = torch.Generator().manual_seed(int(weight[(0,) * weight.ndim].double().abs() * 2**30))
+        chosen = torch.randint(args[0].shape[-1], (results,), generator=random)
+        return args[0].index_select(-1, chosen) * (1 - 2 * (chosen % 2))

@@ -1,0 +1,198 @@
+"""The model without its weights: configuration, a skeleton on the meta device, and its units as data.
+
+Nothing here knows a strategy. A skeleton's parameters are on the meta device and its buffers are real, as the
+constructor made them: non-persistent buffers (rotary frequencies) are in no file, and nothing else could fill them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers.integrations import hub_kernels
+from transformers.utils import is_flash_attn_2_available
+
+from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.schema import Model
+from fsdptrain.data.hub import in_a_line
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.units import saved_state
+
+LARGEST_BUFFER = 2**28  # elements
+
+
+def set_token(config: Any, name: str, value: int | None) -> None:
+    """Set a special token; None leaves a number where the architecture must have one."""
+    with contextlib.suppress(StrictDataclassFieldValidationError):
+        setattr(config, name, value)
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return what a configuration has for a key: a list of one value, or of one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # a key that differs between layers
+        value = [getattr(layer, name) for layer in config.per_layer_config]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
+    """The model with parameters on the meta device in the master dtype, and real buffers on the CPU.
+
+    `compute` is the dtype that its parameters are cast to for compute, by default the master dtype: buffers that are in
+    no file are as transformers makes them in a model of that dtype, and `float32_names` lists what transformers keeps
+    in float32 there, by the architecture's lists or by its constructors. That has float32 as its master dtype, too.
+    Raises RecipeError for a configuration of which no model can be built.
+    """
+    master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
+    kernel = model.attn_implementation
+    with _building_errors(kernel), parameters_on_meta():
+        made = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),  # it would get the dtype
+            dtype=computed,
+            attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
+            trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
+        )
+        if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+            for module in made.modules():
+                module._is_hf_initialized = False
+            made.initialize_weights()
+    state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
+    explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
+    made.float32_names = explicit | _listed_as_float32(made, computed)
+    wide = made.float32_names | _listed_as_float32(made, master)
+    stored = {
+        id(tensor): _like(tensor, torch.float32 if name in wide else master)
+        for name, tensor in state.items()
+        if tensor.dtype != (torch.float32 if name in wide else master)
+    }
+    for module in made.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({key: stored[id(tensor)] for key, tensor in tensors.items() if id(tensor) in stored})
+    made.tie_weights()
+    return made
+
+
+def in_dtype(model: Any, dtype: str) -> Any:
+    """A skeleton of the same architecture as transformers would hold it in `dtype`, with what it keeps in float32."""
+    return skeleton(model.config, Model(dtype=dtype, attn_implementation=model.config._attn_implementation))  # type: ignore[arg-type]
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The same parameter or buffer in another dtype."""
+    cast = tensor.detach().to(dtype)
+    return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
+
+
+def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
+    """The state that `from_pretrained` loads in float32 when it is asked for `dtype`."""
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
+    return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
+
+
+def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
+    """Return the plan with `attn_implementation: auto` replaced by a kernel, and the skeleton that has it.
+
+    The only place that decides: the best one that the architecture, this machine and the recipe's batches allow.
+    """
+    model = plan.recipe.model
+    if model.attn_implementation != "auto":
+        return plan, skeleton(config, model)
+    if _flash_is_possible(plan):
+        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
+        with contextlib.suppress(RecipeError):  # the architecture does not support it
+            return flash, skeleton(config, flash.recipe.model)
+    bare = skeleton(config, model)
+    kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    kernel = kernels.pop() if len(kernels) == 1 else "eager"  # one that the whole model has
+    return varied(plan, {"model.attn_implementation": kernel}), bare
+
+
+def _flash_is_possible(plan: Plan) -> bool:
+    """Whether flash_attention_2 is installed, and takes this recipe's dtype and its packed documents."""
+    return flash_fits(plan) and bool(is_flash_attn_2_available())
+
+
+def flash_fits(plan: Plan) -> bool:
+    """Return whether flash_attention_2 takes this recipe's device, dtype and packed documents, installed or not."""
+    half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
+
+
+def one_row_if_packed(plan: Plan) -> bool:
+    """Return whether no micro-batch has several rows of packed documents: transformers refuses them."""
+    return plan.recipe.data.packing == "none" or plan.recipe.train.micro_batch_size == 1
+
+
+@contextlib.contextmanager
+def _building_errors(kernel: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # sizes that do not fit together, names of activations that do not exist, no such kernel
+        words = in_a_line(error)
+        if kernel != "auto" and re.search("attention|flash|flex|sdpa", words, re.IGNORECASE):
+            reason = words.split(". ")[0]
+            raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None
+        raise RecipeError(f"model.config: no model can be built of it: {words}") from None
+
+
+@contextlib.contextmanager
+def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
+    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are.
+
+    Parameters of modules of the class `but` stay real.
+    """
+    register = nn.Module.register_parameter
+
+    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta and type(self) is not but:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    try:
+        with contextlib.nullcontext() if but else _LargeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def use_torch_operators() -> None:
+    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
+
+    Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, but they need a GPU. It
+    makes one exception: while a model is exported.
+    """
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+
+
+@contextlib.contextmanager
+def torch_operators() -> Iterator[None]:
+    """Use them inside only."""
+    before = hub_kernels.is_torchdynamo_exporting
+    use_torch_operators()
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = before
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Inside, what is too large to be a buffer is made on the meta device: all experts of a layer may be 30 GB."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, a factory of large tensors on the meta device."""
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > LARGEST_BUFFER:
+                return made
+        return func(*args, **kwargs)

@@ -1,0 +1,138 @@
+"""A model's units: the modules whose parameters are gathered, freed and reduced together."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdptrain.errors import RecipeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered, freed and reduced together. Units are listed in forward order."""
+
+    name: str
+    modules: list[nn.Module]
+
+
+def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
+    """The model's transformer blocks, by the class names that transformers keeps for this purpose.
+
+    Sharded or not: FSDP gives a module a new class that is derived from its own. Of one inside another (mamba names its
+    blocks and their mixers) only the outer one is taken.
+    """
+    classes = set(model._no_split_modules or ())
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():  # an outer module comes first, and those inside it at once
+        inside = found and name.startswith(f"{found[-1][0]}.")
+        if not inside and classes & {cls.__name__ for cls in type(module).__mro__} and _holds_parameters(module):
+            found.append((name, module))
+    return found
+
+
+def saved_state(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters (tied ones once) and persistent buffers, by name."""
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+
+
+def units_of(model: Any, wrap: Any) -> list[Unit]:
+    """The units of a skeleton in forward order; what no unit claims belongs to the root.
+
+    `auto`: the blocks; the embedding, and what follows the blocks with the head, unless the two are tied: tied weights
+    stay together in the root. A list names classes; `{min_params: N}` takes the innermost modules of that size.
+    Raises RecipeError when nothing matches, with the classes the model has.
+    """
+    if isinstance(wrap, dict):
+        units = _units_by_size(model, wrap["min_params"])
+    elif isinstance(wrap, list):
+        units = _units_by_class(model, wrap)
+    else:
+        units = [Unit(name, [module]) for name, module in blocks_of(model)]
+        if units and not tied(model):
+            units = _with_ends(model, units)
+    split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
+    if split and isinstance(wrap, list):
+        raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
+    shared = _sharing(units)
+    if shared and isinstance(wrap, list):
+        names = f"{shared[0].name} and {shared[1].name}"
+        raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
+    units = [unit for unit in units if unit not in split + shared]  # a tied weight has one home: the root
+    if not units:
+        classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
+        raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
+    return units
+
+
+def tied(model: Any) -> bool:
+    """Whether the head shares its weight with the embedding."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _with_ends(model: Any, blocks: list[Unit]) -> list[Unit]:
+    """Blocks, with the embedding in front and [what follows the blocks, head] behind."""
+    base = model.base_model
+    if base is model:  # llama4_text has no base model: take what the last block's list is in
+        base = model.get_submodule(blocks[-1].name.rpartition(".")[0].rpartition(".")[0])
+    inside = {id(m) for unit in blocks for m in unit.modules}
+    children = list(base.children())
+    last = max((i for i, c in enumerate(children) if any(id(m) in inside for m in c.modules())), default=-1)
+    after = [child for child in children[last + 1 :] if _holds_parameters(child)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding in after:
+        return blocks
+    return [Unit("embedding", [embedding]), *blocks, Unit("head", [*after, head])]
+
+
+def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
+    missing = set(names) - {type(module).__name__ for module in model.modules()}
+    if missing:
+        return []
+    found = [(n, m) for n, m in model.named_modules() if type(m).__name__ in names and m is not model]
+    for outer, (name, module) in pairwise(found):  # the first inside a module follows it at once
+        if name.startswith(f"{outer[0]}."):
+            kinds = f"{type(module).__name__} lies inside {type(outer[1]).__name__}"
+            raise RecipeError(f"fsdp.wrap: {kinds}: name one of the two")
+    return [Unit(name, [module]) for name, module in found]
+
+
+def _units_by_size(model: Any, size: int) -> list[Unit]:
+    """The innermost modules that hold at least `size` parameters not already in a unit inside them."""
+    units: list[Unit] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        left = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        left += sum(p.numel() for p in module.parameters(recurse=False))
+        if left >= size and module is not model and not isinstance(module, nn.ModuleList):
+            units.append(Unit(name, [module]))
+            return 0
+        return left
+
+    visit("", model)
+    return units
+
+
+def _sharing(units: list[Unit]) -> list[Unit]:
+    """The units that hold weights of another one (zamba's blocks share an attention layer)."""
+    holders: dict[int, list[Unit]] = {}
+    for unit in units:
+        for param in {id(param) for module in unit.modules for param in module.parameters()}:
+            holders.setdefault(param, []).append(unit)
+    shared = [unit for several in holders.values() if len(several) > 1 for unit in several]
+    return [unit for unit in units if unit in shared]
+
+
+def _holds_one_end(model: Any, unit: Unit) -> bool:
+    inside = {id(inner) for module in unit.modules for inner in module.modules()}
+    return len(inside & {id(model.get_input_embeddings()), id(model.get_output_embeddings())}) == 1
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

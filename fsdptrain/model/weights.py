@@ -1,0 +1,157 @@
+"""Weights into a sharded skeleton: drawn from a seed, or read from safetensors, each rank its own slices only."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.data.hub import checkpoint_files, recipe_errors
+from fsdptrain.errors import RecipeError
+from fsdptrain.events import Progress
+from fsdptrain.model.init import _joined
+
+
+def allocate(model: Any, device: torch.device) -> None:
+    """Give every sharded meta parameter real, unset memory for its own shard; buffers go to `device`."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                memory = torch.empty_like(param, device=device)  # from_local would move it to the mesh's own device
+                setattr(module, name, nn.Parameter(memory, requires_grad=param.requires_grad))
+    model.tie_weights()
+
+
+def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
+    """Move buffers to `device`; where a `dtype` is asked for, floating-point ones that may be are cast to it."""
+    for owner, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            cast = dtype and buffer.is_floating_point() and _joined(owner, name) not in model.float32_names
+            module._buffers[name] = buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype)
+
+
+def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
+    """Fill a sharded meta model from the safetensors of `model.id`: this rank reads its own slices and no more.
+
+    `bare` is an unsharded skeleton. Raises RecipeError when the files and the architecture do not belong together.
+    """
+    with contextlib.ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in checkpoint_files(plan):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        _fill(model, bare, _counted(slices, progress), plan, device)
+
+
+def refuse_other_weights(bare: Any, plan: Plan, files: list[str]) -> None:
+    """Raise RecipeError as `read_weights` would, having read nothing but the files' headers.
+
+    `bare` is a skeleton and stays as it is.
+    """
+    slices: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                piece = opened.get_slice(name)
+                slices[name] = _Header(piece.get_shape(), piece.get_dtype())
+    _fill(copy.deepcopy(bare), bare, slices, plan, torch.device("meta"))
+
+
+def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
+    """Let transformers fill `model` from a checkpoint's tensors, which may be slices of a file or headers only.
+
+    transformers maps the files' names and layouts to the model's (fused experts and the like), by class names, which
+    FSDP changes: so the mapping is taken from the unsharded skeleton `bare`.
+    """
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=getattr(torch, plan.recipe.model.dtype),
+        dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
+        weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
+    )
+    with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
+        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    model.tie_weights()
+    names: dict[int, list[str]] = {}  # a tied parameter has several, and is there when one of them is
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    missing = sorted(same[0] for same in names.values() if info.missing_keys.issuperset(same))
+    unexpected = sorted(set(info.unexpected_keys) - set(getattr(model, "all_tied_weights_keys", None) or ()))
+    reshaped = sorted(f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info.mismatched_keys)
+    faults = {"of another shape": reshaped, "missing": missing, "unknown": unexpected}
+    for what, found in faults.items():
+        if found:
+            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
+    if info.conversion_errors or info.error_msgs:
+        raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+
+
+class _Header:
+    """A tensor of a file of which only shape and dtype are known: it reads as a tensor on the meta device."""
+
+    def __init__(self, shape: list[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def get_shape(self) -> list[int]:
+        """As of a slice of a safetensors file."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """As of a slice of a safetensors file: `BF16`."""
+        return self._dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
+
+
+@contextlib.contextmanager
+def _wrapped_where_they_are() -> Iterator[None]:
+    """transformers makes DTensors by `from_local`, which moves them to the mesh's device: offloaded ones stay here."""
+
+    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+        return DTensor(local.contiguous(), like._spec, requires_grad=False)
+
+    before = core_model_loading._dtensor_from_local_like
+    core_model_loading._dtensor_from_local_like = wrapped  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        core_model_loading._dtensor_from_local_like = before
+
+
+class _Counted:
+    """A tensor of a file that says when it is read."""
+
+    def __init__(self, rows: Any, read: Callable[[], None]) -> None:
+        self._rows, self._read = rows, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._rows[key]
+        self._read()
+        return tensor
+
+
+def _counted(slices: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """The same slices, with progress told as they are read (by transformers, from several threads)."""
+    done = itertools.count(1)
+
+    def read() -> None:
+        progress("load", min(next(done), len(slices)), len(slices))
+
+    return {name: _Counted(rows, read) for name, rows in slices.items()}

@@ -1,0 +1,199 @@
+"""Activation checkpointing → compile → `fully_shard`, in this order: the only file that knows a strategy.
+
+Recomputation and compilation replace a block's `forward`; FSDP's hooks sit around the block's `__call__`. So a block is
+gathered once in backward, before its recomputation, and parameter names stay as transformers has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import Fsdp
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import attention
+from fsdptrain.model.loss import compute_in_chunks
+from fsdptrain.model.skeleton import skeleton, use_torch_operators
+from fsdptrain.model.units import Unit, blocks_of, units_of
+from fsdptrain.model.weights import place_buffers
+from fsdptrain.parallel.world import World
+
+aten = torch.ops.aten
+
+
+KEPT = [  # what selective checkpointing does not recompute: matrix products and attention
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default,
+]  # fmt: skip
+
+
+def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
+    """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
+    recipe = plan.recipe
+    model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
+    if world.device.type == "cpu":
+        attention.install()
+        use_torch_operators()
+    units = units_of(model, recipe.fsdp.wrap)
+    if recipe.train.loss == "chunked":
+        compute_in_chunks(model)
+    place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
+    shard(model, units, world, plan)
+    return model, units
+
+
+def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
+    """Spread a skeleton over the ranks in place, as the plan's strategy says."""
+    fsdp = plan.recipe.fsdp
+    blocks = [module for _, module in blocks_of(model)]
+    kept = {(id(model.get_submodule(owner)), key) for owner, _, key in (n.rpartition(".") for n in model.float32_names)}
+    recompute(blocks, fsdp.activation_checkpointing)
+    if plan.recipe.train.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    policies: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": precision(fsdp),
+        "offload_policy": CPUOffloadPolicy(world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
+    }
+    reshard = plan.reshard_after_forward
+    for unit in units:
+        # What runs last in forward runs first in backward: freeing the head in between would be for nothing.
+        fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
+    fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # the loss is divided by the global batch's tokens: gradients are plain sums
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if world.device.type == "cpu":
+                module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
+    if kept:
+        for state in {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}:
+            keep_float32(state, kept)
+    set_prefetch([unit.modules[0] for unit in units], fsdp)
+
+
+class GlooReduceScatter:
+    """Sends every rank its part and adds up what comes, in the order of the ranks.
+
+    gloo's own reduce-scatter is an all-reduce of a copy of everything, and takes three times as long.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where FSDP puts what it reduces."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor` [n] becomes this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
+        assert op == dist.ReduceOp.SUM, "the mean is taken of the loss"
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
+
+
+def check_dtypes(bare: Any, plan: Plan) -> None:
+    """Raise RecipeError when parameters are to be computed with in float32 beside others in bf16, and torch cannot.
+
+    torch before 2.13 has one group of parameters, and one dtype, for each unit.
+    """
+    recipe = plan.recipe
+    compute = recipe.fsdp.mixed_precision.param_dtype
+    if compute == "float32" or hasattr(FSDPState(), "_fsdp_param_groups"):
+        return
+    if names := skeleton(bare.config, recipe.model, compute).float32_names:
+        raise RecipeError(
+            f"fsdp.mixed_precision.param_dtype: {type(bare).__name__} keeps {min(names)} in float32, and torch "
+            f"{torch.__version__} cannot compute in two dtypes in one unit: use torch 2.13 or newer, or float32"
+        )
+
+
+def keep_float32(state: Any, kept: set[tuple[int, str]]) -> None:
+    """Let the parameters `kept` (id of their module, name) of a unit be computed with in float32.
+
+    FSDP computes with a group of parameters in one dtype, but a unit may have several groups: these get their own.
+    """
+    for group in list(state._fsdp_param_groups):
+        wide = [p for p in group.fsdp_params if (id(p._module_info.module), p._module_info.param_name) in kept]
+        if not wide:
+            continue
+        policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float32)
+        if len(wide) == len(group.fsdp_params):
+            group.mp_policy = policy
+            continue
+        other = FSDPParamGroup(
+            [], group.modules, group.mesh_info, group.post_forward_mesh_info, group.device, None, policy,
+            group.offload_policy,
+        )  # fmt: skip
+        other.gradient_divide_factor = group.gradient_divide_factor
+        other.force_sum_reduction_for_comms = group.force_sum_reduction_for_comms
+        other._reduce_scatter_comm = group._reduce_scatter_comm
+        other.fsdp_params = wide
+        group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
+        state._fsdp_param_groups.append(other)
+
+
+def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
+    """Compute in `param_dtype`, reduce gradients in `reduce_dtype`; what is stored keeps the master dtype.
+
+    Inputs of units are not cast: what is float32 among them (ALiBi, rotary tables, mamba's residual) is so on purpose.
+    """
+    dtypes = fsdp.mixed_precision
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, dtypes.param_dtype),
+        reduce_dtype=getattr(torch, dtypes.reduce_dtype),
+        cast_forward_inputs=False,
+    )
+
+
+def recompute(blocks: list[nn.Module], kind: Any) -> None:
+    """Drop the activations of these blocks after forward and compute them again in backward."""
+    every = kind["every"] if isinstance(kind, dict) else 1
+    if kind == "none":
+        return
+    for block in blocks[::every]:
+        context = functools.partial(create_selective_checkpoint_contexts, KEPT) if kind == "selective" else None
+        block.forward = _recomputed(block.forward, context)
+
+
+def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": context} if context else {})
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def set_prefetch(units: list[Any], fsdp: Fsdp) -> None:
+    """Set which units are gathered ahead of their use; `units` in forward order.
+
+    FSDP2 by itself gathers the next unit before this one's backward (BACKWARD_PRE) and nothing ahead in forward.
+    """
+    for i, unit in enumerate(units):
+        ahead = units[i + 1 : i + 1 + fsdp.forward_prefetch]
+        if ahead:
+            unit.set_modules_to_forward_prefetch(ahead)
+        if fsdp.backward_prefetch != "BACKWARD_PRE":
+            unit.set_modules_to_backward_prefetch([unit])  # itself, already gathered: that is, nothing
+        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0:
+            unit.register_full_backward_hook(functools.partial(_gather_next, units[i - 1]))
+
+
+def _gather_next(unit: FSDPModule, *_: object) -> None:
+    unit.unshard(async_op=True)

@@ -1,0 +1,190 @@
+"""What a run says, shown: records → the terminal, as a live line or as lines in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from fsdptrain.events import Record
+from fsdptrain.liveline import LiveLine, Part
+from fsdptrain.page import Page
+from fsdptrain.text import GIB, counted, duration, fitted, rate, size, wrapped
+
+PLAIN_INTERVAL_S = 1.0  # a piped run prints at most one step line a second
+
+
+PACES = 32  # steps whose mean time makes the ETA
+
+
+class Screen:
+    """Shows records to the person: on a terminal with a live line below them, else as plain lines."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        # Rich would take a pipe for a terminal where FORCE_COLOR is set, and fill it with a frame after the other.
+        self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty())
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.last: dict[str, Record] = {}  # the newest record of each kind
+        self.peak_memory = 0
+        self._said_at = 0.0
+        self._resumed: list[int] = []  # of each start of the workers, the step it went on from
+        self._label_tokens: list[int] = []
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self._line = LiveLine()
+        self._display = Live(self._line, console=self.console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> Screen:
+        if self.live:
+            self._display.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._line.clear()
+        self._display.stop()
+
+    def show(self, record: Record) -> None:
+        """Show one event or progress record."""
+        record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
+        kind = record["event"]
+        self.last[kind] = record
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler:
+            handler(record)
+
+    def say(self, text: str) -> None:
+        """Print lines above the live line; on a terminal they are wrapped between words."""
+        if self.console.is_terminal:  # Rich takes a dumb terminal for 80 columns wide
+            dumb = self.console.is_dumb_terminal
+            text = fitted(text, self.console.file) if dumb else wrapped(text, self.console.width)
+        self.console.print(Text(text), soft_wrap=True)
+
+    def table(self, header: list[str], rows: list[list[str]]) -> None:
+        """Print a table: fitted to a terminal, and in full in a pipe."""
+        Page(self.console).table(header, rows)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Show on the live line that something takes a while."""
+        self.wait_for(what)
+        try:
+            yield
+        finally:
+            self._line.clear()
+
+    def wait_for(self, what: str) -> None:
+        """Show on the live line, with the seconds, what is waited for; until something else is shown there."""
+        self._line.show_work(what)
+
+    def _on_progress(self, record: Record) -> None:
+        done, total, stage = record["done"], record["total"], record["stage"]
+        self._line.show_work(stage, done, total)
+        if done >= total > 1 and not self.live:
+            self.say(f"{stage}: {done:,} of {total:,}")
+
+    def _on_start(self, record: Record) -> None:
+        for kind in ("step", "resume"):  # of workers before these
+            self.last.pop(kind, None)
+        self._resumed.append(0)
+        self._label_tokens.append(0)
+        self.say(
+            f"{record['parameters']:,} parameters on {record['device']}, attention {record['attention']} · "
+            f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
+            f"{record['seq_len']:,} tokens, {record['fill']:.1%} of them real"
+        )
+        for line in record["data_notes"]:
+            self.say(f"  {line}")
+        self.wait_for("first step")
+
+    def _on_resume(self, record: Record) -> None:
+        self._resumed[-1:] = [record["step"]]
+        self.say(
+            f"resumed after step {record['step']}"
+            if record["step"]
+            else "there is no checkpoint of the earlier attempt: training starts again from step 0"
+        )
+        for key, (old, new) in record.get("changed", {}).items():
+            self.say(f"  {key}: {old} → {new}")
+
+    def _on_step(self, record: Record) -> None:
+        self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
+        self._label_tokens[-1:] = [record["total_tokens"]]
+        self._paces.append(record["step_s"])
+        step = record["step"]
+        total = self.last["start"]["total_steps"] if "start" in self.last else step
+        eta = max(0, total - step) * statistics.fmean(self._paces)
+        parts = [
+            Part(1, f"loss {record['loss']:.4f}"),
+            Part(2, rate(record["positions_per_s"])),
+            Part(3, f"ETA {duration(eta)}"),
+            Part(5, f"lr {record['lr']:.2e}"),
+            Part(6, f"norm {record['grad_norm']:.2f}"),
+            Part(7, f"{record['peak_memory_bytes'] / GIB:.2f} GiB"),
+        ]
+        self._line.show_step(step, total, parts)
+        if not self.live and (step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S):
+            self._said_at = time.monotonic()
+            self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
+
+    def _on_eval(self, record: Record) -> None:
+        self.say(
+            f"eval at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
+            f"({record['tokens']:,} label tokens)"
+        )
+
+    def _on_skip(self, record: Record) -> None:
+        self.say(f"skipped: {record['what']}")
+
+    def _on_straggler(self, record: Record) -> None:
+        self.say(
+            f"rank {record['rank']} is slow: its {record['cause']} costs about {record['cost']:.0%} of each step, "
+            "and all others wait for it"
+        )
+
+    def _on_set_aside(self, record: Record) -> None:
+        self.say(f"a damaged checkpoint was set aside as {record['path']}: {'; '.join(record['problems'])}")
+
+    def _on_save(self, record: Record) -> None:
+        self.say(f"checkpoint: {Path(record['path']).name} ({size(record['bytes'])}, {record['seconds']:.1f} s)")
+
+    def _on_export(self, record: Record) -> None:
+        self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
+        if "kept" in record:
+            self.say(f"  files of the earlier export folder were moved to {record['kept']}")
+
+    def summary(self, seconds: float) -> None:
+        """The closing lines: what was trained, how fast, and how to load the result."""
+        self._line.clear()
+        if "step" in self.last:
+            self.say("\n" + self._trained(seconds))
+        if "export" in self.last:
+            snippet = (
+                "\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+                f"folder = {json.dumps(self.last['export']['path'], ensure_ascii=False)}\n"
+                "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+                "tokenizer = AutoTokenizer.from_pretrained(folder)"
+            )
+            self.console.print(Text(snippet), soft_wrap=True)  # to be copied: its lines stay whole
+
+    def _trained(self, seconds: float) -> str:
+        """Steps, speed, memory and losses of this command; steps of earlier commands are counted apart."""
+        step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
+        beside = [f"{step['step']:,} in all"] if before else []
+        beside += [counted(restarts, "restart")] if restarts else []
+        losses = [f"training loss {step['loss']:.4f}"]
+        losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
+        made = [
+            f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
+            + (f" ({', '.join(beside)})" if beside else ""),
+            f"{rate(step['total_positions'] / step['total_s'])} while training",
+            f"peak {self.peak_memory / GIB:.2f} GiB a rank",
+        ]
+        return " · ".join(made) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])

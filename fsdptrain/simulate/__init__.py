@@ -1,0 +1,1 @@
+"""The same step on fake tensors."""

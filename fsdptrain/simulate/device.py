@@ -1,0 +1,196 @@
+"""A pretended accelerator and a pretended world: a device with streams and a process group with no one in it.
+
+torch takes the device for a real one (PrivateUse1), tells it from the host, and asks it for streams and events; all it
+does is to write down who waits for whom. It cannot be taken back: pretend in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.forecast.trace import HOST, Event, Record, Synchronize, Wait
+from fsdptrain.parallel.world import World, make_mesh
+
+PRETEND = "pretend"  # the accelerator's device type
+
+
+aten = torch.ops.aten
+
+
+write_down: list[Callable[[Event], None]] = []  # who is told of every event of the device; see `recorder`
+
+
+def tell(event: Event) -> None:
+    """Tell the recorder, if one is at work."""
+    for write in write_down:
+        write(event)
+
+
+class Stream:
+    """A stream of the pretended accelerator: it only has a number, and writes down who waits for whom."""
+
+    numbers = 0
+    current: list[Stream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = Stream.numbers
+        Stream.numbers += 1
+
+    def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
+        """Record an event here."""
+        event = event or DeviceEvent()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Go on only after an event."""
+        if event.number is not None:
+            tell(Wait(event.number, self.number))
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on only after all that another stream was given."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        tell(Synchronize())
+
+
+class DeviceEvent:
+    """An event of the pretended accelerator."""
+
+    numbers = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number: int | None = None
+
+    def record(self, stream: Stream | None = None) -> DeviceEvent:
+        """Happen when a stream, the current one by default, gets here."""
+        DeviceEvent.numbers += 1
+        self.number = DeviceEvent.numbers
+        tell(Record(self.number, (stream or Stream.current[-1]).number))
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream go on only after this."""
+        (stream or Stream.current[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        tell(Synchronize())
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+
+KERNELS = torch.library.Library("aten", "IMPL")
+
+
+def _never_called(*args: Any, **kwargs: Any) -> Any:
+    """Fake tensors take only the shape of a result, from elsewhere."""
+    raise NotImplementedError
+
+
+def pretend_accelerator() -> torch.device:
+    """Register the accelerator (once a process) and send its attention to the kernels CUDA would choose."""
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    class Backend(_DummyBackendModule):
+        def current_stream(self, device: Any = None) -> Stream:
+            return Stream.current[-1]
+
+        @contextlib.contextmanager
+        def stream(self, stream: Stream) -> Iterator[None]:
+            Stream.current.append(stream)
+            try:
+                yield
+            finally:
+                Stream.current.pop()
+
+        def set_device(self, device: Any) -> None: ...
+
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:  # asked for by recomputation
+            return [torch.bfloat16, torch.float16]
+
+        def synchronize(self, device: Any = None) -> None:
+            tell(Synchronize())
+
+    if not hasattr(torch, PRETEND):
+        Backend.Stream, Backend.Event = Stream, DeviceEvent  # type: ignore[attr-defined]
+        Stream.current.append(Stream())
+        _setup_privateuseone_for_python_backend(PRETEND, backend_module=Backend())
+        attention = cuda_attention(torch.nn.functional.scaled_dot_product_attention)
+        torch.nn.functional.scaled_dot_product_attention = attention
+        for name in ("silu_backward", "mish_backward"):  # a device without a kernel of its own gets them in pieces
+            KERNELS.impl(name, _never_called, "PrivateUse1")
+        torch._C._nn.scaled_dot_product_attention = attention
+        torch.accelerator.current_stream = lambda device=None: Stream.current[-1]  # type: ignore[assignment,return-value]
+    return torch.device(PRETEND)
+
+
+def cuda_attention(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Scaled dot product attention by the rules CUDA chooses its kernel by; a device of our own would get `math`."""
+
+    def attention(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if q.device.type != PRETEND:
+            return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        if attn_mask is None and half and q.shape[-1] == v.shape[-1] <= 256:
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
+            attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        grad = any(x.requires_grad for x in (q, k, v))
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attention
+
+
+class PretendWorld(World):
+    """A world whose other ranks only seem to be there: collectives return at once, with anything in them."""
+
+    def gather(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
+        """The same traffic as in a run, and finite numbers that are large enough to be clipped."""
+        local = values.to(self.device, torch.float64)
+        dist.all_gather([torch.empty_like(local) for _ in range(self.size)], local)
+        tell(Synchronize())
+        return np.full((self.size, len(values)), 1e6)
+
+    def peak_memory(self) -> int:
+        """Nothing: the trace knows."""
+        return 0
+
+
+@contextlib.contextmanager
+def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
+    """Rank 0 of the plan's world over torch's fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    size = plan.topology.world_size
+    backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
+    dist.init_process_group(backend, rank=0, world_size=size, store=FakeStore())
+    try:
+        yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+def current_stream() -> int:
+    """The number of the stream that work is given to."""
+    return Stream.current[-1].number if Stream.current else 0

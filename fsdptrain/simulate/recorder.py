@@ -1,0 +1,232 @@
+"""Writes down all that torch does while it is entered, on fake tensors or on real ones: the author of a `Trace`."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdptrain.forecast.trace import (
+    HOST,
+    HOST_STREAM,
+    Alloc,
+    Category,
+    Collective,
+    Event,
+    Free,
+    Kernel,
+    Moment,
+    Storage,
+    Trace,
+)
+from fsdptrain.model.attention import WORKSPACE
+from fsdptrain.simulate import device as pretend
+
+LOSS_BACKWARD = "backward of the loss"
+
+
+aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
+
+
+COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argument is the full buffer
+    c10d._allgather_base_.default: ("all-gather", 0),
+    c10d.allgather_.default: ("all-gather", 0),
+    c10d._reduce_scatter_base_.default: ("reduce-scatter", 1),
+    c10d.alltoall_base_.default: ("reduce-scatter", 1),  # see shard.GlooReduceScatter
+    c10d.allreduce_.default: ("all-reduce", 0),
+    c10d.broadcast_.default: ("broadcast", 0),
+}
+
+
+ATTENTION: dict[Any, Callable[..., int]] = {  # the CPU's flash kernel is missing from torch's registry of FLOP formulas
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
+
+
+NO_KERNEL = {  # neither computes nor moves anything, though no view by its schema
+    aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.lift_fresh.default, aten.detach.default, aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a trace of all that torch does while it is entered: on fake tensors, or on real ones.
+
+    It sees storages, not tensors: views share one, and FSDP2 gives its storages back by resizing them to nothing.
+    """
+
+    hidden = 0  # while above 0, nothing is seen
+
+    def __init__(self, device: str, vocab_size: int | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.trace = Trace()
+        self.vocab_size = vocab_size
+        self.known: Any = WeakIdKeyDictionary()  # torch storage → _Entry
+        self.moment = ""
+        self.backwards = 0  # begun so far
+        self.entered = False
+
+    def __enter__(self) -> Recorder:
+        pretend.write_down.append(self.write)
+        self.entered = True
+        self._resize, recorder = torch.UntypedStorage.resize_, self
+
+        def resize(storage: Any, size: int) -> None:
+            recorder._resize(storage, size)
+            entry = recorder.known.get(storage)
+            if entry is not None:
+                recorder._sized(entry, storage.nbytes())
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        pretend.write_down.remove(self.write)
+        self.entered = False  # what is given back from now on is no part of the trace
+
+    def write(self, event: Event) -> None:
+        """Add an event to the trace."""
+        self.trace.events.append(event)
+
+    def begin(self, moment: str) -> None:
+        """From now on it is this moment of the step."""
+        self.moment = moment
+        self.backwards += moment == LOSS_BACKWARD
+        self.write(Moment(moment))
+
+    def tag(self, tensor: torch.Tensor, category: Category, unless: Category | None = None) -> None:
+        """Say what a tensor's memory is for; if it was not seen before, it was there before the trace."""
+        storage = storage_of(tensor)
+        entry = self.known.get(storage)
+        if entry is None:
+            self._new(storage, tensor.device.type, category)
+        elif entry.storage.category != unless:
+            entry.storage.category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it comes back as operators on local tensors
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if Recorder.hidden or func.namespace == "prim":  # prim asks for a tensor's device and the like
+            return result
+        backward = torch._C._current_graph_task_id() != -1
+        if backward and self.moment == "loss":
+            self.begin(LOSS_BACKWARD)
+        elif func is aten._foreach_norm.Scalar:
+            self.begin("gradient norm")
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage not in self.known:
+                    self._new(storage, tensor.device.type, self._category(tensor, backward))
+        self._roles(func, args, kwargs)
+        self._work(func, args, kwargs, result)
+        return result
+
+    def _category(self, tensor: torch.Tensor, backward: bool) -> Category:
+        """What a new tensor is for, as far as that can be told at its birth."""
+        if tensor.ndim and tensor.shape[-1] == self.vocab_size and self.moment != "optimizer":
+            return "logits and loss"
+        if backward:  # with gradients enabled it is recomputation
+            return "recomputed activations" if torch.is_grad_enabled() else "temporaries"
+        return "saved activations" if torch.is_grad_enabled() else "temporaries"
+
+    def _roles(self, func: Any, args: Any, kwargs: Any) -> None:
+        """FSDP2's own operators say what their tensors are for."""
+        if func is c10d._allgather_base_.default:
+            self.tag(args[0], "communication buffers")
+        elif func is fsdp.split_with_sizes_copy.default:
+            for tensor in kwargs["out"]:
+                self.tag(tensor, "gathered parameters")
+        elif func is fsdp.chunk_cat.default:
+            for tensor in args[0]:
+                self.tag(tensor, "gradients")
+            self.tag(kwargs["out"], "communication buffers")
+        elif func is c10d._reduce_scatter_base_.default:
+            self.tag(args[1], "communication buffers")
+            self.tag(args[0], "gradients")
+        elif func is c10d.alltoall_base_.default:
+            self.tag(args[1], "communication buffers")
+            self.tag(args[0], "communication buffers")
+        elif func is aten.sum.IntList_out and args[0].numel() > kwargs["out"].numel() > 1:
+            self.tag(kwargs["out"], "gradients")
+
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A collective or a kernel, on the current stream."""
+        stream = pretend.current_stream()
+        if func in collective_ops:
+            if func not in sync_ops:
+                kind, place = COLLECTIVES.get(func, ("other", 0))
+                ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
+                self.write(Collective(kind, ranks, _bytes(args[place]), stream))
+            return
+        if func.is_view or func in NO_KERNEL:
+            return
+        formula = flop_registry.get(func._overloadpacket)
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        if func in ATTENTION:
+            flops = ATTENTION[func](*args, **kwargs)
+        moved = _bytes((args, kwargs)) + (_bytes(result) if not func._schema.is_mutable else 0)
+        devices = {t.device.type for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim}
+        link = _bytes(result) if len(devices) > 1 else 0
+        if devices == {HOST} != {self.device}:
+            stream = HOST_STREAM
+        if func in WORKSPACE:
+            workspace = Storage(self.device, "temporaries")
+            self.write(Alloc(workspace, WORKSPACE[func](*args, **kwargs), stream))
+            self.write(Free(workspace))
+        self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
+
+    def _new(self, storage: Any, device: str, category: Category) -> None:
+        entry = _Entry(Storage(device, category), self.backwards)
+        self.known[storage] = entry
+        self._sized(entry, storage.nbytes())
+        weakref.finalize(storage, self._sized, entry, 0).atexit = False
+
+    def _sized(self, entry: _Entry, size: int) -> None:
+        """A storage now has this many bytes."""
+        before, entry.size = entry.size, size
+        if size == before or not self.entered:
+            return
+        if before:
+            if entry.storage.category == "saved activations" and entry.born == self.backwards:
+                entry.storage.category = "temporaries"  # gone before any backward could need it
+            self.write(Free(entry.storage))
+        if size:
+            self.write(Alloc(entry.storage, size, pretend.current_stream()))
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    storage: Storage
+    born: int  # after so many backwards
+    size: int = 0
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor, or of this rank's part of a DTensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_iter(tree) if isinstance(t, torch.Tensor))

@@ -1,0 +1,153 @@
+"""The engine itself on fake tensors: one optimizer step of rank 0, without a GPU, without weights, as a `Trace`.
+
+Everything is the trainer's own: `build`, `allocate`, optimizer, `Engine.step`. What is pretended are
+the device, the process group and the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_iter
+from transformers import masking_utils
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.forecast.trace import HOST, Alloc, Trace
+from fsdptrain.model.skeleton import torch_operators
+from fsdptrain.model.units import Unit
+from fsdptrain.model.weights import allocate
+from fsdptrain.parallel.shard import build
+from fsdptrain.parallel.world import World
+from fsdptrain.simulate.device import pretend_accelerator, pretend_world
+from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.train.optim import make_optimizer, start_state
+from fsdptrain.train.step import Engine
+
+
+@contextlib.contextmanager
+def mends(packed: bool) -> Iterator[None]:
+    """Where torch and transformers behave differently on fake tensors than on real ones, make them not."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def unseen(self: Any, schema: Any) -> Any:
+        Recorder.hidden += 1  # DTensor runs operators at *global* shape to learn the shapes of results
+        try:
+            return propagate(self, schema)
+        finally:
+            Recorder.hidden -= 1
+
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:  # on fake tensors it says packed, whatever they are
+        return find_packed(position_ids) if packed else None
+
+    def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:  # 512 fake chunks take a while
+        return [tensor.narrow(dim, 0, min(tensor.size(dim), -(-tensor.size(dim) // count)))]
+
+    with (
+        _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        _replaced(masking_utils, "find_packed_sequence_indices", found),
+        _replaced(_fsdp_param, "_chunk_with_empty", first_chunk),
+        torch_operators(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
+    """The trace of one optimizer step of rank 0, of at most two micro-batches, with the optimizer's state in place.
+
+    `pretend` chooses the pretended accelerator, else the fake device is the CPU. `config` is the transformers
+    configuration of the model.
+    """
+    device = pretend_accelerator() if pretend else torch.device(HOST)
+    with (
+        mends(plan.recipe.data.packing != "none"),
+        pretend_world(plan, device) as world,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        engine, units = make_engine(plan, config, world)
+        with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
+            return record_step(recorder, engine, units, plan)
+
+
+def make_engine(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Unit]]:
+    """The engine as the worker builds it, but with memory where weights would be."""
+    model, units = build(plan, config, world)
+    allocate(model, torch.device(HOST) if plan.recipe.fsdp.cpu_offload else world.device)
+    optimizer = make_optimizer(model, plan.recipe.optim)
+    start_state(optimizer)
+    return Engine(model, optimizer, world, plan), units
+
+
+def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Plan) -> Trace:
+    """Make one step while the recorder is entered; what was there before it comes first."""
+    trace = recorder.trace
+    for param in engine.model.parameters():
+        recorder.tag(param.detach(), "parameter shards")
+    for state in engine.optimizer.state.values():
+        for value in state.values():
+            recorder.tag(value, "optimizer state")
+    for buffer in engine.model.buffers():
+        recorder.tag(buffer, "inputs and buffers")
+    trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []
+    mark_moments(recorder, engine, units)
+    shape = (plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len)
+    batches = [
+        {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "position_ids", "labels")}
+        for _ in range(min(plan.accumulation, 2))
+    ]
+    engine.step(0, batches, 1, plan.recipe.optim.lr)
+    return trace
+
+
+def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
+    """Let the recorder know which unit is computing, through hooks that change nothing."""
+
+    def forward(unit: Unit) -> Callable[..., None]:
+        def hook(*_: Any) -> None:  # FSDP's own hook came first: the unit is gathered
+            recorder.begin(f"forward of {unit.name}")
+            for param in itertools.chain.from_iterable(module.parameters() for module in unit.modules):
+                if not isinstance(param, DTensor):
+                    recorder.tag(param.detach(), "gathered parameters", unless="parameter shards")
+
+        return hook
+
+    def backward(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = next((t for t in tree_iter(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+            if first is not None:
+                first.register_hook(lambda grad: recorder.begin(f"backward of {name}"))
+
+        return hook
+
+    def update(*_: Any) -> None:
+        recorder.begin("optimizer")
+        for grad in engine.local_grads():
+            recorder.tag(grad, "gradients")
+
+    for unit in units:
+        unit.modules[0].register_forward_pre_hook(forward(unit))
+        unit.modules[-1].register_forward_hook(backward(unit.name))
+    head = engine.model.get_output_embeddings()
+    if all(head is not inner for unit in units for module in unit.modules for inner in module.modules()):
+        head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: it is the root's
+    engine.model.register_forward_hook(lambda *_: recorder.begin("loss"))
+    engine.optimizer.register_step_pre_hook(update)

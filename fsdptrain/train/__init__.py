@@ -1,0 +1,1 @@
+"""One rank: the only loop, the only step."""

@@ -1,0 +1,101 @@
+"""The optimizer, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdptrain.config.schema import Optim, Schedule
+
+WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
+
+
+def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
+    """AdamW over a sharded model, fused: a foreach step would need another shard-sized temporary."""
+    spared = undecayed(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    decayed, plain = [p for p in params if id(p) not in spared], [p for p in params if id(p) in spared]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        fused=True,
+    )
+
+
+SPARED_NAMES = re.compile(
+    r"bias|norm|^(A_log|D|scale)$"
+)  # the last three: of state spaces, and of norms by other names
+
+
+def undecayed(model: nn.Module) -> set[int]:
+    """The ids of the parameters that weight decay does not reach: norms, biases, scales and embeddings.
+
+    The class and the name tell what a parameter is, not its number of dimensions: biases of experts and norms of heads
+    are tables, and some vectors have dimensions of size 1. A head that is tied to an embedding is one.
+    """
+    return {
+        id(param)
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if isinstance(module, nn.Embedding)
+        or any("Norm" in cls.__name__ for cls in type(module).__mro__)
+        or SPARED_NAMES.search(name)
+        or sum(size > 1 for size in param.shape) < 2
+    }
+
+
+def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> float:
+    """The learning rate of optimizer step `step` (from 0) of `total`.
+
+    Linear warm-up, then constant, linear or cosine decay to `min_lr`·lr at the last step, or WSD: constant, then
+    linear decay over the last 20% (Hägele et al., arXiv:2405.18392).
+    """
+    warmup = warmup_steps(total, schedule)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    if schedule.name == "constant":
+        return optim.lr
+    first = max(warmup, round(total * (1 - WSD_DECAY))) if schedule.name == "wsd" else warmup
+    done = min(1.0, max(0.0, (step - first) / max(1, total - 1 - first)))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
+    return optim.lr * (schedule.min_lr + (1 - schedule.min_lr) * shape)
+
+
+def warmup_steps(total: int, schedule: Schedule) -> int:
+    """Warm-up as a number of steps: below 1 it is a fraction of `total`."""
+    return min(total, round(schedule.warmup * total) if schedule.warmup < 1 else round(schedule.warmup))
+
+
+def start_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer create its state, all zeros, by one step with learning rate and gradients 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Tell a started optimizer how many steps it has made (for the bias correction of its moments)."""
+    for state in optimizer.state.values():
+        state["step"].fill_(step)
+
+
+def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -> None:
+    """Raise RuntimeError unless every parameter and every moment has the master dtype, or float32 (accelerate#3979)."""
+    wanted = getattr(torch, master)
+    moments: list[Any] = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
+    wrong = {t.dtype for t in [*model.parameters(), *moments]} - {wanted, torch.float32}
+    if wrong:
+        raise RuntimeError(f"master weights and optimizer state should be {wanted}, but some are {wrong}")

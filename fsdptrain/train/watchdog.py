@@ -1,0 +1,149 @@
+"""Watches one rank from a thread of its own, and says where it stands when nothing moves.
+
+`Watchdog.beat` says that something was done: a micro-batch, a tensor read, a block exported. When nothing was for
+`launch.timeout_s` seconds, every thread's stack goes to the rank's log, its last collectives to a file beside it, and
+the place where it stands to `logs/hang-rank-N.json`, from which the launcher makes one paragraph. A rank whose native
+code holds the interpreter cannot run this thread either: faulthandler's own then writes the stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch._C import _distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import WorkerLost
+from fsdptrain.rundir import RunDir
+
+LOOK_S = 0.25  # how often the thread looks
+
+
+FIRST_STEP = 3  # before the first step is done, compilers and allocators warm up: so many times the patience
+
+
+SLOWEST_DISK = 20e6  # bytes a second; a disk slower than that is a hang
+
+
+PAUSE_S = 3.0  # the thread was not scheduled for so long
+
+
+LEAVE_S = 15.0  # a hung rank leaves by itself where no launcher ends it
+
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+COLLECTIVES = "distributed_c10d.py"  # whoever has a frame of it on the stack waits for other ranks
+
+
+class Watchdog:
+    """Inert until it is entered; `beat` may be called in any case."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._rundir, self._rank = RunDir(Path(plan.run_dir)), rank
+        self._patience = float(plan.recipe.launch.timeout_s)
+        self._warm = False
+        self._until = float("inf")  # until the first beat: preparing data may take any time
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._rundir.logs.mkdir(parents=True, exist_ok=True)
+        self._rundir.hang(self._rank).unlink(missing_ok=True)
+        self._stuck = self._rundir.stuck(self._rank).open("w")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._stuck.close()
+        stuck = self._rundir.stuck(self._rank)
+        if not stuck.stat().st_size:
+            stuck.unlink()
+
+    def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
+        """Something was done. Reading or writing `disk_bytes` in one go is given the time of a slow disk."""
+        self._warm |= step_done
+        patience = self._patience * (1 if self._warm else FIRST_STEP)
+        self._until = time.monotonic() + patience + disk_bytes / SLOWEST_DISK
+
+    def _watch(self) -> None:
+        looked, armed = time.monotonic(), 0.0
+        while not self._ended.wait(LOOK_S):
+            now = time.monotonic()
+            if now - looked > PAUSE_S:  # the whole process stood still: a scheduler's pause is not a hang
+                self._until += now - looked
+                self._stuck.truncate(0)
+            looked = now
+            if self._until < now:
+                self._report()
+                return
+            if self._until < float("inf") and now - armed > min(5.0, self._patience / 4):
+                armed = now
+                faulthandler.dump_traceback_later(self._until - now + 1, file=self._stuck)
+
+    def _report(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        waits, where = place()
+        print(f"fsdptrain: rank {self._rank} hangs: {where}", file=sys.stderr)
+        faulthandler.dump_traceback(all_threads=True)
+        with contextlib.suppress(OSError):
+            self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
+            aside = self._rundir.hang(self._rank).with_suffix(".tmp")
+            aside.write_text(json.dumps({"rank": self._rank, "waits": waits, "where": where}), encoding="utf-8")
+            aside.rename(self._rundir.hang(self._rank))
+        if not self._ended.wait(LEAVE_S):
+            os._exit(WorkerLost.exit_code)
+
+
+def place() -> tuple[bool, str]:
+    """Whether this process waits for other ranks, and what its main thread does, in the words of training."""
+    frames = sys._current_frames()
+    threads = {thread.name: frames[thread.ident] for thread in threading.enumerate() if thread.ident in frames}
+    main = [*_stack(threads["MainThread"])]
+    for stack in ([*_stack(frame)] for name, frame in threads.items() if name not in ("watchdog", "checkpoint")):
+        for frame in stack:  # autograd runs FSDP's hooks on a thread of its own where there is a GPU
+            unit = frame.f_locals.get("self")
+            if isinstance(unit, FSDPParamGroup):
+                name = getattr(unit, "_module_fqn", None) or "the outermost unit"
+                what = "reduce-scatter" if "post_backward" in frame.f_code.co_name else "all-gather"
+                return True, f"{what} of {name}"
+    if "checkpoint" in threads and _ours(main).startswith("checkpoint.wait"):
+        main = [*_stack(threads["checkpoint"])]
+    return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _ours(main)
+
+
+def _ours(stack: list[FrameType]) -> str:
+    """The innermost function of ours on a stack: `data.batch (data.py:112)`."""
+    for frame in stack:
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE):
+            return f"{Path(file).stem}.{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
+    return f"{stack[0].f_code.co_name} ({stack[0].f_code.co_filename}:{stack[0].f_lineno})"
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def last_collectives(count: int = 40) -> str:
+    """The newest collectives of this rank as JSON, from torch's flight recorder (it records gloo and NCCL)."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    facts: dict[str, Any] = json.loads(dump()) if dump else {}
+    return json.dumps({**facts, "entries": facts.get("entries", [])[-count:]}, indent=1)

@@ -1,0 +1,88 @@
+"""A dry run for the person: the verdict, the sections under their headings, notes; problems come last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdptrain.forecast.plot import memory_bar
+from fsdptrain.page import Page
+from fsdptrain.validate.findings import Outcome
+
+INDENT = 2
+
+
+PIPE_WIDTH = 80  # columns of what is drawn, where there is no terminal
+
+
+WIDEST = 120  # columns: a longer bar says no more
+
+
+LONGEST_BAR = 32  # columns of a histogram's bar
+
+
+def show(outcome: Outcome, page: Page, verbose: bool = False) -> None:
+    """Print an outcome, but for its problems. `verbose`: with the reasons why something was not checked."""
+    page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
+    for heading, items in outcome.sections:
+        page.say("")
+        page.say(heading, style="bold")
+        for item in items:
+            arguments = {name: value for name, value in item.items() if name != "kind"}
+            SHOWN[item["kind"]](page, **arguments)
+    notes = [note for note in outcome.notes if verbose or not note.startswith("not checked here")]
+    if outcome.unchecked and not verbose:
+        notes.append(f"not checked here: {', '.join(outcome.unchecked)}; --verbose says why")
+    if notes:
+        page.say("")
+        page.say("Notes", style="bold")
+        for note in notes:
+            page.say(note, INDENT)
+
+
+def _text(page: Page, text: str) -> None:
+    page.say(text, INDENT)
+
+
+def _table(page: Page, header: list[str], rows: list[list[str]], titles: int = 1) -> None:
+    page.table(header, rows, INDENT, titles)
+
+
+def _command(page: Page, words: list[str]) -> None:
+    page.command(words, 2 * INDENT)
+
+
+def _memory(page: Page, by_category: dict[Any, int], beside: dict[str, int], capacity: int) -> None:
+    """The bar of the peak, as wide as the terminal."""
+    width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
+    page.draw(memory_bar(by_category, beside, capacity, width - INDENT), INDENT)
+
+
+def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) -> None:
+    for line in bars(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
+        page.say(line, INDENT)
+
+
+def bars(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
+    """One line a bin, from the first that holds a row; `beyond` says what happens to rows longer than `seq_len`."""
+    while len(bins) > 1 and not bins[0]["rows"]:
+        bins = bins[1:]
+    most = max(bin["rows"] for bin in bins)
+    names = [f"{bin['from']:,}–{bin['to']:,}" for bin in bins]
+    name_width, digits = max(map(len, names)), len(f"{most:,}")
+    longest = max(1, min(LONGEST_BAR, width - name_width - digits - len(beyond) - 5))
+    return [
+        f"{name:>{name_width}} {bin['rows']:>{digits},} "
+        + ("█" * round(longest * bin["rows"] / most) or "▏" * bool(bin["rows"]))
+        + (f" {beyond}" if bin["from"] > seq_len and bin["rows"] else "")
+        for name, bin in zip(names, bins, strict=True)
+    ]
+
+
+SHOWN: dict[str, Callable[..., None]] = {
+    "text": _text,
+    "table": _table,
+    "command": _command,
+    "memory": _memory,
+    "lengths": _lengths,
+}
