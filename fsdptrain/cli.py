@@ -115,7 +115,7 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train; goes on where the run in output_dir stopped, if there is one."""
-    written = _load(recipe, overrides)  # before the other rooms are imported: a refusal should come at once
+    written = _load(recipe, overrides)  # before anything else is imported: a refusal should come at once
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import find_topology
     from fsdptrain.events import cut_half_lines

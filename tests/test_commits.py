@@ -131,7 +131,8 @@ def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> N
     started(plan)
     code = (
         "import sys; from pathlib import Path; from fsdptrain.data.commits import pinned;"
-        "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir; plan = Plan.from_json(Path(sys.argv[1]).read_text());"
+        "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir;"
+        "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
         "print(pinned(plan, RunDir(Path(plan.run_dir))).data_path)"
     )
     env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")

@@ -42,7 +42,7 @@ from fsdptrain.train.watchdog import Watchdog
 
 @dataclass
 class Run:
-    """The assembled rooms of one rank."""
+    """Everything that one rank trains with."""
 
     plan: Plan
     world: World

@@ -1,4 +1,4 @@
-"""One rank of a run: assembles the rooms, and holds the only loop.
+"""One rank of a run: set it up, train, and leave the process with the right exit code.
 
 plan → data → world → model → shard → weights → engine → resume;
 while steps remain: evaluate? save? done? step → report.
