@@ -243,10 +243,10 @@ def check_hang(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) ->
 
 
 def test_a_hang_is_ended_and_told(tmp_path: Path, fault_table: FaultTable) -> None:
-    words = ("rank 0 waits in", "rank 1 is in data.batch")
+    words = ("rank 0 waits in", "rank 1 is in corpus.batch")
     problems, notice = check_hang(tmp_path, hang(BATCH, call=7), *words)
     problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
-    assert not settle(fault_table, "hang: in data.batch", problems, [notice])
+    assert not settle(fault_table, "hang: in corpus.batch", problems, [notice])
 
 
 HANGS = {
@@ -269,13 +269,13 @@ def test_any_hang_is_ended_and_goes_on(
 
 @pytest.mark.soak
 def test_a_hang_among_four_names_who_waits_where(tmp_path: Path, fault_table: FaultTable) -> None:
-    words = ("ranks 0, 2 and 3 wait in all-gather", "rank 1 is in data.batch")
+    words = ("ranks 0, 2 and 3 wait in all-gather", "rank 1 is in corpus.batch")
     changes: Any = {"launch__nproc_per_node": 4, "train__global_batch_size": 8}
     problems, notice = check_hang(tmp_path / "hung", hang(BATCH, call=5), *words, **changes)
     problems += run_with(tmp_path / "hung" / "recipe.yaml").problems(0)
     problems += run_with(small_recipe(tmp_path / "whole", **changes)).problems(0)
     problems += differences(tmp_path / "hung" / "run", tmp_path / "whole" / "run")
-    assert not settle(fault_table, "hang: one of four in data.batch", problems, [notice])
+    assert not settle(fault_table, "hang: one of four in corpus.batch", problems, [notice])
 
 
 # --- late ------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,8 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from fsdptrain.model.skeleton import skeleton, units_of
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.units import units_of
 from fsdptrain.config.plan import Plan
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.parallel.shard import shard

@@ -94,9 +94,8 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
     except Exception as error:
         if not _out_of_reach(error):
             raise
-        offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub cannot be reached"
         raise NoModel(
-            f"{field}: {name!r} is not in the cache, and {offline}. Name a local folder in model.id "
+            f"{field}: {name!r} is not in the cache, and the Hub cannot be reached. Name a local folder in model.id "
             "and model.tokenizer; or, to plan without it, give model_type, vocab_size and the dimensions in "
             "model.config"
         ) from None
