@@ -188,7 +188,7 @@ def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: in
     said = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
-        "divided": "texts were split: the last part is held out for evaluation",
+        "divided": "text was divided: its last part is held out for evaluation",
     }  # fmt: skip
     return {
         "parameters": params,
