@@ -15,13 +15,13 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.plot import (
     GIB,
-    LOOKS,
     MOST_POINTS,
-    Part,
+    STYLES,
+    Phase,
     Point,
     draw_timeline,
     memory_bar,
-    part_of,
+    phase_of,
     refuse_undrawable,
     thin,
     timeline,
@@ -58,7 +58,7 @@ def made_up(blocks: int, tensors: int, device: str = CARD) -> Trace:
     return Trace([alloc("parameter shards", GIB), alloc("optimizer state", 2 * GIB)], [*events()])
 
 
-def count(parts: list[Part]) -> int:
+def count(parts: list[Phase]) -> int:
     return sum(len(part.points) for part in parts)
 
 
@@ -81,7 +81,7 @@ def test_the_timeline_is_the_step_in_parts() -> None:
     ],
 )  # fmt: skip
 def test_moments_belong_to_parts(moment: str, part: str) -> None:
-    assert part_of(moment) == part
+    assert phase_of(moment) == part
 
 
 def test_thinning_keeps_every_parts_peak_and_both_ends() -> None:
@@ -122,7 +122,7 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     for words in ("eight billion", "peak 7.00 GiB", "backward of the loss", "device memory 8.00 GiB"):
         assert words in everything
     assert [said.count(part) for part in ("forward", "loss", "backward", "optimizer")] == [2, 2, 2, 1]
-    assert [name for name in LOOKS if name in everything] == [
+    assert [name for name in STYLES if name in everything] == [
         "parameter shards", "optimizer state", "saved activations", "logits and loss",
     ], "what is nowhere a thousandth of the peak has no place in the legend"  # fmt: skip
 
@@ -230,8 +230,8 @@ def test_overflow_is_said_and_shown() -> None:
 
 
 def test_letters_are_distinct() -> None:
-    letters = {look.letter for look in LOOKS.values()} | {"#", "|", "."}
-    assert len(letters) == len(LOOKS) + 3
+    letters = {style.letter for style in STYLES.values()} | {"#", "|", "."}
+    assert len(letters) == len(STYLES) + 3
 
 
 def test_an_empty_card() -> None:

@@ -28,7 +28,7 @@ SUFFIXES = (".svg", ".png")
 MOST_POINTS = 2000
 
 
-NARROWEST = 0.08  # of the picture: the least a part of the step is given
+NARROWEST = 0.08  # of the picture: the least a phase of the step is given
 
 
 SHOWN = 0.001  # of the peak: what is less has no place in a legend
@@ -37,7 +37,7 @@ SHOWN = 0.001  # of the peak: what is less has no place in a legend
 FIGURE_SPACE = "\u2007"  # as wide as a digit
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """How a category is drawn: a letter where there is no colour, the ink to write it with, a colour."""
 
     letter: str
@@ -47,24 +47,24 @@ class Look(NamedTuple):
 
 # Stacked from the bottom: what is always there, what comes and goes with a unit, what grows with the tokens. The
 # colours are Paul Tol's "muted" scheme, which stays distinct under colour blindness (https://sronpersonalpages.nl/~pault/).
-LOOKS: dict[Category, Look] = {
-    "parameter shards": Look("P", "white", "#332288"),
-    "optimizer state": Look("O", "black", "#88ccee"),
-    "gradients": Look("G", "white", "#117733"),
-    "gathered parameters": Look("W", "black", "#ddcc77"),
-    "communication buffers": Look("C", "black", "#999933"),
-    "inputs and buffers": Look("I", "black", "#dddddd"),
-    "saved activations": Look("A", "black", "#cc6677"),
-    "recomputed activations": Look("R", "white", "#882255"),
-    "logits and loss": Look("L", "black", "#44aa99"),
-    "temporaries": Look("T", "white", "#aa4499"),
+STYLES: dict[Category, Style] = {
+    "parameter shards": Style("P", "white", "#332288"),
+    "optimizer state": Style("O", "black", "#88ccee"),
+    "gradients": Style("G", "white", "#117733"),
+    "gathered parameters": Style("W", "black", "#ddcc77"),
+    "communication buffers": Style("C", "black", "#999933"),
+    "inputs and buffers": Style("I", "black", "#dddddd"),
+    "saved activations": Style("A", "black", "#cc6677"),
+    "recomputed activations": Style("R", "white", "#882255"),
+    "logits and loss": Style("L", "black", "#44aa99"),
+    "temporaries": Style("T", "white", "#aa4499"),
 }
 
 
-BESIDE = {"fragments": Look("F", "black", "#bbbbbb"), "outside torch": Look("#", "white", "#555555")}
+BESIDE = {"fragments": Style("F", "black", "#bbbbbb"), "outside torch": Style("#", "white", "#555555")}
 
 
-assert LOOKS.keys() == set(get_args(Category))
+assert STYLES.keys() == set(get_args(Category))
 
 
 def refuse_undrawable(path: Path) -> None:
@@ -81,7 +81,7 @@ def refuse_undrawable(path: Path) -> None:
 
 
 class Point(NamedTuple):
-    """The level after one event of the step: its moment, and bytes by category in the order of LOOKS."""
+    """The level after one event of the step: its moment, and bytes by category in the order of STYLES."""
 
     moment: str
     stack: tuple[int, ...]
@@ -92,8 +92,8 @@ class Point(NamedTuple):
         return sum(self.stack)
 
 
-class Part(NamedTuple):
-    """A part of the step (all of `forward of …` is one `forward`), and where in the picture it lies: 0 to 1."""
+class Phase(NamedTuple):
+    """A phase of the step (all of `forward of …` is one `forward`), and where in the picture it lies: 0 to 1."""
 
     name: str
     first: float
@@ -116,7 +116,8 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
     from matplotlib.figure import Figure
 
     drawn = [
-        part._replace(points=thin(part.points, part.last - part.first)) for part in timeline(trace, device, granularity)
+        phase._replace(points=thin(phase.points, phase.last - phase.first))
+        for phase in timeline(trace, device, granularity)
     ]
     with matplotlib.rc_context():  # gives back what is set here
         matplotlib.rcdefaults()  # a picture does not depend on somebody's matplotlibrc
@@ -124,13 +125,13 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
         figure = Figure(figsize=(11, 5.6), dpi=120)  # not pyplot's: no window, no backend, nothing to close
         axes = figure.add_axes((0.06, 0.07, 0.68, 0.75))
         figure.text(0.06, 0.985, textwrap.fill(title, 100), fontsize=12, va="top")
-        steps = [step for part in drawn for step in part.across()]
+        steps = [step for phase in drawn for step in phase.across()]
         top_x, top = max(steps, key=lambda step: step[1].allocated)
         _draw_stack(axes, steps, top)
         beside = 0.2 < top_x <= 0.5 or top_x > 0.8  # where the note of the peak leaves the left free
         _draw_capacity(axes, top.allocated, capacity, left=beside)
         _draw_peak(axes, top_x, top)
-        _draw_parts(axes, drawn)
+        _draw_phases(axes, drawn)
         try:
             dated = {"Date": None} if path.suffix.lower() == ".svg" else None
             figure.savefig(path, metadata=dated, bbox_inches="tight", pad_inches=0.15)  # as large as all that is in it
@@ -138,21 +139,21 @@ def draw_timeline(trace: Trace, device: str, capacity: int, path: Path, title: s
             raise RecipeError([Problem(f"cannot write {str(path)!r}: {error.strerror}", "--plot")]) from None
 
 
-def timeline(trace: Trace, device: str, granularity: int = 1) -> list[Part]:
-    """The step's parts, with the level when it begins and after each of its allocations and releases on a device.
+def timeline(trace: Trace, device: str, granularity: int = 1) -> list[Phase]:
+    """The step's phases, with the level when it begins and after each of its allocations and releases on a device.
 
-    A part is as wide as it has events, but never too narrow to be seen: the loss has few, and often the peak.
+    A phase is as wide as it has events, but never too narrow to be seen: the loss has few, and often the peak.
     """
     held_before = sum(isinstance(event, Alloc) and event.storage.device == device for event in trace.before)
     during = islice(levels(trace, device, granularity), max(0, held_before - 1), None)
-    points = [Point(each.moment, tuple(each.by_category.get(name, 0) for name in LOOKS)) for each in during]
-    runs = [(name, [*run]) for name, run in groupby(points, lambda point: part_of(point.moment))]
+    points = [Point(each.moment, tuple(each.by_category.get(name, 0) for name in STYLES)) for each in during]
+    runs = [(name, [*run]) for name, run in groupby(points, lambda point: phase_of(point.moment))]
     if not runs:
-        return [Part("nothing", 0.0, 1.0, [Point(BEFORE, (0,) * len(LOOKS))])]
+        return [Phase("nothing", 0.0, 1.0, [Point(BEFORE, (0,) * len(STYLES))])]
     least = min(NARROWEST, 0.5 / len(runs)) * len(points)
     widths = [max(least, len(run)) for _, run in runs]
     edges = [edge / sum(widths) for edge in accumulate(widths, initial=0.0)]
-    return [Part(name, *ends, run) for (name, run), ends in zip(runs, pairwise(edges), strict=True)]
+    return [Phase(name, *ends, run) for (name, run), ends in zip(runs, pairwise(edges), strict=True)]
 
 
 def thin(points: list[Point], share: float) -> list[Point]:
@@ -166,8 +167,8 @@ def thin(points: list[Point], share: float) -> list[Point]:
     return [points[0], *highest, points[-1]]
 
 
-def part_of(moment: str) -> str:
-    """The part of the step a moment belongs to: `loss` in both directions, else the word before ` of `."""
+def phase_of(moment: str) -> str:
+    """The phase of the step a moment belongs to: `loss` in both directions, else the word before ` of `."""
     if moment == BEFORE:  # and yet in the step: no unit has begun, so it is the root's forward
         return "forward"
     return "loss" if moment.endswith("loss") else moment.partition(" of ")[0]
@@ -176,11 +177,11 @@ def part_of(moment: str) -> str:
 def _draw_stack(axes: Axes, steps: list[tuple[float, Point]], top: Point) -> None:
     """The areas, each drawn over those that lie higher, and a legend with what each category has at the peak."""
     decimals = 2 if top.allocated >= GIB else 4
-    for i, (name, look) in reversed([*enumerate(LOOKS.items())]):
+    for i, (name, style) in reversed([*enumerate(STYLES.items())]):
         if max(point.stack[i] for _, point in steps) > SHOWN * top.allocated:
             size = f"{top.stack[i] / GIB:.{decimals}f}".rjust(6).replace(" ", FIGURE_SPACE)
             outline = _outline([(x, sum(point.stack[: i + 1]) / GIB) for x, point in steps])
-            axes.fill(*zip(*outline, strict=True), color=look.colour, linewidth=0, label=f"{size}  {name}")
+            axes.fill(*zip(*outline, strict=True), color=style.colour, linewidth=0, label=f"{size}  {name}")
     if axes.patches:
         axes.legend(
             title="GiB at the peak", alignment="left", loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0,
@@ -229,17 +230,17 @@ def _draw_peak(axes: Axes, x: float, top: Point) -> None:
     )  # fmt: skip
 
 
-def _draw_parts(axes: Axes, parts: list[Part]) -> None:
-    """A bracket over each part of the step; a name that would touch its neighbour goes up a row."""
+def _draw_phases(axes: Axes, phases: list[Phase]) -> None:
+    """A bracket over each phase of the step; a name that would touch its neighbour goes up a row."""
     ends: list[float] = []  # of every row, where its last name ends, in pixels
     across = axes.get_xaxis_transform()  # x as the data, y as a fraction of the axes
     ink: dict[str, Any] = {"transform": across, "color": "black", "clip_on": False}
-    for part in parts:
-        middle = (part.first + part.last) / 2
-        axes.plot([part.first + 0.001, part.last - 0.001], [1.02, 1.02], linewidth=2, solid_capstyle="butt", **ink)
-        axes.axvline(part.first, color="black", linewidth=0.6, alpha=0.5, zorder=3)
+    for phase in phases:
+        middle = (phase.first + phase.last) / 2
+        axes.plot([phase.first + 0.001, phase.last - 0.001], [1.02, 1.02], linewidth=2, solid_capstyle="butt", **ink)
+        axes.axvline(phase.first, color="black", linewidth=0.6, alpha=0.5, zorder=3)
         label = axes.text(
-            middle, 1.03, part.name.replace(" ", "\n"), transform=across, ha="center", va="bottom", fontsize=9,
+            middle, 1.03, phase.name.replace(" ", "\n"), transform=across, ha="center", va="bottom", fontsize=9,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
         box = label.get_window_extent()
@@ -259,23 +260,23 @@ def memory_bar(by_category: Mapping[Category, int], beside: Mapping[str, int], c
     sizes: dict[str, int] = dict(sorted(by_category.items(), key=lambda item: -item[1]))
     sizes |= beside
     total = sum(sizes.values())
-    looks = dict[str, Look]([*LOOKS.items(), *BESIDE.items()])
+    styles = dict[str, Style]([*STYLES.items(), *BESIDE.items()])
     inner = max(1, width - 2)
     cells = "".join(
-        looks[name].letter * count
+        styles[name].letter * count
         for name, count in zip(sizes, _cells([*sizes.values()], inner, capacity), strict=True)
     )
     end = inner if total <= capacity else min(inner - 1, inner * capacity // total)
-    styles = {look.letter: f"{look.ink} on {look.colour}" for look in looks.values()}
+    colours = {style.letter: f"{style.ink} on {style.colour}" for style in styles.values()}
     bar = Text("|")
     for letter, run in groupby(cells[:end].ljust(end, ".")):
-        bar.append("".join(run), styles.get(letter, "dim"))
+        bar.append("".join(run), colours.get(letter, "dim"))
     bar.append("|", "bold")
     bar.append(cells[end:], "bold white on red")
     bar.append(f"\n{_gib(total)} of {_gib(capacity)} GiB: ")
     left = capacity - total
     bar.append(*((f"{_gib(left)} free", "green") if left >= 0 else (f"{_gib(-left)} TOO MUCH", "bold red")))
-    return bar.append(_legend({name: size for name, size in sizes.items() if size > SHOWN * total}, looks, width))
+    return bar.append(_legend({name: size for name, size in sizes.items() if size > SHOWN * total}, styles, width))
 
 
 def _cells(sizes: list[int], width: int, capacity: int) -> list[int]:
@@ -290,7 +291,7 @@ def _cells(sizes: list[int], width: int, capacity: int) -> list[int]:
     return [b - a for a, b in pairwise(columns)]
 
 
-def _legend(sizes: Mapping[str, int], looks: Mapping[str, Look], width: int) -> Text:
+def _legend(sizes: Mapping[str, int], styles: Mapping[str, Style], width: int) -> Text:
     """`A saved activations 24.64  P parameter shards 3.74 …`, broken into lines of at most `width` columns."""
     legend, column = Text(), width
     for name, size in sizes.items():
@@ -301,7 +302,7 @@ def _legend(sizes: Mapping[str, int], looks: Mapping[str, Look], width: int) -> 
         else:
             legend.append("  ")
             column += 2
-        legend.append(looks[name].letter, f"{looks[name].ink} on {looks[name].colour}").append(words)
+        legend.append(styles[name].letter, f"{styles[name].ink} on {styles[name].colour}").append(words)
         column += 1 + len(words)
     return legend
 
