@@ -35,7 +35,7 @@ from fsdptrain.page import Page
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
-from fsdptrain.validate.dry_run import Look, dry_run
+from fsdptrain.validate.dry_run import StepOptions, dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.summary import show
 
@@ -277,7 +277,7 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
         with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
             process.ask(gpu_plan(tmp_path), H100)
         dry = Findings(elsewhere=True)  # and in the end there is arithmetic
-        dry_run(gpu_plan(tmp_path), dry, look_ahead=Look(process, H100))
+        dry_run(gpu_plan(tmp_path), dry, options=StepOptions(process, H100))
     assert dry.exit_code == 0 and dry.step["method"] == "closed form"
     assert math.isclose(dry.step["peak_bytes"], answer["peak_bytes"], rel_tol=0.02)
 
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, fore
     plan = gpu_plan(tmp_path)
     found = Findings(elsewhere=True)
     small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
-    dry_run(plan, found, look_ahead=Look(forecaster, small))
+    dry_run(plan, found, options=StepOptions(forecaster, small))
     page = Page(Console(file=io.StringIO()))
     show(found.outcome(), page)
     said = page.console.file.getvalue()  # type: ignore[attr-defined]
@@ -314,7 +314,7 @@ def test_a_card_without_bfloat16_is_refused_for_it(tmp_path: Path, forecaster: F
     for dtype in ("bfloat16", "float32"):
         plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
         asked.append(Findings(elsewhere=True))
-        dry_run(plan, asked[-1], look_ahead=Look(forecaster, KNOWN["v100-32gb"]))
+        dry_run(plan, asked[-1], options=StepOptions(forecaster, KNOWN["v100-32gb"]))
     assert asked[0].exit_code == 2 and "param_dtype: v100-32gb has no units for bfloat16" in asked[0].problems[0]
     assert asked[1].exit_code == 0 and asked[1].step["hardware"] == "v100-32gb"
 

@@ -59,11 +59,15 @@ ADVICE = "Other plans for the same job"
 
 
 def dry_run(
-    plan: Plan, found: Findings, problems: list[str] | None = None, build: bool = True, look_ahead: Look | None = None
+    plan: Plan,
+    found: Findings,
+    problems: list[str] | None = None,
+    build: bool = True,
+    options: StepOptions | None = None,
 ) -> None:
     """Go through every level, as far as each can go. `problems` are those of the plan, which then is only a draft.
 
-    The step is forecast where a forecaster is given with `look_ahead`, and the plan is one that could run.
+    The step is forecast where a forecaster is given with `options`, and the plan is one that could run.
     """
     for problem in problems or ():
         found.fail(RecipeError(problem))
@@ -76,8 +80,8 @@ def dry_run(
     if build:
         with found.trying():
             check_model(plan, vocab_size, steps, found)
-            if look_ahead and not problems:
-                check_step(plan, vocab_size, steps, found, look_ahead)
+            if options and not problems:
+                check_step(plan, vocab_size, steps, found, options)
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -263,7 +267,7 @@ def kernel_note(plan: Plan, ready: preflight.Ready) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class StepOptions:
     """What is asked of the step: by which process, on which hardware (None: the one here), drawn where, at what price.
 
     `price` is in dollars for one GPU and hour.
@@ -276,9 +280,9 @@ class Look:
     price: float | None = None
 
 
-def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings, look: Look) -> None:
+def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Findings, options: StepOptions) -> None:
     """Memory, communication and time of a step of the engine, and whether it fits."""
-    hardware = look.hardware or hardware_here(plan)
+    hardware = options.hardware or hardware_here(plan)
     if hardware is None:
         found.note(f"no figures are known of this card: give --hardware {','.join(f'{key}=…' for key in CUSTOM)}")
         return
@@ -289,25 +293,25 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         return
     found.busy("simulating a step")
     try:
-        forecast = look.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=look.plot)
+        forecast = options.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=options.plot)
     except RecipeError:
         raise
     except FsdptrainError as error:
         found.note(f"{error}; memory is by arithmetic, without fragments; communication and time are not known")
         by_arithmetic(plan, vocab_size, hardware, found)
         return
-    cost = cost_of(forecast, plan, steps, look.price)
+    cost = cost_of(forecast, plan, steps, options.price)
     found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_step(forecast, plan, cost, found)
     if not forecast.fits:
-        found.fail(refusal(verdict(found.step, plan), searched=look.advise))
-    if look.plot:
-        found.step["plot"] = look.plot
-        found.shown(MEMORY, f"drawn over the whole step in {look.plot}")
+        found.fail(refusal(verdict(found.step, plan), searched=options.advise))
+    if options.plot:
+        found.step["plot"] = options.plot
+        found.shown(MEMORY, f"drawn over the whole step in {options.plot}")
     for note in forecast.notes:
         found.note(note)
-    if look.advise:
-        check_others(plan, hardware, forecast, vocab_size, found, look)
+    if options.advise:
+        check_others(plan, hardware, forecast, vocab_size, found, options)
 
 
 def cost_of(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:
@@ -352,7 +356,7 @@ def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found:
 
 
 def check_others(
-    plan: Plan, hardware: Hardware, own: Forecast, vocab_size: int | None, found: Findings, look: Look
+    plan: Plan, hardware: Hardware, own: Forecast, vocab_size: int | None, found: Findings, options: StepOptions
 ) -> None:
     """Other plans for the same job on the same ranks, the fastest first."""
     config, parameters = load_config(plan, vocab_size).to_dict(), found.levels["model"]["parameters"]
@@ -361,7 +365,7 @@ def check_others(
         found.progress("comparing plans", settled, there_are)
 
     with Forecaster() as second:
-        asks = [look.forecaster.ask, second.ask]
+        asks = [options.forecaster.ask, second.ask]
         advice = search(plan, hardware, own, asks, parameters, config, progress, vocab_size=vocab_size)
     found.levels["advice"] = dataclasses.asdict(advice)
     found.shown(ADVICE, *advice_table.lines(advice))
@@ -400,8 +404,8 @@ def main() -> None:
         found.note(note)
     spare_retries(request.plan, found.progress)
     with Forecaster() as forecaster:
-        look = Look(forecaster, request.hardware, request.plot, request.advise, request.price)
-        dry_run(request.plan, found, request.problems, request.build, look)
+        options = StepOptions(forecaster, request.hardware, request.plot, request.advise, request.price)
+        dry_run(request.plan, found, request.problems, request.build, options)
     for option, wanted, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if wanted and key not in found.step | found.levels:
             found.note(f"{option} was skipped: the step could not be simulated")
