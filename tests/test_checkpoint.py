@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import Stored, load
+from fsdptrain.checkpoint.load import Stored, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT,
     MAX_BYTES,
@@ -40,7 +40,7 @@ from fsdptrain.checkpoint.save import write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import make_plan
-from fsdptrain.config.reader import load as read_recipe
+from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
 from fsdptrain.rundir import RunDir
@@ -61,7 +61,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     tmp = tmp_path_factory.mktemp("saves")
     recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2, train__steps=len(FAULTS))
     (tmp / "run").mkdir()
-    RunDir(tmp / "run").plan.write_text(make_plan(read_recipe(recipe), Topology("cpu", 1, 2)).to_json())
+    RunDir(tmp / "run").plan.write_text(make_plan(load(recipe), Topology("cpu", 1, 2)).to_json())
     return tmp, on_ranks(2, "saves", tmp / "ranks", recipe=str(recipe), faults=list(FAULTS))
 
 
@@ -316,7 +316,7 @@ def test_a_file_with_the_right_checksum_is_not_believed_either(change: Any, run:
     wanted = shards(run)
     forge(newest(run), change)
     with pytest.raises(CheckpointError):
-        load(newest(run), wanted)
+        load_checkpoint(newest(run), wanted)
 
 
 class Payload:
@@ -337,9 +337,9 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_pa
     if name in read_manifest(folder).files:  # in a shard's place, and with its checksum
         reseal(folder, lambda fields: fields["files"].update({name: file_entry(folder / name)}))
         with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
-            load(folder, wanted)
+            load_checkpoint(folder, wanted)
     else:
-        load(folder, wanted)
+        load_checkpoint(folder, wanted)
     survey(run)
     assert not canary.exists()
     pickle.loads(pickled)
@@ -350,7 +350,7 @@ def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
     wanted = shards(run)
     wanted[NORM] = Shard(wanted[NORM].local.to(torch.bfloat16), 0, wanted[NORM].shape)
     with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model wants torch\.bfloat16"):
-        load(newest(run), wanted)
+        load_checkpoint(newest(run), wanted)
 
 
 def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
     assert written
     Manifest(FORMAT, 1, 1, "", {}, dict([written])).write(folder)
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    load(folder, {name: shard_of(tensor) for name, tensor in made.items()})
+    load_checkpoint(folder, {name: shard_of(tensor) for name, tensor in made.items()})
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
 
 

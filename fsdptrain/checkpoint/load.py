@@ -17,7 +17,7 @@ from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.errors import CheckpointError
 
 
-def load(folder: Path, shards: dict[str, Shard]) -> None:
+def load_checkpoint(folder: Path, shards: dict[str, Shard]) -> None:
     """Fill the shards of a run from a verified checkpoint; raises CheckpointError when it is of another model."""
     with Stored(folder) as stored:
         unknown = sorted(stored.shapes.keys() - shards.keys())

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fsdptrain.checkpoint.disk import make_room, refuse_taken, space_told
-from fsdptrain.checkpoint.load import load
+from fsdptrain.checkpoint.load import load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT,
     Manifest,
@@ -194,7 +194,7 @@ class Checkpointer:
             folder = self.rundir.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._together(f"load {folder}", partial(load, folder, shards_of(model, optimizer)))
+                self._together(f"load {folder}", partial(load_checkpoint, folder, shards_of(model, optimizer)))
                 return int(step)
             self._first(f"set {folder} aside", partial(self._set_aside, folder, problems))
         if steps:
