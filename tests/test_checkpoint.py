@@ -34,7 +34,7 @@ from fsdptrain.checkpoint.manifest import (
     newest_manifest,
     read_manifest,
     sealed,
-    set_aside,
+    set_damaged_aside,
 )
 from fsdptrain.checkpoint.save import write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of
@@ -395,7 +395,7 @@ def test_a_name_for_what_is_set_aside_is_always_found(tmp_path: Path) -> None:
     made = []
     for _ in range(3):
         (tmp_path / "step-00000004").mkdir()
-        made.append(set_aside(tmp_path / "step-00000004").name)
+        made.append(set_damaged_aside(tmp_path / "step-00000004").name)
     assert made == [f"step-00000004.damaged{suffix}" for suffix in ("", "-2", "-3")]
 
 

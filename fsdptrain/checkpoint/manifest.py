@@ -257,7 +257,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def set_aside(folder: Path) -> Path:
+def set_damaged_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is neither taken nor lost: `.damaged`, `.damaged-2`, …; its new path."""
     aside = free_name(folder.with_name(f"{folder.name}.damaged"))
     folder.rename(aside)

@@ -35,7 +35,7 @@ from fsdptrain.checkpoint.manifest import (
     fsync,
     newest_manifest,
     resume_problems,
-    set_aside,
+    set_damaged_aside,
 )
 from fsdptrain.checkpoint.shards import Shard, shards_of
 from fsdptrain.config.plan import Plan
@@ -202,7 +202,7 @@ class Checkpointer:
         return 0
 
     def _set_aside(self, folder: Path, problems: list[str]) -> None:
-        self.tell("set_aside", path=str(set_aside(folder)), problems=problems)
+        self.tell("set_aside", path=str(set_damaged_aside(folder)), problems=problems)
 
     def _verify(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint: every rank reads its share of the files.
