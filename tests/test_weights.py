@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import export
 from fsdptrain.checkpoint import save as checkpoint
-from fsdptrain.checkpoint.export import INDEX, check_folder, names_by_block, write_folder
+from fsdptrain.checkpoint.export import INDEX, check_export, names_by_block, write_folder
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.model.skeleton import skeleton
@@ -107,7 +107,7 @@ def test_a_folder_that_is_not_whole_is_never_called_done(tmp_path: Path, monkeyp
     for broken in ({n: t for n, t in tensors.items() if n != name}, {**tensors, name: tensors[name][:-1].clone()}):
         save_file(broken, out / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            check_folder(out, bare)
+            check_export(out, bare)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])

@@ -51,7 +51,7 @@ def names_by_block(model: Any) -> list[list[str]]:
     return list(groups.values())
 
 
-def gathered(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
+def gathered_tensors(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
     """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
     tensors = saved_state(model)
     for group in groups:
@@ -65,7 +65,7 @@ def gathered(model: Any, groups: list[list[str]], writes: bool, alive: Callable[
         yield kept
 
 
-def stored(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+def stored_tensors(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
     """The state in a checkpoint, group after group; raises CheckpointError when it is not that of `bare`."""
     tensors = saved_state(bare)
     for group in groups:
@@ -161,7 +161,7 @@ def write_folder(
                 writer.add(revert_weight_conversion(bare, cast))
                 progress("export", done, len(groups))
             writer.finish()
-            check_folder(scratch, wanted)
+            check_export(scratch, wanted)
     except Exception as error:  # safetensors and transformers raise their own classes
         shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
@@ -173,7 +173,7 @@ def write_folder(
     return Exported(writer.bytes, files, kept)
 
 
-def check_folder(folder: Path, wanted: Any) -> None:
+def check_export(folder: Path, wanted: Any) -> None:
     """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as.
 
     Its configurations and its tokenizer must agree on the special tokens.
@@ -214,7 +214,7 @@ def export_live(
     """
     groups = names_by_block(bare)
     writes = checkpointer.world.rank == 0
-    tensors = gathered(model, groups, writes, alive)
+    tensors = gathered_tensors(model, groups, writes, alive)
     dtype = plan.recipe.export.dtype
     failure: Exception | None = None
     if writes:
@@ -241,7 +241,7 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
         screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
 
     with Stored(folder) as checkpoint:
-        tensors = stored(checkpoint, bare, groups)
+        tensors = stored_tensors(checkpoint, bare, groups)
         if out == rundir.export:
             made = read_manifest(folder).step
             facts = _write_and_record(rundir, made, bare, groups, tensors, dtype, progress)
