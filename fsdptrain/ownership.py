@@ -137,7 +137,7 @@ def record_export(rundir: RunDir, step: int, written: Stamps) -> None:
     put(rundir.export_record, json.dumps({"step": step, "files": written}, indent=2))
 
 
-def exported(rundir: RunDir) -> tuple[int | None, Stamps]:
+def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
     """Return the step that the export holds, and the files that were written into it; (None, {}) without a record."""
     try:
         found = json.loads(rundir.export_record.read_bytes() if _is_file(rundir.export_record) else "{}")

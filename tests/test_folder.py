@@ -35,9 +35,9 @@ from fsdptrain.launch.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check
 from fsdptrain.launch.heading import heading
 from fsdptrain.ownership import (
     assets_in,
-    exported,
     new_scratch,
     put_assets,
+    read_export_record,
     record_export,
     remove_checkpoint,
     replace_export,
@@ -618,7 +618,7 @@ def export(rundir: RunDir, step: int, *names: str) -> Path | None:
     for name in names:
         (scratch / name).write_text(f"step {step}")
     files = stamps(scratch)
-    kept = replace_export(scratch, rundir.export, exported(rundir)[1])
+    kept = replace_export(scratch, rundir.export, read_export_record(rundir)[1])
     record_export(rundir, step, files)
     return kept
 

@@ -29,7 +29,15 @@ from fsdptrain.events import Progress, Reporter
 from fsdptrain.model.assets import special_token_faults
 from fsdptrain.model.skeleton import in_dtype, skeleton
 from fsdptrain.model.units import blocks_of, saved_state
-from fsdptrain.ownership import Stamps, assets_in, exported, new_scratch, record_export, replace_export, stamps
+from fsdptrain.ownership import (
+    Stamps,
+    assets_in,
+    new_scratch,
+    read_export_record,
+    record_export,
+    replace_export,
+    stamps,
+)
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 
@@ -256,7 +264,7 @@ def _write_and_record(
     rundir: RunDir, step: int, bare: Any, groups: list[list[str]], tensors: Iterator[Tensors], dtype: str, progress: Any
 ) -> dict[str, Any]:
     """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
-    _, before = exported(rundir)
+    _, before = read_export_record(rundir)
     done = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
     record_export(rundir, step, done.files)
     facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}

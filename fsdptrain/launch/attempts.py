@@ -18,7 +18,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.events import Record, history
-from fsdptrain.ownership import exported, put, set_aside
+from fsdptrain.ownership import put, read_export_record, set_aside
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
@@ -91,7 +91,7 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
 
 def _refuse_lost_checkpoints(rundir: RunDir) -> None:
     """Raise RecipeError when there was a result, and no checkpoint is left: a run from step 0 would replace it."""
-    events, (of_step, _) = history(rundir.metrics), exported(rundir)
+    events, (of_step, _) = history(rundir.metrics), read_export_record(rundir)
     start, made = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
     finished = start is not None and made >= start["total_steps"]
     if finished or of_step is not None:
@@ -188,7 +188,7 @@ def _is_evaluated(plan: Plan, step: int, events: list[Record]) -> bool:
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
     """Return whether the export is there, of this step where it is known of which."""
-    recorded, _ = exported(rundir)
+    recorded, _ = read_export_record(rundir)
     there = rundir.export.is_dir() and recorded in (None, step)
     return there or not plan.recipe.export.at_end
 
