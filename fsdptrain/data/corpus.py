@@ -30,7 +30,7 @@ from fsdptrain.data.cache import kept
 from fsdptrain.data.columns import read
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.pack import Ints, arrange
-from fsdptrain.data.sources import fingerprint, open_sources, stamps
+from fsdptrain.data.sources import data_stamps, fingerprint, open_sources
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError
 from fsdptrain.events import Progress
@@ -229,7 +229,7 @@ def choose(ends: Ints, fraction: float, seed: int, divisible: bool) -> tuple[Int
 
 def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
     """The corpus of a data path from the cache; whoever holds the lock first makes it."""
-    before = stamps(path)
+    before = data_stamps(path)
     content = fingerprint(path)
     wanted = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
@@ -239,7 +239,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
 
     def write(folder: Path) -> None:
         _write_corpus(folder, path, data, tokenizer, max_rows, progress)
-        if stamps(path) != before:
+        if data_stamps(path) != before:
             raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
 
     folder = kept("data", wanted, write)

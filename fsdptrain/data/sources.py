@@ -112,7 +112,7 @@ def _reading(file: Path) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def stamps(path: str) -> list[tuple[str, int, int]]:
+def data_stamps(path: str) -> list[tuple[str, int, int]]:
     """Name, size and time of change of every data file: equal before and after, and nobody wrote to them meanwhile."""
     found = []
     for file in data_files(path):
