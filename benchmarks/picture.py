@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.events import Tail
-from fsdptrain.launch.attempts import Before
+from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.launch.heading import heading
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -29,7 +29,7 @@ def main(run: Path) -> None:
     events = list(Tail(rundir.metrics, from_end=False).read())
     steps = [event["step"] for event in events if event["event"] == "step"]
     screen.say(f"$ fsdptrain run {plan.recipe.name}")
-    screen.say(heading(plan, RunDir(Path.cwd() / "runs" / plan.recipe.name), Before()))
+    screen.say(heading(plan, RunDir(Path.cwd() / "runs" / plan.recipe.name), EarlierAttempts()))
     for event in events:
         screen.show(event)
         if event["event"] == "step" and event["step"] == steps[len(steps) // 2]:

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line, is_disk_full
-from fsdptrain.processes import exit_printed, open_streams, watch_parent
-from fsdptrain.text import fitted
+from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
+from fsdptrain.text import wrapped_for
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -72,18 +72,18 @@ def main() -> None:
     """The `fsdptrain` command: every error of ours ends in one message and its exit code, never in a traceback."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker under somebody else's torchrun
         watch_parent(os.getppid())
-    open_streams()
+    open_safe_streams()
     try:
         with _errors_of_the_system():
             app()
     except FsdptrainError as error:
         message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error.problems)
-        print(fitted(message, sys.stderr, deeper=2), file=sys.stderr)
+        print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
         if ended.code or sys.argv[1:2] == ["run"]:  # what a run prints is not its result
             raise
-        exit_printed(0)
+        exit_after_printing(0)
 
 
 @contextlib.contextmanager
@@ -118,9 +118,9 @@ def run(
     written = _load(recipe, overrides)  # before anything else is imported: a refusal should come at once
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import find_topology
-    from fsdptrain.events import cut_half_lines
+    from fsdptrain.events import cut_partial_lines
     from fsdptrain.forecast.compare import Calibration
-    from fsdptrain.launch.claim import claimed
+    from fsdptrain.launch.claim import claim_run_dir
     from fsdptrain.launch.heading import heading
     from fsdptrain.launch.launcher import launch
     from fsdptrain.rundir import RunDir
@@ -130,7 +130,7 @@ def run(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
     started = time.monotonic()
-    with claimed(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
+    with claim_run_dir(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
         if before.finished:
             if not topology.joined or os.environ["RANK"] == "0":
                 _tell_finished(rundir, before.step)
@@ -139,7 +139,7 @@ def run(
             from fsdptrain.train.worker import work
 
             if os.environ["RANK"] == "0":
-                cut_half_lines(rundir)
+                cut_partial_lines(rundir)
                 Screen().say(heading(plan, rundir, before))
             work(plan)
         screen = stack.enter_context(Screen())
@@ -209,7 +209,7 @@ def validate(
         show(outcome, Page(), verbose)
     if outcome.problems:
         apart = "\n" if sys.stderr.isatty() else ""
-        print(apart + fitted(_listed(outcome.problems), sys.stderr, deeper=2), file=sys.stderr)
+        print(apart + wrapped_for(_listed(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -234,10 +234,10 @@ def export(
     if not rundir.checkpoint_steps():
         raise CheckpointError(f"{run_dir} holds no complete checkpoint")
     from fsdptrain.checkpoint.export import export_checkpoint
-    from fsdptrain.launch.claim import alone_in
+    from fsdptrain.launch.claim import lock_for_export
     from fsdptrain.screen import Screen
 
-    with Screen() as screen, alone_in(rundir) if out is None else contextlib.nullcontext():
+    with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
         export_checkpoint(rundir, step, target, dtype, screen)
 
 
@@ -248,7 +248,7 @@ def _new_folder(out: Path, rundir: Any) -> Path:
         raise RecipeError(f"--out: {out} is a file; name a new folder")
     if target.is_dir() and any(target.iterdir()):
         raise RecipeError(f"--out: {out} is not empty, and nothing of yours is overwritten; name a new folder")
-    parts = [Path(os.path.realpath(part)) for part in rundir.parts()]
+    parts = [Path(os.path.realpath(part)) for part in rundir.written_paths()]
     if inside := next((part for part in parts if target.is_relative_to(part)), None):
         raise RecipeError(f"--out: {out} lies in {inside}, which the run itself writes; name a new folder")
     return target

@@ -23,13 +23,13 @@ import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LONGEST = 8000  # characters of a message or a traceback that crosses to another process
+MAX_MESSAGE_CHARS = 8000  # characters of a message or a traceback that crosses to another process
 
 
-MOST = 30  # names in a list that a message shows
+MAX_LISTED = 30  # names in a list that a message shows
 
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
 
 class FsdptrainError(Exception):
@@ -133,12 +133,12 @@ _BY_NAME: dict[str, type[FsdptrainError]] = {
 
 def to_record(error: BaseException) -> dict[str, str]:
     """The two facts that travel between processes: `{"type": class name, "message": text}`, the text shortened."""
-    return {"type": type(error).__name__, "message": shortened(str(error), LONGEST)}
+    return {"type": type(error).__name__, "message": shortened(str(error), MAX_MESSAGE_CHARS)}
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether the system refused to write for want of space, on the disk or in the user's quota."""
-    return isinstance(error, OSError) and error.errno in FULL_DISK
+    return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
 
 
 def first_line(error: BaseException) -> str:
@@ -154,7 +154,7 @@ def shortened(text: str, longest: int = 200) -> str:
     return f"{text[: longest - tail]} […] {text[-tail:]}"
 
 
-def listed(names: Iterable[object], most: int = MOST) -> str:
+def listed(names: Iterable[object], most: int = MAX_LISTED) -> str:
     """Names for a message: `a, b, c`, or the first of them and how many more there are."""
     words = [shortened(str(name)) for name in names]
     more = len(words) - most

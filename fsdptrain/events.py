@@ -19,7 +19,7 @@ Record = dict[str, Any]
 PROGRESS_INTERVAL_S = 0.2
 
 
-class Shows(Protocol):
+class Display(Protocol):
     """Whatever shows records as they are written."""
 
     def show(self, record: Record) -> None:
@@ -29,7 +29,7 @@ class Shows(Protocol):
 class Reporter:
     """Rank 0's pen. On other ranks (`rundir=None`) every call does nothing."""
 
-    def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Shows | None = None) -> None:
+    def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Display | None = None) -> None:
         self._rundir, self._screen = rundir, screen
         self._metrics: IO[str] | None = None
         self._progress: IO[str] | None = None
@@ -60,13 +60,13 @@ class Reporter:
 
     def resume(self, step: int, changed: dict[str, Any]) -> None:
         """Write that training goes on after `step`, unless this is the first start; readers drop what is made again."""
-        records = history(self._rundir.metrics) if self._rundir else ()
-        if step or any(record["event"] in OF_A_STEP for record in records):
+        records = read_history(self._rundir.metrics) if self._rundir else ()
+        if step or any(record["event"] in STEP_EVENTS for record in records):
             self.event("resume", step=step, changed=changed)
 
     def has(self, kind: str, step: int | None = None) -> bool:
         """Whether this run holds such an event (of this step), of this process or an earlier one."""
-        records = history(self._rundir.metrics) if self._rundir else ()
+        records = read_history(self._rundir.metrics) if self._rundir else ()
         return any(record["event"] == kind and step in (None, record.get("step")) for record in records)
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -103,7 +103,7 @@ class Reporter:
         self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
-def cut_half_lines(rundir: RunDir) -> None:
+def cut_partial_lines(rundir: RunDir) -> None:
     """Cut off the half line that a full disk or a lost process left at the end of a log, while nobody writes to it."""
     for path in (rundir.metrics, rundir.progress):
         if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
@@ -138,10 +138,10 @@ class Tail:
                         yield record
 
 
-OF_A_STEP = ("step", "eval", "save", "skip", "nonfinite", "straggler")  # events that a resume from before it undoes
+STEP_EVENTS = ("step", "eval", "save", "skip", "nonfinite", "straggler")  # events that a resume from before it undoes
 
 
-def effective(records: Iterable[Record]) -> list[Record]:
+def without_undone(records: Iterable[Record]) -> list[Record]:
     """Leave out what a later attempt undid or made again, so that every step is there once.
 
     `resume` undoes the events of all later steps, and so does a step that is made a second time.
@@ -153,9 +153,9 @@ def effective(records: Iterable[Record]) -> list[Record]:
         if kind in ("resume", "step") and isinstance(step, int):
             last = step if kind == "resume" else step - 1
             if newest > last:
-                kept = [old for old in kept if old.get("event") not in OF_A_STEP or old["step"] <= last]
+                kept = [old for old in kept if old.get("event") not in STEP_EVENTS or old["step"] <= last]
                 newest = last
-        if kind in OF_A_STEP:
+        if kind in STEP_EVENTS:
             if not isinstance(step, int):
                 continue
             newest = max(newest, step)
@@ -163,9 +163,9 @@ def effective(records: Iterable[Record]) -> list[Record]:
     return kept
 
 
-def history(metrics: Path) -> list[Record]:
+def read_history(metrics: Path) -> list[Record]:
     """Read the events of a run that count: those of `metrics.jsonl` but for steps that a resume undid."""
-    return effective(Tail(metrics, from_end=False).read())
+    return without_undone(Tail(metrics, from_end=False).read())
 
 
 Progress = Callable[[str, int, int], None]

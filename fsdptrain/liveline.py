@@ -66,8 +66,8 @@ class LiveLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width - SPARE
-        parts = fitting(self._parts or self._work(), width)
-        room = width - width_of([part for part in parts if part.text is not None]) - GAP
+        parts = parts_that_fit(self._parts or self._work(), width)
+        room = width - total_width([part for part in parts if part.text is not None]) - GAP
         bar = ProgressBar(total=self._total, completed=self._done, width=min(LONGEST_BAR, room))
         line = Table.grid(padding=(0, GAP, 0, 0))
         for _ in parts:
@@ -88,15 +88,15 @@ class LiveLine:
         return [*parts, Part(2, f"ETA {duration(left)}" if left else elapsed(seconds))]
 
 
-def fitting(parts: list[Part], width: int) -> list[Part]:
+def parts_that_fit(parts: list[Part], width: int) -> list[Part]:
     """The parts that fit into `width` columns, in their order; the most needed one is kept in any case."""
     kept = list(parts)
-    while len(kept) > 1 and width_of(kept) > width:
+    while len(kept) > 1 and total_width(kept) > width:
         kept.remove(max(kept, key=lambda part: part.rank))
     return kept
 
 
-def width_of(parts: list[Part]) -> int:
+def total_width(parts: list[Part]) -> int:
     """Columns that the parts take, a bar at its shortest."""
     widths = [SHORTEST_BAR if part.text is None else cell_len(part.text) for part in parts]
     return sum(widths) + GAP * (len(widths) - 1)

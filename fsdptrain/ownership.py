@@ -38,20 +38,20 @@ def is_marked(folder: Path) -> bool:
     return _is_file(folder / MARK)
 
 
-def mark(folder: Path) -> None:
+def write_mark(folder: Path) -> None:
     """Put our mark into a folder that has none."""
     if not is_marked(folder):
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
-def put(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file aside and give it its name, so that a reader sees the old text or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 
 
-def free_name(path: Path) -> Path:
+def unused_name(path: Path) -> Path:
     """Return the path itself where nothing has its name, else NAME-2, NAME-3, …"""
     number, free = 1, path
     while os.path.lexists(free):
@@ -62,7 +62,7 @@ def free_name(path: Path) -> Path:
 
 def set_aside(path: Path) -> None:
     """Rename what somebody else changed to NAME.kept, NAME.kept-2, …"""
-    path.rename(free_name(path.with_name(f"{path.name}.kept")))
+    path.rename(unused_name(path.with_name(f"{path.name}.kept")))
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -77,7 +77,7 @@ def remove_checkpoint(folder: Path) -> None:
         set_aside(folder)
 
 
-def sweep(rundir: RunDir) -> None:
+def remove_leftovers(rundir: RunDir) -> None:
     """Remove what an interrupted save or clean-up left behind."""
     for path in rundir.checkpoints.glob("step-*"):
         if UNFINISHED.fullmatch(path.name):
@@ -85,15 +85,15 @@ def sweep(rundir: RunDir) -> None:
                 remove_checkpoint(path)
 
 
-def new_scratch(target: Path) -> Path:
+def make_scratch(target: Path) -> Path:
     """Make a marked folder beside `target` to write into, and remove those that a killed process left there."""
     name = f".{target.name}.writing"
     for path in target.parent.glob(f"{glob.escape(name)}*"):
         if is_marked(path) and not path.is_symlink():
             shutil.rmtree(path)
-    scratch = free_name(target.with_name(name))
+    scratch = unused_name(target.with_name(name))
     scratch.mkdir(parents=True)
-    mark(scratch)
+    write_mark(scratch)
     return scratch
 
 
@@ -106,7 +106,7 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     """
     old = None
     if os.path.lexists(out) and not _is_empty(out):
-        old = free_name(out.with_name(f"{out.name}.kept"))
+        old = unused_name(out.with_name(f"{out.name}.kept"))
         out.rename(old)
     scratch.rename(out)
     (out / MARK).unlink(missing_ok=True)
@@ -132,9 +132,9 @@ def _may_be_of_the_model(name: str, written: Stamps) -> bool:
     return name in ours or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
-def record_export(rundir: RunDir, step: int, written: Stamps) -> None:
+def write_export_record(rundir: RunDir, step: int, written: Stamps) -> None:
     """Write down which step the export holds, and the files in it."""
-    put(rundir.export_record, json.dumps({"step": step, "files": written}, indent=2))
+    write_atomically(rundir.export_record, json.dumps({"step": step, "files": written}, indent=2))
 
 
 def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
@@ -147,7 +147,7 @@ def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
         return None, {}
 
 
-def put_assets(scratch: Path, folder: Path) -> None:
+def install_assets(scratch: Path, folder: Path) -> None:
     """Move every file of `scratch` into a `model` folder, where files of others may lie, and list them in its mark.
 
     One of ours that was edited since is renamed to NAME.kept; one of the same content, as in a copied folder, is
@@ -164,7 +164,7 @@ def put_assets(scratch: Path, folder: Path) -> None:
         aside = target.with_name(f".{target.name}.tmp")
         aside.write_bytes(new)
         aside.replace(target)
-    put(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
+    write_atomically(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
 
 
 def _assets(folder: Path) -> dict[str, list[int] | None]:
@@ -176,14 +176,14 @@ def _assets(folder: Path) -> dict[str, list[int] | None]:
         return {}
 
 
-def assets_in(folder: Path) -> list[str]:
+def asset_names(folder: Path) -> list[str]:
     """Return the files of a `model` folder that go into an export: ours, or all of them where nothing says which."""
     there = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     listed = _assets(folder) or set(there) - {MARK}
     return [name for name in there if name in listed]
 
 
-def stamps(folder: Path) -> Stamps:
+def file_stamps(folder: Path) -> Stamps:
     """Return size and time of change of every file in a folder, by its path inside it."""
     found = {str(path.relative_to(folder)): _stamp(path) for path in sorted(folder.rglob("*"))}
     return {name: stamp for name, stamp in found.items() if stamp and name != MARK}

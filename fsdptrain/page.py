@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from fsdptrain.text import HARD_SPACE, wrapped
+from fsdptrain.text import NO_BREAK_SPACE, wrapped
 
 HANG = 2  # columns by which the continuation of a line is indented
 
@@ -37,7 +37,7 @@ class Page:
     def say(self, text: str, indent: int = 0, style: str = "") -> None:
         """Print every line of a text."""
         for line in text.splitlines() or [""]:
-            first, *rest = self._lines(BEFORE_UNIT.sub(HARD_SPACE, line), indent)
+            first, *rest = self._lines(BEFORE_UNIT.sub(NO_BREAK_SPACE, line), indent)
             self.draw(Text("\n".join([first, *(" " * HANG + more for more in rest)])), indent, style)
 
     def draw(self, text: Text, indent: int = 0, style: str = "") -> None:
@@ -56,7 +56,7 @@ class Page:
             for row in rows:
                 self.say(" ".join(row[:titles]), indent)
                 cells = zip(header[titles:], row[titles:], strict=True)
-                facts = [f"{name} {cell}".strip().replace(" ", HARD_SPACE) for name, cell in cells if cell]
+                facts = [f"{name} {cell}".strip().replace(" ", NO_BREAK_SPACE) for name, cell in cells if cell]
                 self.draw(Text("\n".join(self._lines(", ".join(facts), indent + HANG))), indent + HANG)
             return
         for row in [header, *rows]:
@@ -68,11 +68,11 @@ class Page:
 
     def command(self, words: Sequence[str], indent: int = 0) -> None:
         """Print words of a command line so that they can be pasted: lines that go on end in a backslash."""
-        line = " ".join(shlex.quote(word).replace(" ", HARD_SPACE) for word in words)
+        line = " ".join(shlex.quote(word).replace(" ", NO_BREAK_SPACE) for word in words)
         self.draw(Text(" \\\n".join(self._lines(line, indent))), indent)
 
     def _lines(self, line: str, indent: int) -> list[str]:
         """A line in pieces that leave room for an indent and for what follows or precedes them."""
         if self.width is None:
-            return [line.replace(HARD_SPACE, " ")]
+            return [line.replace(NO_BREAK_SPACE, " ")]
         return wrapped(line, self.width - indent - HANG).split("\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-STOP_WORKER = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
+STOP_SIGNAL = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
 
 
 class StopRequest:
@@ -57,20 +57,20 @@ class StopRequest:
 PR_SET_PDEATHSIG = 1
 
 
-LOOK_S = 0.25  # how often a process looks whether its parent lives, where the kernel does not tell
+PARENT_POLL_S = 0.25  # how often a process looks whether its parent lives, where the kernel does not tell
 
 
-ORPHANED = 5  # the exit code of a process that lost its parent: WorkerLost's
+EXIT_ORPHANED = 5  # the exit code of a process that lost its parent: WorkerLost's
 
 
-FULL = 6  # and of one whose output is lost: that of a full disk
+EXIT_DISK_FULL = 6  # and of one whose output is lost: that of a full disk
 
 
-UNWANTED = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
+NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
 
 
 # What we print, for an encoding that has no such characters; others are escaped.
-PLAIN: dict[str, str] = {
+ASCII_FORMS: dict[str, str] = {
     "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "▏": "|", "│": "|",
     "─": "-", "━": "-",
     **{chr(spinner): "*" for spinner in range(0x2800, 0x2900)},
@@ -83,10 +83,10 @@ def child_command(module: str, *words: object) -> list[bytes]:
     Start it from a thread that lives as long as the child should: the kernel counts the end of that thread as the
     parent's. As bytes, for a locale's own encoding may lack what the words hold; children read UTF-8.
     """
-    return [word.encode("utf-8", "surrogateescape") for word in (sys.executable, *child_words(module, *words))]
+    return [word.encode("utf-8", "surrogateescape") for word in (sys.executable, *child_arguments(module, *words))]
 
 
-def child_words(module: str, *words: object) -> list[str]:
+def child_arguments(module: str, *words: object) -> list[str]:
     """That command without the interpreter, for those who start a child in our stead."""
     return ["-m", "fsdptrain.processes", str(os.getpid()), module, *map(str, words)]
 
@@ -103,7 +103,7 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **ours}
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """End this process as soon as `parent`, which started it, is gone; at once if it is gone already.
 
     Linux kills a process when its parent dies, even one that hangs in C; elsewhere a thread looks.
@@ -112,7 +112,7 @@ def end_with(parent: int) -> None:
     if not linux or ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
         watch_parent(parent)
     if os.getppid() != parent:  # before we asked. Not "is 1 now": a subreaper adopts orphans too
-        os._exit(ORPHANED)
+        os._exit(EXIT_ORPHANED)
 
 
 def watch_parent(parent: int) -> None:
@@ -123,13 +123,13 @@ def watch_parent(parent: int) -> None:
 
     def look() -> None:
         while os.getppid() == parent:
-            time.sleep(LOOK_S)
-        os._exit(ORPHANED)
+            time.sleep(PARENT_POLL_S)
+        os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=look, name="parent", daemon=True).start()
 
 
-class Lasting(io.FileIO):
+class NonRaisingFile(io.FileIO):
     """A descriptor that is printed to. What cannot be written is dropped, and the first reason why is kept."""
 
     lost: OSError | None = None
@@ -145,7 +145,7 @@ class Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
-def open_streams() -> None:
+def open_safe_streams() -> None:
     """Let standard output and error print whatever they are given, wherever they lead, without ever raising.
 
     A descriptor that is closed leads nowhere from now on: the next file that is opened would take its place, and then
@@ -159,32 +159,32 @@ def open_streams() -> None:
     codecs.register_error("fsdptrain.plain", _spelled_out)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
-        raw = io.BufferedWriter(Lasting(descriptor, "w", closefd=False))
+        raw = io.BufferedWriter(NonRaisingFile(descriptor, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, encoding, "fsdptrain.plain", line_buffering=True))
 
 
-def exit_printed(code: int) -> NoReturn:
-    """Leave a process whose result is what it printed: with `code`, but with FULL where a success cannot be read."""
+def exit_after_printing(code: int) -> NoReturn:
+    """Exit with `code`, or with EXIT_DISK_FULL if a successful command could not write its standard output."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
-    if lost and lost.errno not in UNWANTED and not code:
+    if lost and lost.errno not in NO_READER_ERRNOS and not code:
         print(f"fsdptrain: standard output cannot be written: {lost.strerror}", file=sys.stderr)
-        code = FULL
+        code = EXIT_DISK_FULL
     sys.exit(code)
 
 
 def _spelled_out(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = "".join(PLAIN.get(character, character) for character in error.object[error.start : error.end])
+    text = "".join(ASCII_FORMS.get(character, character) for character in error.object[error.start : error.end])
     return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def main() -> None:
     """Be a child: bound to its parent, with streams that last, then whatever the module does."""
     parent, module, *words = sys.argv[1:]
-    end_with(int(parent))
-    open_streams()
+    die_with_parent(int(parent))
+    open_safe_streams()
     sys.argv = [module, *words]
     importlib.import_module(module).main()
 

@@ -79,11 +79,11 @@ class RunDir:
         """Counters of work under way (tokenising, loading, exporting), read by the terminal."""
         return self.logs / "progress.jsonl"
 
-    def hang(self, rank: int | str) -> Path:
+    def hang_report(self, rank: int | str) -> Path:
         """Where a rank stood when it hung."""
         return self.logs / f"hang-rank-{rank}.json"
 
-    def stuck(self, rank: int | str) -> Path:
+    def stack_dump(self, rank: int | str) -> Path:
         """The stacks of a rank that could not even run the watchdog any more."""
         return self.logs / f"stuck-rank-{rank}.txt"
 
@@ -117,11 +117,11 @@ class RunDir:
         """The Hugging Face folder."""
         return self.root / "export"
 
-    def in_use(self) -> bool:
+    def has_run(self) -> bool:
         """Whether a run was started here before."""
         return any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
 
-    def parts(self) -> list[Path]:
+    def written_paths(self) -> list[Path]:
         """Every file and folder that a run writes into its folder."""
         return [
             *(

@@ -18,7 +18,7 @@ from rich.text import Text
 from fsdptrain.events import Record
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
-from fsdptrain.text import GIB, counted, duration, fitted, rate, size, wrapped
+from fsdptrain.text import GIB, counted, duration, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # a piped run prints at most one step line a second
 
@@ -64,7 +64,7 @@ class Screen:
         """Print lines above the live line; on a terminal they are wrapped between words."""
         if self.console.is_terminal:  # Rich takes a dumb terminal for 80 columns wide
             dumb = self.console.is_dumb_terminal
-            text = fitted(text, self.console.file) if dumb else wrapped(text, self.console.width)
+            text = wrapped_for(text, self.console.file) if dumb else wrapped(text, self.console.width)
         self.console.print(Text(text), soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
@@ -74,13 +74,13 @@ class Screen:
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Show on the live line that something takes a while."""
-        self.wait_for(what)
+        self.show_waiting(what)
         try:
             yield
         finally:
             self._line.clear()
 
-    def wait_for(self, what: str) -> None:
+    def show_waiting(self, what: str) -> None:
         """Show on the live line, with the seconds, what is waited for; until something else is shown there."""
         self._line.show_work(what)
 
@@ -102,7 +102,7 @@ class Screen:
         )
         for line in record["data_notes"]:
             self.say(f"  {line}")
-        self.wait_for("first step")
+        self.show_waiting("first step")
 
     def _on_resume(self, record: Record) -> None:
         self._resumed[-1:] = [record["step"]]

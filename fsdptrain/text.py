@@ -16,33 +16,33 @@ def size(count: float) -> str:
     return f"{count / 2 ** (10 * power):.{bool(power):d}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-HARD_SPACE = "\u00a0"
+NO_BREAK_SPACE = "\u00a0"
 
 
-def fitted(text: str, stream: IO[str], deeper: int = 0) -> str:
+def wrapped_for(text: str, stream: IO[str], extra_indent: int = 0) -> str:
     """The text for a stream: wrapped where that is a terminal, else as it is."""
-    return wrapped(text, os.get_terminal_size(stream.fileno()).columns or 80, deeper) if stream.isatty() else text
+    return wrapped(text, os.get_terminal_size(stream.fileno()).columns or 80, extra_indent) if stream.isatty() else text
 
 
-def wrapped(text: str, width: int, deeper: int = 0) -> str:
+def wrapped(text: str, width: int, extra_indent: int = 0) -> str:
     """Break lines longer than `width` columns between words; what is longer than a line is left to the terminal.
 
     What follows goes below the text of the first line, after its indent and its label (a word and two spaces), and so
-    many columns `deeper`.
+    many columns `extra_indent`.
     """
-    return "\n".join(_wrapped(line, width, deeper) for line in text.split("\n"))
+    return "\n".join(_wrapped(line, width, extra_indent) for line in text.split("\n"))
 
 
-def _wrapped(line: str, width: int, deeper: int) -> str:
+def _wrapped(line: str, width: int, extra_indent: int) -> str:
     indent = re.match(r"\s*(?:\S+ {2,})?", line)
     assert indent is not None
-    hanging = " " * min(indent.end() + deeper, width // 3)
-    whole = indent[0].replace(" ", HARD_SPACE)  # a label stays with its first word, be that as long as it may
+    hanging = " " * min(indent.end() + extra_indent, width // 3)
+    whole = indent[0].replace(" ", NO_BREAK_SPACE)  # a label stays with its first word, be that as long as it may
     found = textwrap.wrap(
         whole + line[indent.end() :], width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False,
         replace_whitespace=False, expand_tabs=False,
     )  # fmt: skip
-    return "\n".join(found).replace(HARD_SPACE, " ")
+    return "\n".join(found).replace(NO_BREAK_SPACE, " ")
 
 
 def counted(count: int, what: str, plural: str = "s") -> str:

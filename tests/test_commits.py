@@ -24,7 +24,7 @@ from fsdptrain.config.topology import find_topology
 from fsdptrain.data.commits import pinned
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
 from fsdptrain.errors import CheckpointError, NoData
-from fsdptrain.launch.attempts import keep_plan
+from fsdptrain.launch.attempts import archive_plan
 from fsdptrain.rundir import RunDir
 
 PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "org/name:de@v2", "name@main"]
@@ -81,7 +81,7 @@ def started(plan: Plan) -> RunDir:
     """The run folder as a start of the command leaves it to the workers."""
     rundir = RunDir(Path(plan.run_dir))
     rundir.logs.mkdir(parents=True, exist_ok=True)
-    keep_plan(rundir, plan, "")
+    archive_plan(rundir, plan, "")
     return rundir
 
 

@@ -29,20 +29,20 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
-from fsdptrain.events import Reporter, effective, history
-from fsdptrain.launch.attempts import changes, changes_since, examine
-from fsdptrain.launch.claim import LOOKS_LIKE_DATA, _would_read, alone_in, check_folder, claimed
+from fsdptrain.events import Reporter, read_history, without_undone
+from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
+from fsdptrain.launch.claim import LOOKS_LIKE_DATA, _would_read, check_run_dir, claim_run_dir, lock_for_export
 from fsdptrain.launch.heading import heading
 from fsdptrain.ownership import (
-    assets_in,
-    new_scratch,
-    put_assets,
+    asset_names,
+    file_stamps,
+    install_assets,
+    make_scratch,
     read_export_record,
-    record_export,
     remove_checkpoint,
+    remove_leftovers,
     replace_export,
-    stamps,
-    sweep,
+    write_export_record,
 )
 from fsdptrain.processes import child_command
 from fsdptrain.rundir import RunDir
@@ -54,7 +54,7 @@ def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
 
 
 def claim(recipe: Path, *overrides: str, fresh: bool = False, **env: str) -> contextlib.AbstractContextManager[Any]:
-    return claimed(plan_of(recipe, *overrides, **env), recipe.read_text(), fresh)
+    return claim_run_dir(plan_of(recipe, *overrides, **env), recipe.read_text(), fresh)
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
@@ -223,7 +223,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         for overrides in ([], ["optim.lr=1"]):
             with pytest.raises(RecipeError, match=f"output_dir: another run is at work in {root}"):
                 claim(recipe, *overrides).__enter__()
-        with pytest.raises(RecipeError, match=r"is using .* use --out DIR"), alone_in(RunDir(root)):
+        with pytest.raises(RecipeError, match=r"is using .* use --out DIR"), lock_for_export(RunDir(root)):
             pass
         assert contents(root) == before
     with claim(recipe, "optim.lr=1"):
@@ -233,9 +233,9 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fsdptrain.launch.claim import claimed
+from fsdptrain.launch.claim import claim_run_dir
 from fsdptrain.config.plan import Plan
-with claimed(Plan.from_json(Path(sys.argv[1]).read_text()), "", False):
+with claim_run_dir(Plan.from_json(Path(sys.argv[1]).read_text()), "", False):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -271,12 +271,12 @@ def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:
 def test_a_recipe_that_was_edited_in_the_run_folder_is_kept(tmp_path: Path) -> None:
     recipe, root = write_recipe(tmp_path), tmp_path / "run"
     for text in ("a: 1\n", "a: 2\n"):  # ours each time: nothing to keep
-        with claimed(plan_of(recipe), text, False):
+        with claim_run_dir(plan_of(recipe), text, False):
             assert (root / "recipe.yaml").read_text() == text
     assert not list(root.glob("*.kept*"))
     for name in ("recipe.yaml.kept", "recipe.yaml.kept-2"):
         (root / "recipe.yaml").write_text(f"edited: {name}\n")
-        with claimed(plan_of(recipe), "a: 3\n", False):
+        with claim_run_dir(plan_of(recipe), "a: 3\n", False):
             assert (root / "recipe.yaml").read_text() == "a: 3\n"
             assert (root / name).read_text() == f"edited: {name}\n"
 
@@ -288,7 +288,7 @@ def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: 
         fill(tmp_path / "scratch", *names)
         for name in names:
             (tmp_path / "scratch" / name).write_text(text)
-        put_assets(tmp_path / "scratch", folder)
+        install_assets(tmp_path / "scratch", folder)
         shutil.rmtree(tmp_path / "scratch")
 
     fill(folder, "notes.md")
@@ -302,7 +302,7 @@ def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: 
     write("config.json", "notes.md")
     assert (folder / "config.json.kept").read_text() == "edited" and (folder / "config.json").read_text() == "ours"
     assert (folder / "notes.md.kept").read_text() == "my notes.md"
-    assert assets_in(folder) == ["config.json", "notes.md"]
+    assert asset_names(folder) == ["config.json", "notes.md"]
 
 
 def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
     with claim(recipe, "optim.lr=2"):
         kept = [read_plan(root / "plans" / name).recipe.optim.lr for name in ("0001.json", "0002.json")]
     assert kept == [1, 2] and (root / ".fsdptrain").is_file()
-    assert changes(fields, plan_of(recipe, "optim.lr=2")) == {"optim.lr": [1, 2]}
+    assert plan_changes(fields, plan_of(recipe, "optim.lr=2")) == {"optim.lr": [1, 2]}
 
 
 @pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
@@ -331,7 +331,7 @@ def test_a_refused_run_leaves_not_even_a_lock(words: list[str], marked: bool, tm
         claim(recipe, *overrides, fresh="--fresh" in words).__enter__()
     if overrides:
         with pytest.raises(RecipeError):
-            check_folder(plan_of(recipe, *overrides))
+            check_run_dir(plan_of(recipe, *overrides))
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
 
 
@@ -434,7 +434,7 @@ def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40
     """A run folder as after `steps` of `total` steps: its plan, its events, a checkpoint, and an export at the end."""
     plan = plan_of(recipe, *overrides)
     rundir = RunDir(Path(plan.run_dir))
-    with claimed(plan, "", False):
+    with claim_run_dir(plan, "", False):
         pass
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("start", blocks=blocks, total_steps=total)
@@ -447,7 +447,7 @@ def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40
     Manifest(FORMAT, steps, 2, plan.digest(), plan.identity(), files).write(folder)
     if steps == total and export:
         fill(rundir.export, "config.json")
-        record_export(rundir, steps, stamps(rundir.export))
+        write_export_record(rundir, steps, file_stamps(rundir.export))
     return rundir
 
 
@@ -466,7 +466,7 @@ def test_a_run_of_a_version_with_other_batches_is_refused_with_the_reason(
     recipe = write_recipe(tmp_path, train__steps=6)
     relabelled(made(recipe, steps=3, total=6), 3, layout=layout)
     with pytest.raises(OtherVersion, match=rf"another version .*{told}.* choose another output_dir"):
-        examine(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
+        inspect_earlier_attempts(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
     done = fsdptrain("run", recipe)
     assert done.returncode == 6 and "another version of fsdptrain" in done.stderr, done.stderr
 
@@ -475,9 +475,9 @@ def test_a_key_that_was_not_there_had_its_default(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = made(recipe, steps=3, total=6)
     relabelled(rundir, 3, **{"data.separator": None})
-    assert examine(rundir, plan_of(recipe)).step == 3
+    assert inspect_earlier_attempts(rundir, plan_of(recipe)).step == 3
     with pytest.raises(RecipeError, match=r"data\.separator: was '' in the run to resume, is '\+' now"):
-        examine(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=+"))
+        inspect_earlier_attempts(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=+"))
 
 
 NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=other", "launch.nproc_per_node=1"]
@@ -525,28 +525,28 @@ def test_what_was_trained_counts_and_not_what_was_last_asked_for(tmp_path: Path)
     assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5")) == {
         "optim.lr": [0.0003, 1e-5], "train.steps": [6, 9],
     }  # fmt: skip
-    assert examine(rundir, plan_of(recipe)).finished
+    assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished
     with pytest.raises(RecipeError, match=r"optim\.lr: 0\.0003 → 1e-05"):
-        examine(rundir, plan_of(recipe, "optim.lr=1e-5"))
+        inspect_earlier_attempts(rundir, plan_of(recipe, "optim.lr=1e-5"))
 
 
 def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = made(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
-    left = examine(rundir, plan_of(recipe))
+    left = inspect_earlier_attempts(rundir, plan_of(recipe))
     assert not left.finished and "all 6 steps done" in heading(plan_of(recipe), rundir, left)
-    assert examine(rundir, plan_of(recipe, "export.at_end=false")).finished
+    assert inspect_earlier_attempts(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
-    record_export(rundir, 4, stamps(rundir.export))  # of an earlier step
-    assert not examine(rundir, plan_of(recipe)).finished
+    write_export_record(rundir, 4, file_stamps(rundir.export))  # of an earlier step
+    assert not inspect_earlier_attempts(rundir, plan_of(recipe)).finished
     shutil.rmtree(rundir.root)
     evaluated = write_recipe(tmp_path, train__steps=6, data__eval={"fraction": 0.1})
     rundir = made(evaluated, steps=6, total=6)
-    assert not examine(rundir, plan_of(evaluated)).finished
+    assert not inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", step=6)
-    assert examine(rundir, plan_of(evaluated)).finished
+    assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
 
 
 @pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
@@ -605,7 +605,7 @@ def test_a_sweep_takes_only_what_a_save_left(tmp_path: Path) -> None:
     for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003", "step-00000004.damaged"):
         checkpoint(rundir.checkpoints / name)
     fill(rundir.checkpoints, "notes.tmp", "mine.old/x", "step-00000005.tmp/mine")
-    sweep(rundir)
+    remove_leftovers(rundir)
     there = {"step-00000003", "step-00000004.damaged", "notes.tmp", "mine.old", "step-00000005.tmp.kept"}
     assert {path.name for path in rundir.checkpoints.iterdir()} == there
     assert (rundir.checkpoints / "mine.old" / "x").exists()
@@ -613,13 +613,13 @@ def test_a_sweep_takes_only_what_a_save_left(tmp_path: Path) -> None:
 
 def export(rundir: RunDir, step: int, *names: str) -> Path | None:
     """Write an export of files that say which step they are of."""
-    scratch = new_scratch(rundir.export)
+    scratch = make_scratch(rundir.export)
     fill(scratch, *names)
     for name in names:
         (scratch / name).write_text(f"step {step}")
-    files = stamps(scratch)
+    files = file_stamps(scratch)
     kept = replace_export(scratch, rundir.export, read_export_record(rundir)[1])
-    record_export(rundir, step, files)
+    write_export_record(rundir, step, files)
     return kept
 
 
@@ -661,7 +661,7 @@ def test_older_weights_never_lie_in_a_new_export(how: str, tmp_path: Path) -> No
         for path in rundir.export.iterdir():
             os.utime(path, ns=(1, 1))
     else:  # the process ended between the export and its record
-        record_export(rundir, 0, {"config.json": [1, 1]})
+        write_export_record(rundir, 0, {"config.json": [1, 1]})
         (rundir.export / "chat_template.jinja").unlink()
     fill(rundir.export, "notes.md")
     new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
@@ -690,21 +690,21 @@ def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:
     fill(outside, "precious")
     fill(rundir.export, "config.json")
     (rundir.export / "sub").symlink_to(outside)
-    stamp = next(iter(stamps(outside).values()))
+    stamp = next(iter(file_stamps(outside).values()))
     names = ["../../outside/precious", str(outside / "precious"), "sub/precious"]
-    record_export(rundir, 1, dict.fromkeys(names, stamp))
+    write_export_record(rundir, 1, dict.fromkeys(names, stamp))
     export(rundir, 2, "config.json")
     assert (outside / "precious").exists()
 
 
 def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
-    fill(new_scratch(tmp_path / "export"), "model.safetensors")
+    fill(make_scratch(tmp_path / "export"), "model.safetensors")
     fill(tmp_path, ".export.writing-2/mine", "export.writing/mine")
-    assert new_scratch(tmp_path / "export").name == ".export.writing"
+    assert make_scratch(tmp_path / "export").name == ".export.writing"
     assert not (tmp_path / ".export.writing" / "model.safetensors").exists()
     shutil.rmtree(tmp_path / ".export.writing")
     fill(tmp_path, ".export.writing/mine")
-    assert new_scratch(tmp_path / "export").name == ".export.writing-3"
+    assert make_scratch(tmp_path / "export").name == ".export.writing-3"
     assert all((tmp_path / name / "mine").exists() for name in (".export.writing", ".export.writing-2"))
 
 
@@ -727,7 +727,7 @@ def test_readers_see_every_step_once_as_it_was_last_made(attempts: list[tuple[in
             records += [{"event": kind, "step": step, "attempt": number} for kind in ("step", "eval", "save")]
             expected = {s: a for s, a in expected.items() if s < step} | {step: number}
         newest = max(expected, default=0)
-    kept = effective(records)
+    kept = without_undone(records)
     for kind in ("step", "eval", "save"):
         assert [(r["step"], r["attempt"]) for r in kept if r["event"] == kind] == sorted(expected.items())
     assert [r["attempt"] for r in kept if r["event"] == "start"] == list(range(len(attempts)))
@@ -746,7 +746,7 @@ def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) 
         board.Reload()
         for kind in ("step", "eval"):
             assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
-            found = [(r["step"], r["loss"]) for r in history(rundir.metrics) if r["event"] == kind]
+            found = [(r["step"], r["loss"]) for r in read_history(rundir.metrics) if r["event"] == kind]
             assert found == expected
 
 
@@ -757,7 +757,7 @@ def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is
             reporter.event("start", attempt=attempt)
             reporter.resume(0, {})
             reporter.event("eval", step=25, loss=float(attempt))  # eval.every: 25, log.every: 100
-    assert [r["loss"] for r in history(rundir.metrics) if r["event"] == "eval"] == [2.0]
+    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0]
     board = EventAccumulator(str(rundir.tensorboard))
     board.Reload()
     assert [s.value for s in board.Scalars("eval/loss")] == [2.0]

@@ -22,7 +22,7 @@ from fsdptrain import errors
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
-from fsdptrain.events import cut_half_lines
+from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang
 from fsdptrain.rundir import RunDir
@@ -52,8 +52,8 @@ def test_a_hang_is_told_in_one_paragraph(tmp_path: Path) -> None:
     rundir.logs.mkdir(parents=True)
     for rank in (0, 2):
         report = {"rank": rank, "waits": True, "where": "all-gather of model.layers.7"}
-        rundir.hang(rank).write_text(json.dumps(report))
-    rundir.stuck(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
+        rundir.hang_report(rank).write_text(json.dumps(report))
+    rundir.stack_dump(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
     told = explain_hang([0, 1, 2], plan, rundir, "after step 12")
     assert "the run hung after step 12: nothing was done for 60 s" in told
     assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in told
@@ -76,7 +76,7 @@ def test_the_place_of_a_rank_is_in_words_of_its_own_modules() -> None:
 
 def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
     plan = a_plan(tmp_path, 1, launch__timeout_s=1)
-    hang = RunDir(Path(plan.run_dir)).hang(0)
+    hang = RunDir(Path(plan.run_dir)).hang_report(0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.beat(step_done=True)
         watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
@@ -169,5 +169,5 @@ def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
 def test_only_whole_lines_are_left_of_a_log(text: str, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)  # without a progress log
     rundir.metrics.write_text(text)
-    cut_half_lines(rundir)
+    cut_partial_lines(rundir)
     assert rundir.metrics.read_text() == text[: text.rfind("\n") + 1]

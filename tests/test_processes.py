@@ -110,7 +110,9 @@ def test_a_verdict_stands_whoever_reads_it(tmp_path: Path) -> None:
 
 
 def test_what_an_encoding_lacks_is_spelled_out() -> None:
-    print_it = "from fsdptrain.processes import open_streams; open_streams(); print('2 × 2 · ⟦a⟧ → é夜\\udcff')"
+    print_it = (
+        "from fsdptrain.processes import open_safe_streams; open_safe_streams(); print('2 × 2 · ⟦a⟧ → é夜\\udcff')"
+    )
     for encoding, text in (
         ("ascii", r"2 x 2 - [[a]] -> \xe9\u591c\udcff"),
         ("latin-1", r"2 × 2 · [[a]] -> é\u591c\udcff"),

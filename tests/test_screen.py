@@ -17,7 +17,7 @@ from fsdptrain.config.hardware import parse
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import topology_of
-from fsdptrain.launch.attempts import Before
+from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.launch.heading import heading
 from fsdptrain.liveline import LiveLine
 from fsdptrain.rundir import RunDir
@@ -85,7 +85,9 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
 def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> None:
     written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
     plan = make_plan(written, topology_of(written.recipe, None, parse("h100-80gb").hardware), elsewhere=True)
-    lines = dict(line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), Before()).splitlines())
+    lines = dict(
+        line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), EarlierAttempts()).splitlines()
+    )
     assert lines["run"] == f"{written.recipe.name}: new, in {tmp_path / 'run'}"
     numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
     size, ranks, micro_batches, micro_batch, tokens = numbers
@@ -99,11 +101,11 @@ def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
     plan = make_plan(written, topology_of(written.recipe, None, parse("cpu").hardware))
     rundir = RunDir(Path(plan.run_dir))
-    found = [Before(), Before(2), Before(4, trained=True)]
+    found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
     said = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
     rundir.root.mkdir()
     rundir.metrics.touch()
-    said.append(heading(plan, rundir, Before()).splitlines()[0].split(": ")[1].split(",")[0])
+    said.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
     assert said == [
         "new", "resumes after step 2", "all 4 steps done; evaluation and export follow where missing",
         "starts from the beginning (no checkpoint yet)",

@@ -14,7 +14,7 @@ import torch
 
 from fsdptrain.checkpoint.manifest import fsync
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import FULL_DISK, CheckpointError, FsdptrainError
+from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
 from fsdptrain.ownership import remove_checkpoint
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
@@ -66,7 +66,7 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, FULL_DISK))})\b")
+FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
 def make_room(scratch: Path, target: Path, needed: int) -> None:

@@ -31,12 +31,12 @@ from fsdptrain.model.skeleton import in_dtype, skeleton
 from fsdptrain.model.units import blocks_of, saved_state
 from fsdptrain.ownership import (
     Stamps,
-    assets_in,
-    new_scratch,
+    asset_names,
+    file_stamps,
+    make_scratch,
     read_export_record,
-    record_export,
     replace_export,
-    stamps,
+    write_export_record,
 )
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -151,13 +151,13 @@ def write_folder(
     are the files of an earlier export at `out`, which are replaced: others stay. Raises CheckpointError for a full
     disk, or when what is read back is not what was to be written.
     """
-    scratch = new_scratch(out)
+    scratch = make_scratch(out)
     wanted = in_dtype(bare, dtype)
     state = saved_state(wanted)
     needed = sum(tensor.nbytes for tensor in state.values())
     try:
         with space_told(scratch, needed):
-            for name in assets_in(assets):
+            for name in asset_names(assets):
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(assets / name, scratch / name)
             config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
@@ -175,7 +175,7 @@ def write_folder(
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    files = stamps(scratch)
+    files = file_stamps(scratch)
     kept = replace_export(scratch, out, written or {})
     fsync(out.parent)
     return Exported(writer.bytes, files, kept)
@@ -266,7 +266,7 @@ def _write_and_record(
     """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
     _, before = read_export_record(rundir)
     done = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
-    record_export(rundir, step, done.files)
+    write_export_record(rundir, step, done.files)
     facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 

@@ -24,7 +24,7 @@ from typing import Any
 from fsdptrain.config.plan import LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem
-from fsdptrain.ownership import free_name
+from fsdptrain.ownership import unused_name
 from fsdptrain.rundir import RunDir, checkpoint_name
 
 NAME = "manifest.json"
@@ -216,7 +216,7 @@ def refuse_ways_out(rundir: RunDir) -> None:
     root = os.path.realpath(rundir.root)
     folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
     within = (path for folder, pattern in folders.items() for path in _content(folder, pattern))
-    for path in (*rundir.parts(), *within):
+    for path in (*rundir.written_paths(), *within):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
@@ -259,7 +259,7 @@ def fsync(path: Path) -> None:
 
 def set_damaged_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is neither taken nor lost: `.damaged`, `.damaged-2`, …; its new path."""
-    aside = free_name(folder.with_name(f"{folder.name}.damaged"))
+    aside = unused_name(folder.with_name(f"{folder.name}.damaged"))
     folder.rename(aside)
     fsync(folder.parent)
     return aside

@@ -16,7 +16,7 @@ from filelock import FileLock
 from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.sources import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
-from fsdptrain.ownership import put
+from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None where nobody could tell
@@ -33,7 +33,7 @@ def pinned(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     if keep:
         with FileLock(rundir.logs / "commits.lock"):
             commits = _known(rundir, asked)
-            put(rundir.commits, json.dumps({"start": _start(rundir), "commits": commits}, indent=2))
+            write_atomically(rundir.commits, json.dumps({"start": _start(rundir), "commits": commits}, indent=2))
     else:
         commits = _known(rundir, asked)
 

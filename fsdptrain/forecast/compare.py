@@ -15,7 +15,7 @@ from typing import Any
 from fsdptrain.config.hardware import card
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.events import Tail, effective
+from fsdptrain.events import Tail, without_undone
 from fsdptrain.forecast.client import Forecast, Forecaster
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -78,7 +78,7 @@ class Calibration:
 
     def tell(self, screen: Screen) -> None:
         """Compare on screen and in the run folder; nothing is said of a run that ended before there was enough to."""
-        events = effective(self._events.read())
+        events = without_undone(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]
         start = next((event for event in reversed(events) if event["event"] == "start"), None)
         if start is None or len(steps) < ENOUGH:

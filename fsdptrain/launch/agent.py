@@ -25,7 +25,7 @@ from typing import NamedTuple
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.launch.launcher import POLL_S
-from fsdptrain.processes import STOP_WORKER, child_command, child_words
+from fsdptrain.processes import STOP_SIGNAL, child_arguments, child_command
 
 # On a CPU tensors come from malloc, which by itself gives large ones back to the system as soon as they are freed, so
 # that every step waits for the same pages again. Told so, it keeps what it has, and asks for huge pages.
@@ -56,7 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_passing_on)
     signal.signal(signal.SIGALRM, _pass_on)
-    signal.signal(STOP_WORKER, signal.SIG_IGN)  # inherited: a worker that is still importing must not die of it
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # inherited: a worker that is still importing must not die of it
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
     if plan.topology.device == "cpu":
         os.environ.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
@@ -140,7 +140,7 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
     ]
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(LEAVE_S))
     try:
-        torchrun(get_args_parser().parse_args([*words, *child_words(WORKER, plan_path)]))
+        torchrun(get_args_parser().parse_args([*words, *child_arguments(WORKER, plan_path)]))
     except ChildFailedError as error:
         return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
     return {}
@@ -175,4 +175,4 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     me = os.getpid()
     for child in Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(child), STOP_WORKER)
+            os.kill(int(child), STOP_SIGNAL)

@@ -17,8 +17,8 @@ from fsdptrain.checkpoint.manifest import Manifest, complete_steps, newest_manif
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.events import Record, history
-from fsdptrain.ownership import put, read_export_record, set_aside
+from fsdptrain.events import Record, read_history
+from fsdptrain.ownership import read_export_record, set_aside, write_atomically
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
@@ -30,7 +30,7 @@ Changes = dict[str, list[Any]]  # key → [old, new]
 
 
 @dataclass(frozen=True)
-class Before:
+class EarlierAttempts:
     """What earlier attempts made: steps with a checkpoint; whether all are made, and whether nothing is left to do."""
 
     step: int = 0
@@ -38,7 +38,7 @@ class Before:
     trained: bool = False
 
 
-def keep_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
+def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
     """Write plan and recipe into `plans/` under the next number, and the recipe as `recipe.yaml`.
 
     A `recipe.yaml` that is not as the last attempt wrote it was edited: it is called `recipe.yaml.kept` from now on.
@@ -47,17 +47,17 @@ def keep_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
     numbers = [int(path.stem) for path in _kept(rundir)]
     if not numbers and rundir.plan.is_file():  # an earlier version kept only the newest
         numbers = [1]
-        put(rundir.plans / "0001.json", rundir.plan.read_text(encoding="utf-8"))
+        write_atomically(rundir.plans / "0001.json", rundir.plan.read_text(encoding="utf-8"))
     last = max(numbers, default=0)
     known = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
     if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in known:
         set_aside(rundir.recipe)
-    put(rundir.plans / f"{last + 1:04}.yaml", recipe_text)
-    put(rundir.plans / f"{last + 1:04}.json", plan.to_json())
-    put(rundir.recipe, recipe_text)
+    write_atomically(rundir.plans / f"{last + 1:04}.yaml", recipe_text)
+    write_atomically(rundir.plans / f"{last + 1:04}.json", plan.to_json())
+    write_atomically(rundir.recipe, recipe_text)
 
 
-def examine(rundir: RunDir, plan: Plan) -> Before:
+def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     """Return what was made in a run folder that `plan` is to go on in.
 
     Raises RecipeError when going on would be another run, or when nothing is left to train with what was changed;
@@ -66,8 +66,8 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
     manifest = newest_manifest(rundir)
     if manifest is None:
         _refuse_lost_checkpoints(rundir)
-        return Before()
-    made, events = max(complete_steps(rundir), default=0), history(rundir.metrics)
+        return EarlierAttempts()
+    made, events = max(complete_steps(rundir), default=0), read_history(rundir.metrics)
     start = _start_of_newest_step(events)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= made:
@@ -75,23 +75,23 @@ def examine(rundir: RunDir, plan: Plan) -> Before:
             problems = [Problem(finished), *problems]
         raise RecipeError(problems)
     if not made or not start:
-        return Before(made)
+        return EarlierAttempts(made)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
     if wanted > made:
-        return Before(made)
+        return EarlierAttempts(made)
     if made < total:
-        raise RecipeError(f"{rundir.root}: {fewer_steps(made, wanted, total)}")
+        raise RecipeError(f"{rundir.root}: {too_few_steps(made, wanted, total)}")
     without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == made else ()))
     changed = changes_since(rundir, made, plan)
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < made:
         raise RecipeError(_finished_otherwise(rundir, made, changed or {"steps": [made, wanted]}))
-    return Before(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made), trained=True)
+    return EarlierAttempts(made, _is_evaluated(plan, made, events) and _is_exported(rundir, plan, made), trained=True)
 
 
 def _refuse_lost_checkpoints(rundir: RunDir) -> None:
     """Raise RecipeError when there was a result, and no checkpoint is left: a run from step 0 would replace it."""
-    events, (of_step, _) = history(rundir.metrics), read_export_record(rundir)
+    events, (of_step, _) = read_history(rundir.metrics), read_export_record(rundir)
     start, made = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
     finished = start is not None and made >= start["total_steps"]
     if finished or of_step is not None:
@@ -106,10 +106,10 @@ def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:
     """Return what the plan changes against the one that made the checkpoint of `step`; nothing for step 0."""
     if not step:
         return {}
-    return changes(_plan_behind(rundir, read_manifest(rundir.checkpoint(step)), plan), plan)
+    return plan_changes(_plan_behind(rundir, read_manifest(rundir.checkpoint(step)), plan), plan)
 
 
-def changes(old: dict[str, Any], plan: Plan) -> Changes:
+def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
     """Return every key of the recipe that differs from an older plan, as [old, new], and the ranks if they do.
 
     A key that the older plan does not have, as one of another version may not, is left out.
@@ -122,7 +122,7 @@ def changes(old: dict[str, Any], plan: Plan) -> Changes:
     return {name: [a, b] for name, (a, b) in found.items() if a is not _NOTHING and a != b}
 
 
-def fewer_steps(made: int, wanted: int, total: int | None = None) -> str:
+def too_few_steps(made: int, wanted: int, total: int | None = None) -> str:
     """Say that a recipe asks for no more steps than were made, with the ways out."""
     of = f" of {total}" if total else ""
     return (
@@ -132,13 +132,13 @@ def fewer_steps(made: int, wanted: int, total: int | None = None) -> str:
     )
 
 
-def in_words(changed: Changes) -> list[str]:
+def describe_changes(changed: Changes) -> list[str]:
     """Return a line for each changed key: `optim.lr: 0.001 → 1e-05`."""
     return [f"{key}: {old} → {new}" for key, (old, new) in changed.items()]
 
 
 def _finished_otherwise(rundir: RunDir, made: int, changed: Changes) -> str:
-    lines = "".join(f"\n  {line}" for line in in_words(changed))
+    lines = "".join(f"\n  {line}" for line in describe_changes(changed))
     return (
         f"the run in {rundir.root} is finished ({made} steps): nothing was trained, and nothing in it was changed. The "
         f"recipe differs from what was trained:{lines}\n"

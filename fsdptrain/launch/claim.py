@@ -26,8 +26,14 @@ from fsdptrain.checkpoint.manifest import refuse_ways_out
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, Problem, RecipeError
-from fsdptrain.launch.attempts import Before, changes, examine, in_words, keep_plan
-from fsdptrain.ownership import is_marked, mark, put
+from fsdptrain.launch.attempts import (
+    EarlierAttempts,
+    archive_plan,
+    describe_changes,
+    inspect_earlier_attempts,
+    plan_changes,
+)
+from fsdptrain.ownership import is_marked, write_atomically, write_mark
 from fsdptrain.rundir import RunDir
 
 # Where a run writes files that look like data: what a data.path must not match.
@@ -45,21 +51,21 @@ BOOT_ID, CONTAINER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/n
 
 
 @contextlib.contextmanager
-def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
+def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
     """Lock the run folder, write the plan, and yield what earlier attempts made. A finished run is not touched.
 
     `fresh`, or `checkpoint.resume: never`: a folder that was used is refused. Raises RecipeError when the folder must
-    not be written by this run, and what `examine` raises.
+    not be written by this run, and what `inspect_earlier_attempts` raises.
     """
     rundir = RunDir(Path(plan.run_dir))
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
     writes = not plan.topology.joined or os.environ["RANK"] == "0"
-    refuse_folder(rundir)
-    refuse_inputs(plan, rundir)
+    check_output_dir(rundir)
+    check_inputs(plan, rundir)
     # With several nodes, the first may have begun to use it a moment ago: then it is asked under the lock alone.
-    if fresh and writes and rundir.in_use() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
+    if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
         _refuse_used(rundir)
-    before = examine(rundir, plan)
+    before = inspect_earlier_attempts(rundir, plan)
     if before.finished:
         yield before
         return
@@ -69,35 +75,35 @@ def claimed(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Before]:
         return
     with _readable_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
-        mark(rundir.root)
+        write_mark(rundir.root)
     with _held(rundir, plan) as first:
-        if first and fresh and rundir.in_use():
+        if first and fresh and rundir.has_run():
             _refuse_used(rundir)
-        before = examine(rundir, plan)
+        before = inspect_earlier_attempts(rundir, plan)
         if first and not before.finished:
             with _readable_errors(rundir):
-                keep_plan(rundir, plan, recipe_text)
-                put(rundir.plan, plan.to_json())
+                archive_plan(rundir, plan, recipe_text)
+                write_atomically(rundir.plan, plan.to_json())
         elif not before.finished:
             _wait_for(plan, rundir)
         yield before
 
 
-def check_folder(plan: Plan) -> Before:
+def check_run_dir(plan: Plan) -> EarlierAttempts:
     """Make the checks of `claimed` and change nothing, for a dry run; raises what it raises."""
     rundir = RunDir(Path(plan.run_dir))
-    refuse_folder(rundir)
-    refuse_inputs(plan, rundir)
-    if plan.recipe.checkpoint.resume == "never" and rundir.in_use():
+    check_output_dir(rundir)
+    check_inputs(plan, rundir)
+    if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
         _refuse_used(rundir)
-    return examine(rundir, plan)
+    return inspect_earlier_attempts(rundir, plan)
 
 
 def _refuse_used(rundir: RunDir) -> None:
     raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
 
 
-def refuse_folder(rundir: RunDir) -> None:
+def check_output_dir(rundir: RunDir) -> None:
     """Raise RecipeError unless the folder can be made, is empty, or carries the mark of a run.
 
     Raises CheckpointError when a link in it leads elsewhere.
@@ -116,7 +122,7 @@ def refuse_folder(rundir: RunDir) -> None:
     refuse_ways_out(rundir)
 
 
-def refuse_inputs(plan: Plan, rundir: RunDir) -> None:
+def check_inputs(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError for a model or data inside the run folder, and for data that includes what a run writes."""
     root = os.path.realpath(rundir.root)
     model, names = plan.recipe.model, {"data.path": plan.data_path, "data.eval": plan.eval_path}
@@ -173,7 +179,7 @@ def _is_of_earlier_version(rundir: RunDir) -> bool:
 
 
 @contextlib.contextmanager
-def alone_in(rundir: RunDir) -> Iterator[None]:
+def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Hold a run folder against runs, to write an export into it; raises RecipeError when a run is at work."""
     with contextlib.ExitStack() as stack:
         if not _locked(stack, rundir, "lock"):
@@ -225,7 +231,7 @@ def _wait_for(plan: Plan, rundir: RunDir) -> None:
             if found.digest() == plan.digest():
                 return
         time.sleep(POLL_S)
-    differing = in_words(changes(json.loads(found.to_json()), plan)) if found else []
+    differing = describe_changes(plan_changes(json.loads(found.to_json()), plan)) if found else []
     differ = f" ({'; '.join(differing)})" if differing else ""
     raise RecipeError(
         f"output_dir: waited {wait} s (launch.timeout_s) for a plan.json that matches this recipe{differ}; start all "

@@ -32,14 +32,14 @@ def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
     """Which ranks wait where, in one paragraph, made of what their watchdogs wrote."""
     places: dict[str, list[int]] = {}
     for rank in range(plan.topology.world_size):
-        report = rundir.hang(rank)
+        report = rundir.hang_report(rank)
         if rank not in hung:
             where = "does not answer: it is stopped, or its machine cannot be reached"
         elif report.exists():
             facts = json.loads(report.read_text(encoding="utf-8"))
             where = f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
         else:
-            stacks = rundir.stuck(rank).read_text(encoding="utf-8", errors="replace")
+            stacks = rundir.stack_dump(rank).read_text(encoding="utf-8", errors="replace")
             where = f"is in {_stuck_in(stacks)}, in native code that lets no Python run"
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))

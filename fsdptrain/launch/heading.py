@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.launch.attempts import Before
+from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
 
-def heading(plan: Plan, rundir: RunDir, before: Before) -> str:
+def heading(plan: Plan, rundir: RunDir, before: EarlierAttempts) -> str:
     """Name and state of the run, model, data, ranks, batch, learning rate: one labelled line each."""
     lines = {
-        "run": f"{plan.recipe.name}: {_state(rundir, before)}, in {nearby(rundir.root)}",
+        "run": f"{plan.recipe.name}: {_state(rundir, before)}, in {short_path(rundir.root)}",
         "model": _model(plan),
         "data": _data(plan),
         "ranks": _ranks(plan),
@@ -27,7 +27,7 @@ def heading(plan: Plan, rundir: RunDir, before: Before) -> str:
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
 
 
-def _state(rundir: RunDir, before: Before) -> str:
+def _state(rundir: RunDir, before: EarlierAttempts) -> str:
     """Say whether the run is new, goes on, or has only its last evaluation or its export to make."""
     if not before.step:
         return "starts from the beginning (no checkpoint yet)" if rundir.metrics.exists() else "new"
@@ -38,7 +38,7 @@ def _state(rundir: RunDir, before: Before) -> str:
 
 def _model(plan: Plan) -> str:
     model, fsdp = plan.recipe.model, plan.recipe.fsdp
-    where = model.id and (nearby(Path(model.id)) if Path(model.id).is_absolute() else model.id)
+    where = model.id and (short_path(Path(model.id)) if Path(model.id).is_absolute() else model.id)
     name = where or model.config.get("model_type", "model")
     start = "pretrained" if plan.pretrained else "from scratch"
     return f"{name}, {start}; {model.dtype} weights, {fsdp.mixed_precision.param_dtype} compute"
@@ -46,7 +46,7 @@ def _model(plan: Plan) -> str:
 
 def _data(plan: Plan) -> str:
     data = plan.recipe.data
-    where = nearby(Path(plan.data_path)) if Path(plan.data_path).is_absolute() else plan.data_path
+    where = short_path(Path(plan.data_path)) if Path(plan.data_path).is_absolute() else plan.data_path
     return f"{where}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
@@ -71,7 +71,7 @@ def _schedule(plan: Plan) -> str:
     return f"{plan.recipe.optim.lr:g}, {schedule.name}; {counted(train.steps, 'step') if train.steps else epochs}"
 
 
-def nearby(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path for the eye: as seen from the working folder where it lies below that, else whole."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 

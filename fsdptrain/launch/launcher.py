@@ -21,8 +21,8 @@ from pathlib import Path
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
 from fsdptrain.errors import Stopped, WorkerError, WorkerLost
-from fsdptrain.events import Tail, cut_half_lines
-from fsdptrain.launch.attempts import Before
+from fsdptrain.events import Tail, cut_partial_lines
+from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.launch.explain import explain, explain_hang
 from fsdptrain.launch.heading import heading
 from fsdptrain.processes import StopRequest, child_command, child_environment
@@ -39,7 +39,7 @@ FRUITLESS = 2  # restarts without a new checkpoint, after which there is no furt
 HANG_REPORTS_S = 5.0  # how long after the first rank that hangs the others may take to say where they stand
 
 
-def launch(plan: Plan, screen: Screen, before: Before) -> None:
+def launch(plan: Plan, screen: Screen, before: EarlierAttempts) -> None:
     """Run the plan's workers to the end, restarting them when they were lost and not when they would fail again.
 
     `before` is what earlier attempts made, for the heading.
@@ -72,7 +72,7 @@ class Attempt:
 
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
         self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
-        cut_half_lines(rundir)
+        cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._ended = ""  # why we ended the workers ourselves, if we did
@@ -93,7 +93,7 @@ class Attempt:
             os.close(write)
             failure = reader.submit(pipe.read)
             try:
-                self.screen.wait_for(f"starting {counted(self.plan.topology.world_size, 'worker')}")
+                self.screen.show_waiting(f"starting {counted(self.plan.topology.world_size, 'worker')}")
                 self._watch(agent)
             finally:
                 if agent.poll() is None:  # the workers must not go on alone
@@ -138,7 +138,7 @@ class Attempt:
             return False
 
         ranks, rundir = range(self.plan.topology.world_size), self.rundir
-        return [rank for rank in ranks if says_so(rundir.hang(rank)) or says_so(rundir.stuck(rank))]
+        return [rank for rank in ranks if says_so(rundir.hang_report(rank)) or says_so(rundir.stack_dump(rank))]
 
     def _wait_for_hung(self) -> bool:
         """Give the other ranks time to tell where they stand; whether the run does hang."""

@@ -18,7 +18,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import in_a_line
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import set_token
-from fsdptrain.ownership import put_assets
+from fsdptrain.ownership import install_assets
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -46,7 +46,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
         config.save_pretrained(scratch)
         generation.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        put_assets(scratch, folder)
+        install_assets(scratch, folder)
 
 
 def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
-    LONGEST,
+    MAX_MESSAGE_CHARS,
     CheckpointError,
     FsdptrainError,
     WorkerError,
@@ -51,7 +51,7 @@ def leave_record(error: FsdptrainError) -> None:
 
     In one piece: the agent may end us while we write, and torchrun fails over half a file.
     """
-    words, stack, now = to_record(error), shortened(traceback.format_exc(), LONGEST), time.time()
+    words, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
     record = {"py_callstack": stack, "timestamp": str(int(now)), **words, "traceback": stack, "at": now}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         aside = Path(f"{path}.tmp")

@@ -19,13 +19,13 @@ from fsdptrain.data.hub import checkpoint_files, spare_retries
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost
 from fsdptrain.events import Reporter
-from fsdptrain.launch.attempts import changes_since, fewer_steps
+from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import long_positions
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.weights import allocate, read_weights
-from fsdptrain.ownership import sweep
+from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
@@ -102,7 +102,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     watchdog.beat()
     world.agree((ready.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
     if world.rank == 0:
-        sweep(rundir)
+        remove_leftovers(rundir)
 
     content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
     checkpointer = Checkpointer(rundir, plan, world, content, reporter.event)
@@ -117,7 +117,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     params = sum(param.numel() for param in bare.parameters())
     newest = checkpointer.newest_step()
     if newest > total_steps:
-        raise RecipeError(fewer_steps(newest, total_steps))
+        raise RecipeError(too_few_steps(newest, total_steps))
     if newest < total_steps:  # asked now, not after hours of training
         short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
         checkpointer.all_or_none(next(short, None))

@@ -61,8 +61,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._rundir.logs.mkdir(parents=True, exist_ok=True)
-        self._rundir.hang(self._rank).unlink(missing_ok=True)
-        self._stuck = self._rundir.stuck(self._rank).open("w")
+        self._rundir.hang_report(self._rank).unlink(missing_ok=True)
+        self._stuck = self._rundir.stack_dump(self._rank).open("w")
         self._thread.start()
         return self
 
@@ -71,7 +71,7 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._stuck.close()
-        stuck = self._rundir.stuck(self._rank)
+        stuck = self._rundir.stack_dump(self._rank)
         if not stuck.stat().st_size:
             stuck.unlink()
 
@@ -103,9 +103,9 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
             self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
-            aside = self._rundir.hang(self._rank).with_suffix(".tmp")
+            aside = self._rundir.hang_report(self._rank).with_suffix(".tmp")
             aside.write_text(json.dumps({"rank": self._rank, "waits": waits, "where": where}), encoding="utf-8")
-            aside.rename(self._rundir.hang(self._rank))
+            aside.rename(self._rundir.hang_report(self._rank))
         if not self._ended.wait(LEAVE_S):
             os._exit(WorkerLost.exit_code)
 

@@ -20,7 +20,7 @@ import transformers
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
-from fsdptrain.processes import STOP_WORKER, StopRequest
+from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.train.failure import leave_record, ours, record_failure
@@ -69,7 +69,7 @@ def work(plan: Plan) -> None:
     joined = plan.topology.joined
     code = 0
     try:
-        with StopRequest(*(() if joined else (STOP_WORKER,))) as stop:
+        with StopRequest(*(() if joined else (STOP_SIGNAL,))) as stop:
             if joined and os.environ["RANK"] == "0":
                 with Screen() as screen:
                     started = time.monotonic()

@@ -18,7 +18,7 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.checkpoint.disk import _existing
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.launch.claim import check_folder
+from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.text import size
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
@@ -77,7 +77,7 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield RecipeError(f"output_dir: cannot write to {folder}")
     try:
-        check_folder(plan)
+        check_run_dir(plan)
     except FsdptrainError as error:
         yield error
 
