@@ -185,7 +185,7 @@ def validate(
         from fsdptrain.page import Page
         from fsdptrain.screen import Screen
         from fsdptrain.validate.client import ask, request
-        from fsdptrain.validate.summary import show
+        from fsdptrain.validate.summary import show_outcome
 
         if plot is not None:
             plot = _path(plot)
@@ -206,7 +206,7 @@ def validate(
     if as_json:
         print(json.dumps(outcome.facts, indent=2))
     else:
-        show(outcome, Page(), verbose)
+        show_outcome(outcome, Page(), verbose)
     if outcome.problems:
         apart = "\n" if sys.stderr.isatty() else ""
         print(apart + wrapped_for(_listed(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
@@ -260,7 +260,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Read every checkpoint of a run and compare it with its checksums; look into the export; change nothing."""
-    from fsdptrain.checkpoint.verify import show, survey
+    from fsdptrain.checkpoint.verify import show_survey, survey
     from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
 
@@ -271,7 +271,7 @@ def verify(
         with screen.busy("verify"):
             found = survey(RunDir(run_dir.absolute()))
         if not as_json:
-            show(found, screen)
+            show_survey(found, screen)
     if as_json:
         print(json.dumps(found, indent=2))
     if not found["good"]:

@@ -22,7 +22,7 @@ from fsdptrain.forecast.allocator import (
     CachingAllocator,
     ExpandableAllocator,
     Reserved,
-    replay,
+    replay_allocations,
     round_up,
 )
 from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
@@ -49,7 +49,7 @@ class Tape:
         return self
 
     def replay(self, capacity: float | None = None, expandable: bool = False) -> Reserved:
-        return replay(self.trace, GPU, None if capacity is None else int(capacity), expandable)
+        return replay_allocations(self.trace, GPU, None if capacity is None else int(capacity), expandable)
 
 
 @BOTH
@@ -269,7 +269,7 @@ def test_the_peak_is_that_of_the_rounded_sizes_and_of_remainders_up_to_one_mib(
             del sizes[event.storage]
         rounds = max(rounds, sum(sizes.values()))
         highest = max(highest, sum(size + MIB * (size > MIB) for size in sizes.values()))
-    done = replay(trace, GPU, expandable=expandable)
+    done = replay_allocations(trace, GPU, expandable=expandable)
     assert rounds <= done.peak_allocated <= (rounds if expandable else highest)
     assert done.peak_allocated <= done.peak_reserved
 
@@ -281,10 +281,10 @@ def test_a_capacity_above_the_peak_changes_nothing_and_none_is_exceeded(
     expandable: bool, program: Program, capacity: int
 ) -> None:
     trace = written(program)
-    endless = replay(trace, GPU, expandable=expandable)
-    assert endless == replay(trace, GPU, expandable=expandable)
+    endless = replay_allocations(trace, GPU, expandable=expandable)
+    assert endless == replay_allocations(trace, GPU, expandable=expandable)
     assert endless.fits and endless.retries == 0
-    limited = replay(trace, GPU, capacity, expandable)
+    limited = replay_allocations(trace, GPU, capacity, expandable)
     assert limited.peak_reserved <= capacity
     assert limited.fits == (limited.largest_failed is None)
     if capacity >= endless.peak_reserved:
@@ -356,7 +356,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
         )  # fmt: skip
         plan = make_plan(load(recipe, []), Topology("cuda", ranks // 8, 8))
         trace = simulate.simulate(plan, AutoConfig.for_model("llama", **config), pretend=True)
-    fixed, expandable = (replay(trace, PRETEND, expandable=choice) for choice in (False, True))
+    fixed, expandable = (replay_allocations(trace, PRETEND, expandable=choice) for choice in (False, True))
     return {
         "allocated": fixed.peak_allocated / GIB,
         "reserved": fixed.peak_reserved / GIB,

@@ -21,7 +21,7 @@ from fsdptrain.config.schema import Data, Fsdp, MixedPrecision, Model, Recipe, T
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast import memory as ledger
-from fsdptrain.forecast.closed_form import peak
+from fsdptrain.forecast.closed_form import peak_by_arithmetic
 from fsdptrain.forecast.trace import HOST
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
@@ -63,7 +63,7 @@ CASES: list[dict[str, Any]] = [
 def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **{"train__global_batch_size": 8} | changes)
     config = config_of(plan)
-    found, simulated = peak(plan, config), ledger.peak(on_fake(plan), HOST)
+    found, simulated = peak_by_arithmetic(plan, config), ledger.peak(on_fake(plan), HOST)
     print(f"{found.allocated / simulated.allocated - 1:+.2%} {found.moment} / {simulated.moment}")
     assert math.isclose(found.allocated, simulated.allocated, rel_tol=0.02)
     assert sum(found.by_category.values()) == found.allocated
@@ -85,7 +85,7 @@ def on_a_gpu(folder: Path) -> None:
         plan = plan_of(folder, device="cuda", **{"train__global_batch_size": 8} | changes)
         config = config_of(plan)
         simulated = ledger.peak(simulate(plan, config, pretend=True), PRETEND)
-        print(peak(plan, config).allocated / simulated.allocated - 1)
+        print(peak_by_arithmetic(plan, config).allocated / simulated.allocated - 1)
 
 
 CONFIG = SimpleNamespace(**SMALL)
@@ -102,7 +102,7 @@ def made(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
 
 
 def bytes_of(strategy: str, world: int, size: int, recipe: Recipe) -> int:
-    return peak(made(strategy, world, size, recipe), CONFIG).allocated
+    return peak_by_arithmetic(made(strategy, world, size, recipe), CONFIG).allocated
 
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -165,13 +165,13 @@ def test_recomputing_more_and_offloading_never_need_more(recipe: Recipe) -> None
 )
 def test_another_architecture_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(FsdptrainError, match=says):
-        peak(made("FULL_SHARD", 8, 0, Recipe()), SimpleNamespace(**SMALL | changes))
+        peak_by_arithmetic(made("FULL_SHARD", 8, 0, Recipe()), SimpleNamespace(**SMALL | changes))
 
 
 def test_other_units_are_refused() -> None:
     for recipe in (Recipe(fsdp=Fsdp(wrap=["LlamaMLP"])), Recipe(model=Model(attn_implementation="eager"))):
         with pytest.raises(FsdptrainError, match="eager"):
-            peak(made("FULL_SHARD", 8, 0, recipe), CONFIG)
+            peak_by_arithmetic(made("FULL_SHARD", 8, 0, recipe), CONFIG)
 
 
 if __name__ == "__main__":

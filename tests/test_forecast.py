@@ -28,8 +28,8 @@ from fsdptrain.forecast import client as forecast_room
 from fsdptrain.forecast import compare as calibrate
 from fsdptrain.forecast.client import Forecaster
 from fsdptrain.forecast.compare import Calibration
-from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay
-from fsdptrain.forecast.trace import Collective, Kernel, Record, Synchronize, Wait
+from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay_streams
+from fsdptrain.forecast.trace import Collective, Kernel, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
 from fsdptrain.page import Page
 from fsdptrain.parallel.world import World
@@ -37,7 +37,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.validate.dry_run import StepOptions, dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.summary import show
+from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
 SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
@@ -136,18 +136,18 @@ def test_a_collective_on_a_stream_of_its_own_hides_behind_compute() -> None:
     gather = Collective("all-gather", tuple(range(8)), 10**9, stream=1)
     alone = collective_s(gather, H100, 8)
     work = [Kernel("mm", 20 * BUSY, 0, 0, stream=0)]
-    together = replay([gather, *work], H100, half=True, ranks_per_node=8)
+    together = replay_streams([gather, *work], H100, half=True, ranks_per_node=8)
     assert math.isclose(together.step_s, seconds(20 * BUSY) + H100.launch_s) and alone < together.step_s
-    waiting = replay([gather, Record(1, 1), Wait(1, 0), *work], H100, half=True, ranks_per_node=8)
+    waiting = replay_streams([gather, RecordEvent(1, 1), WaitEvent(1, 0), *work], H100, half=True, ranks_per_node=8)
     assert math.isclose(waiting.step_s, seconds(20 * BUSY) + alone)
     assert math.isclose(waiting.exposed_s, alone, rel_tol=1e-6)
 
 
 def test_collectives_of_one_group_run_one_after_the_other() -> None:
     pair = [Collective("all-gather", (0, 1), 10**9, 1), Collective("reduce-scatter", (0, 1), 10**9, 2)]
-    timed = replay(pair, H100, half=True, ranks_per_node=8)
+    timed = replay_streams(pair, H100, half=True, ranks_per_node=8)
     assert math.isclose(timed.step_s, 2 * collective_s(pair[0], H100, 8))
-    apart = replay([pair[0], pair[1]._replace(ranks=(0, 2))], H100, half=True, ranks_per_node=8)
+    apart = replay_streams([pair[0], pair[1]._replace(ranks=(0, 2))], H100, half=True, ranks_per_node=8)
     assert math.isclose(apart.step_s, collective_s(pair[0], H100, 8))
 
 
@@ -178,7 +178,7 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
 @settings(max_examples=50, deadline=None)
 def test_a_step_is_no_shorter_than_its_busiest_stream_and_no_longer_than_all(work: list[tuple[int, int]]) -> None:
     kernels = [Kernel("mm", flops, 0, 0, stream) for stream, flops in work]
-    timed = replay([*kernels, Synchronize()], H100, half=True, ranks_per_node=8)
+    timed = replay_streams([*kernels, Synchronize()], H100, half=True, ranks_per_node=8)
     busy = [sum(seconds(f) for s, f in work if s == stream) for stream in range(4)]
     launches = len(kernels) * H100.launch_s
     assert max(busy) <= timed.step_s * (1 + 1e-9) and timed.step_s <= (sum(busy) + launches) * (1 + 1e-9)
@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, fore
     small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
     dry_run(plan, found, options=StepOptions(forecaster, small))
     page = Page(Console(file=io.StringIO()))
-    show(found.outcome(), page)
+    show_outcome(found.outcome(), page)
     said = page.console.file.getvalue()  # type: ignore[attr-defined]
     first, *rest = said.splitlines()
     assert first.startswith("does not fit 8×CUSTOM: ") and first.endswith(" of 1.6 GiB a GPU")

@@ -30,9 +30,8 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import shard
-from fsdptrain.train.preflight import check_model, load_checked
-from fsdptrain.validate.dry_run import check_model as check_model_level
-from fsdptrain.validate.dry_run import dry_run
+from fsdptrain.train.preflight import load_checked, prepare_model
+from fsdptrain.validate.dry_run import check_model, dry_run
 from fsdptrain.validate.findings import Findings
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
@@ -96,7 +95,7 @@ def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(tmp_path: Path) 
 def test_fewer_layers_from_scratch_are_checked_and_built(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY)).save_pretrained(tmp_path / "model")
     model = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}, "init": "random"}
-    ready = check_model(plan_of(tmp_path, {}, "model.config.num_hidden_layers=1", model=model), 512)
+    ready = prepare_model(plan_of(tmp_path, {}, "model.config.num_hidden_layers=1", model=model), 512)
     assert len(ready.units) == 3 or ready.config.tie_word_embeddings
     assert ready.config.layer_types == ["full_attention"]
 
@@ -107,7 +106,7 @@ def test_fewer_layers_from_scratch_are_checked_and_built(tmp_path: Path) -> None
 def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: str, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, MODELS[kind], data__packing="none")
     assert plan.recipe.model.attn_implementation == "auto"
-    ready = check_model(plan, 512)
+    ready = prepare_model(plan, 512)
     assert ready.plan.recipe.model.attn_implementation == kernel
     assert ready.bare.config._attn_implementation == kernel
     assert ready.plan.identity() == plan.identity()  # a run may be resumed with another
@@ -117,7 +116,7 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
     from fsdptrain.train.preflight import check_forward
 
     plan = plan_of(tmp_path, MODELS["llama"], "train.micro_batch_size=2")
-    bare = check_model(plan, 512).bare
+    bare = prepare_model(plan, 512).bare
     model = dataclasses.replace(plan.recipe.model, attn_implementation="flash_attention_2")
     recipe = dataclasses.replace(plan.recipe, model=model)
     with pytest.raises(RecipeError, match=r"micro-batches of one row only: set train.micro_batch_size=1"):
@@ -142,18 +141,18 @@ def test_what_a_document_sees_is_known_before_the_run(kind: tuple[str, str], tmp
     plan = plan_of(tmp_path, MODELS[kind[0]], f"data.packing={kind[1]}", train__loss="plain")
     said = REFUSED[kind]
     if said is None:
-        check_model(plan, 512)
+        prepare_model(plan, 512)
         return
     with pytest.raises(RecipeError) as caught:
-        check_model(plan, 512)
+        prepare_model(plan, 512)
     assert said in str(caught.value)
 
 
 def test_rows_of_a_micro_batch_are_looked_at_too(tmp_path: Path) -> None:
     overrides = ["data.packing=none", "train.micro_batch_size=2"]
     with pytest.raises(RecipeError, match=r"use data.seq_len=32, or data.packing=none with train.micro_batch_size=1"):
-        check_model(plan_of(tmp_path, PHI3, *overrides), 512)
-    check_model(plan_of(tmp_path, PHI3, *overrides, "data.seq_len=32"), 512)
+        prepare_model(plan_of(tmp_path, PHI3, *overrides), 512)
+    prepare_model(plan_of(tmp_path, PHI3, *overrides, "data.seq_len=32"), 512)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -213,12 +212,12 @@ def test_two_dtypes_in_a_unit_are_refused_where_torch_cannot_have_them(
     small_config("glm4_moe").save_pretrained(tmp_path / "glm4_moe")
     listed = {"id": str(tmp_path / "glm4_moe"), "tokenizer": {"train": 512}, "init": "random"}
     plan = plan_of(tmp_path, {}, BF16, model=listed, data__packing="none")
-    check_model(plan, 512)
+    prepare_model(plan, 512)
     monkeypatch.setattr(shard, "FSDPState", object)  # as in torch 2.11
     with pytest.raises(RecipeError, match=r"Glm4MoeForCausalLM keeps .* in float32.*use torch 2.13 or newer"):
-        check_model(plan, 512)
-    check_model(plan_of(tmp_path, {}, model=listed, data__packing="none"), 512)
-    check_model(plan_of(tmp_path, MODELS["llama"], BF16), 512)
+        prepare_model(plan, 512)
+    prepare_model(plan_of(tmp_path, {}, model=listed, data__packing="none"), 512)
+    prepare_model(plan_of(tmp_path, MODELS["llama"], BF16), 512)
 
 
 def test_what_raises_while_weights_are_initialised_is_no_raw_error(
@@ -238,11 +237,11 @@ def test_a_dry_run_for_other_machines_says_that_auto_depends_on_what_is_installe
     hardware = parse("8xh100")
     plan = make_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)
     found = Findings(elsewhere=True)
-    check_model_level(plan, 512, 4, found)
+    check_model(plan, 512, 4, found)
     assert any("flash_attention_2 with flash-attn there" in note for note in found.notes), found.notes
     set_already = varied(plan, {"model.attn_implementation": "sdpa"})
     found = Findings(elsewhere=True)
-    check_model_level(set_already, 512, 4, found)
+    check_model(set_already, 512, 4, found)
     assert not found.notes
 
 

@@ -29,7 +29,7 @@ from fsdptrain.forecast.render import verdict
 from fsdptrain.page import Page
 from fsdptrain.validate.client import Request, request
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.summary import show
+from fsdptrain.validate.summary import show_outcome
 
 WIDTHS = [60, 80, 120]
 GIB = 2**30
@@ -140,7 +140,7 @@ def test_the_first_line_says_how_many_problems_there_are() -> None:
     found.fail(RecipeError("a"))
     assert found.verdict.startswith("2 problems (listed at the end); memory forecast: does not fit")
     page = page_of(60)
-    show(found.outcome(), page)
+    show_outcome(found.outcome(), page)
     assert printed(page)[0].startswith("2 problems (listed at the end)")
 
 

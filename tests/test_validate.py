@@ -33,7 +33,7 @@ from fsdptrain.validate import machine
 from fsdptrain.validate.anatomy import length_facts, model_facts, owned_by_unit
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.summary import bars, show
+from fsdptrain.validate.summary import bars, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
 
@@ -56,7 +56,7 @@ def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str =
 def shown(found: Findings, verbose: bool = False) -> str:
     """What is shown of it in a pipe."""
     page = Page(Console(file=io.StringIO()))
-    show(found.outcome(), page, verbose)
+    show_outcome(found.outcome(), page, verbose)
     return page.console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -38,7 +38,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], screen: Screen) -> None:
+def show_survey(found: dict[str, Any], screen: Screen) -> None:
     """A survey for the person: a line a checkpoint, and what a resume would do."""
     rows = [_row(f"step {checkpoint['step']}", checkpoint) for checkpoint in found["checkpoints"]]
     rows += [_row("export", found["export"])] if found["export"] else []

@@ -52,7 +52,7 @@ class Reserved:
     largest_failed: int | None
 
 
-def replay(trace: Trace, device: str, capacity: int | None = None, expandable: bool = False) -> Reserved:
+def replay_allocations(trace: Trace, device: str, capacity: int | None = None, expandable: bool = False) -> Reserved:
     """Replay what a trace allocates and frees on a device of `capacity` bytes (None: endless).
 
     More capacity can fail where less did not: the allocator releases nothing before the device is full, and what it

@@ -28,7 +28,7 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 Parts = dict[Category, float]  # bytes
 
 
-def peak(plan: Plan, config: Any) -> Level:
+def peak_by_arithmetic(plan: Plan, config: Any) -> Level:
     """The highest level of the device's memory in a step, as `ledger.peak` finds it in a simulated one.
 
     `config` has a transformers configuration's attributes. Units gathered ahead in forward, or after a unit's backward

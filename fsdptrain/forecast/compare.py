@@ -86,7 +86,7 @@ class Calibration:
         if self._forecast is not None:
             found = compare(self._forecast, start, steps)
             self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
-            screen.say(in_words(found))
+            screen.say(comparison_line(found))
         elif self._why_not:
             screen.say(f"no forecast to compare with: {self._why_not}")
 
@@ -108,7 +108,7 @@ def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any
     }
 
 
-def in_words(found: dict[str, Any]) -> str:
+def comparison_line(found: dict[str, Any]) -> str:
     """The comparison in one line for the person."""
     memory, speed = found["compared"]["peak_bytes"], found["compared"]["step_s"]
     return (

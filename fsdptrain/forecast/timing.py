@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Record, Synchronize, Wait
+from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, RecordEvent, Synchronize, WaitEvent
 
 LATENCY_S = 20e-6  # of a collective, and for every rank that a ring passes
 
@@ -38,7 +38,7 @@ class Timing:
         return max(0.0, self.step_s - self.compute_s)
 
 
-def replay(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int) -> Timing:
+def replay_streams(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int) -> Timing:
     """Time these events; `half` says whether products are computed in bf16."""
     timing = Timing()
     clock: dict[int, float] = defaultdict(float)  # of every stream, in seconds
@@ -64,9 +64,9 @@ def replay(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_no
                 continue
             start = max(clock[event.stream], link[event.ranks], host)
             clock[event.stream] = link[event.ranks] = start + seconds
-        elif isinstance(event, Record):
+        elif isinstance(event, RecordEvent):
             happened[event.event] = max(clock[event.stream], host)
-        elif isinstance(event, Wait):
+        elif isinstance(event, WaitEvent):
             clock[event.stream] = max(clock[event.stream], happened.get(event.event, 0.0))
         elif isinstance(event, Synchronize):
             host = max([host, *clock.values()])

@@ -62,14 +62,14 @@ class Collective(NamedTuple):
     stream: int
 
 
-class Record(NamedTuple):
+class RecordEvent(NamedTuple):
     """An event is recorded on a stream."""
 
     event: int
     stream: int
 
 
-class Wait(NamedTuple):
+class WaitEvent(NamedTuple):
     """A stream goes on only once an event has happened."""
 
     event: int
@@ -86,7 +86,7 @@ class Moment(NamedTuple):
     name: str
 
 
-Event = Alloc | Free | Kernel | Collective | Record | Wait | Synchronize | Moment
+Event = Alloc | Free | Kernel | Collective | RecordEvent | WaitEvent | Synchronize | Moment
 
 
 @dataclass

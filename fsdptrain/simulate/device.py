@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.forecast.trace import HOST, Event, Record, Synchronize, Wait
+from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import World, make_mesh
 
 PRETEND = "pretend"  # the accelerator's device type
@@ -33,15 +33,15 @@ def tell(event: Event) -> None:
         write(event)
 
 
-class Stream:
+class PretendStream:
     """A stream of the pretended accelerator: it only has a number, and writes down who waits for whom."""
 
     numbers = 0
-    current: list[Stream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
+    current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = Stream.numbers
-        Stream.numbers += 1
+        self.number = PretendStream.numbers
+        PretendStream.numbers += 1
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event here."""
@@ -52,9 +52,9 @@ class Stream:
     def wait_event(self, event: DeviceEvent) -> None:
         """Go on only after an event."""
         if event.number is not None:
-            tell(Wait(event.number, self.number))
+            tell(WaitEvent(event.number, self.number))
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: PretendStream) -> None:
         """Go on only after all that another stream was given."""
         self.wait_event(other.record_event())
 
@@ -71,16 +71,16 @@ class DeviceEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.number: int | None = None
 
-    def record(self, stream: Stream | None = None) -> DeviceEvent:
+    def record(self, stream: PretendStream | None = None) -> DeviceEvent:
         """Happen when a stream, the current one by default, gets here."""
         DeviceEvent.numbers += 1
         self.number = DeviceEvent.numbers
-        tell(Record(self.number, (stream or Stream.current[-1]).number))
+        tell(RecordEvent(self.number, (stream or PretendStream.current[-1]).number))
         return self
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: PretendStream | None = None) -> None:
         """Let a stream go on only after this."""
-        (stream or Stream.current[-1]).wait_event(self)
+        (stream or PretendStream.current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
         """Let the host wait."""
@@ -104,16 +104,16 @@ def pretend_accelerator() -> torch.device:
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
     class Backend(_DummyBackendModule):
-        def current_stream(self, device: Any = None) -> Stream:
-            return Stream.current[-1]
+        def current_stream(self, device: Any = None) -> PretendStream:
+            return PretendStream.current[-1]
 
         @contextlib.contextmanager
-        def stream(self, stream: Stream) -> Iterator[None]:
-            Stream.current.append(stream)
+        def stream(self, stream: PretendStream) -> Iterator[None]:
+            PretendStream.current.append(stream)
             try:
                 yield
             finally:
-                Stream.current.pop()
+                PretendStream.current.pop()
 
         def set_device(self, device: Any) -> None: ...
 
@@ -124,15 +124,15 @@ def pretend_accelerator() -> torch.device:
             tell(Synchronize())
 
     if not hasattr(torch, PRETEND):
-        Backend.Stream, Backend.Event = Stream, DeviceEvent  # type: ignore[attr-defined]
-        Stream.current.append(Stream())
+        Backend.Stream, Backend.Event = PretendStream, DeviceEvent  # type: ignore[attr-defined]
+        PretendStream.current.append(PretendStream())
         _setup_privateuseone_for_python_backend(PRETEND, backend_module=Backend())
         attention = cuda_attention(torch.nn.functional.scaled_dot_product_attention)
         torch.nn.functional.scaled_dot_product_attention = attention
         for name in ("silu_backward", "mish_backward"):  # a device without a kernel of its own gets them in pieces
             KERNELS.impl(name, _never_called, "PrivateUse1")
         torch._C._nn.scaled_dot_product_attention = attention
-        torch.accelerator.current_stream = lambda device=None: Stream.current[-1]  # type: ignore[assignment,return-value]
+        torch.accelerator.current_stream = lambda device=None: PretendStream.current[-1]  # type: ignore[assignment,return-value]
     return torch.device(PRETEND)
 
 
@@ -193,4 +193,4 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
 
 def current_stream() -> int:
     """The number of the stream that work is given to."""
-    return Stream.current[-1].number if Stream.current else 0
+    return PretendStream.current[-1].number if PretendStream.current else 0

@@ -83,8 +83,8 @@ def memory(plan: Plan, trace: Trace, device: str, hardware: Hardware) -> dict[st
     room = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
-        reserved = allocator.replay(trace, device).peak_reserved
-        tight = reserved > room and room > 0 and allocator.replay(trace, device, room).fits
+        reserved = allocator.replay_allocations(trace, device).peak_reserved
+        tight = reserved > room and room > 0 and allocator.replay_allocations(trace, device, room).fits
     return {
         "fits": reserved <= room or tight,
         "tight": tight,
@@ -114,7 +114,7 @@ def communication(plan: Plan, trace: Trace, config: Any) -> dict[str, Any]:
 def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful: float) -> dict[str, Any]:
     """Seconds and rates. MFU counts the model's own FLOPs, as the run does, not recomputation."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    timed = timing.replay(trace.repeated(plan.accumulation), hardware, half, plan.topology.nproc_per_node)
+    timed = timing.replay_streams(trace.repeated(plan.accumulation), hardware, half, plan.topology.nproc_per_node)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     return {
         "flops": timed.flops,

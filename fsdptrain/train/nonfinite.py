@@ -22,7 +22,7 @@ from fsdptrain.train.step import Engine
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteBatch:
     """A micro-batch of a rank, and what of it is not finite."""
 
     rank: int
@@ -30,7 +30,7 @@ class Finding:
     what: str
 
 
-def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[Finding]:
+def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[NonFiniteBatch]:
     """Make the micro-batches of a step once more, and say where it is not finite; collective.
 
     Empty when it is not seen again: then the hardware is to be suspected, not the data. Nothing is updated.
@@ -51,7 +51,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
             spoilt.clear()
     found: list[list[tuple[int, str]]] = [[]] * engine.world.size
     dist.all_gather_object(found, mine, group=engine.world.side)
-    return [Finding(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
+    return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
 
 
 @contextlib.contextmanager

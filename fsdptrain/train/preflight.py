@@ -38,7 +38,7 @@ class Ready:
     units: list[Unit]
 
 
-def check_model(plan: Plan, vocab_size: int | None) -> Ready:
+def prepare_model(plan: Plan, vocab_size: int | None) -> Ready:
     """Return what the recipe, the configuration and the headers of local weights make of the model.
 
     `vocab_size` is the tokenizer's, None where it is not known. Raises RecipeError with all that is wrong at once.
@@ -68,14 +68,14 @@ def check_model(plan: Plan, vocab_size: int | None) -> Ready:
 def load_checked(plan: Plan, progress: Progress) -> tuple[Any, Ready]:
     """Return the tokenizer, and the model checked against it; before a tokenizer is trained, by the size it will have.
 
-    Raises RecipeError as `check_model` and `load_tokenizer` do.
+    Raises RecipeError as `prepare_model` and `load_tokenizer` do.
     """
     wanted = plan.recipe.model.tokenizer
     trained = wanted["train"] if isinstance(wanted, dict) else None
-    ready = check_model(plan, trained) if trained else None
+    ready = prepare_model(plan, trained) if trained else None
     tokenizer = load_tokenizer(plan, progress)
     if ready is None or vocabulary(tokenizer) != trained:
-        ready = check_model(plan, vocabulary(tokenizer))
+        ready = prepare_model(plan, vocabulary(tokenizer))
     refuse_other_tokens(plan, tokenizer)
     return tokenizer, ready
 

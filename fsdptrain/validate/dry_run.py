@@ -242,7 +242,7 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
     found.busy("building the model")
     if not attention_available(plan.recipe.model.attn_implementation):  # the machine's problem, found there
         plan = varied(plan, {"model.attn_implementation": "auto"})
-    ready = preflight.check_model(plan, vocab_size)
+    ready = preflight.prepare_model(plan, vocab_size)
     if found.elsewhere and (note := kernel_note(plan, ready)):
         found.note(note)
     facts = model_facts(ready.plan, ready.bare, ready.units)
@@ -340,7 +340,7 @@ def show_step(forecast: Forecast, plan: Plan, cost: dict[str, Any], found: Findi
 
 def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found: Findings) -> None:
     """Memory by the closed form, for want of a simulation. Raises FsdptrainError where it does not hold either."""
-    top = closed_form.peak(plan, load_config(plan, vocab_size))
+    top = closed_form.peak_by_arithmetic(plan, load_config(plan, vocab_size))
     needed = top.allocated + hardware.context + hardware.communicator
     capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
     found.step = {

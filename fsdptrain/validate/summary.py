@@ -21,7 +21,7 @@ WIDEST = 120  # columns: a longer bar says no more
 LONGEST_BAR = 32  # columns of a histogram's bar
 
 
-def show(outcome: Outcome, page: Page, verbose: bool = False) -> None:
+def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
     """Print an outcome, but for its problems. `verbose`: with the reasons why something was not checked."""
     page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
     for heading, items in outcome.sections:
