@@ -2,11 +2,12 @@
 
     python benchmarks/labels.py [--rows 90]
 
-Rows are GSM8K's; the tokenizers of tests/test_encode.py are trained on them anew. Both sides read the same rows without
-packing and run the same tiny Llama in float32, its weights large enough for the loss to depend on every token. TRL's
-labels and loss are those of its prepared data, its collator and `compute_loss`; ours those of `Corpus.batch` and the
-chunked loss; losses are summed. Where only labels differ, "our labels" is TRL's loss with ours. The last column counts
-label tokens of one side alone. Without `{% generation %}` marks TRL gets a conversation as `prompt` and `completion`.
+Rows are GSM8K's; the tokenizers of tests/data/test_encode.py are trained on them anew. Both sides read the same rows
+without packing and run the same tiny Llama in float32, its weights large enough for the loss to depend on every
+token. TRL's labels and loss are those of its prepared data, its collator and `compute_loss`; ours those of
+`Corpus.batch` and the chunked loss; losses are summed. Where only labels differ, "our labels" is TRL's loss with
+ours. The last column counts label tokens of one side alone. Without `{% generation %}` marks TRL gets a conversation
+as `prompt` and `completion`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support import ROOT, children_of, environment, events, write_recipe
+from support import TESTS, children_of, environment, events, python_path, write_recipe
 
 from fsdptrain.checkpoint import manifest
 from fsdptrain.rundir import RunDir
@@ -68,11 +68,10 @@ class Running:
         """Start it; `prefix` is a command to run it under, `extra` goes into its environment."""
         self.run = Path(yaml.safe_load(recipe.read_text())["output_dir"])
         self.marks = [Path(fault["mark"]) for fault in faults if "mark" in fault]
-        path = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "fsdptrain", "run", str(recipe)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(PYTHONPATH=path, FSDPTRAIN_FAULTS=json.dumps(faults), **extra),
+            env=environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=json.dumps(faults), **extra),
         )  # fmt: skip
 
     def wait(self, timeout: float = 180) -> Ended:

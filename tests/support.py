@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
 DATA = ROOT / "recipes" / "data"
 SHAKESPEARE = DATA / "tinyshakespeare.txt"
 GSM8K = DATA / "gsm8k-train.jsonl"
@@ -66,6 +67,11 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
 
 
+def python_path(*folders: Path) -> str:
+    """A PYTHONPATH with these folders in front of this process's own."""
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+
+
 def fsdptrain(*words: object, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return subprocess.run(
@@ -85,7 +91,7 @@ def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
-        words = [sys.executable, str(ROOT / "tests" / "ranks.py"), job, str(out), json.dumps(arguments)]
+        words = [sys.executable, str(TESTS / "ranks.py"), job, str(out), json.dumps(arguments)]
         log = (out / f"rank-{rank}.log").open("w")
         processes.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
     try:

@@ -45,6 +45,11 @@ def test_every_package_has_its_place() -> None:
     assert {package(module) for module in MODULES} == set(ORDER)
 
 
+def test_the_tests_mirror_the_packages() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders == {".", "end_to_end", *ORDER} - {""}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_what_is_above_it(module: str) -> None:
     # The command line hands over to every package, by late imports; nobody else looks down.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import small_config
-from support import TINY, environment, fsdptrain, write_recipe
+from support import TINY, environment, fsdptrain, python_path, write_recipe
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -200,8 +199,7 @@ def test_kernels_that_need_a_gpu_are_not_called_on_a_cpu(tmp_path: Path) -> None
         tmp_path, model=model, data__packing="none", train__steps=1, train__global_batch_size=1,
         launch__nproc_per_node=1, export__at_end=False,
     )  # fmt: skip
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    done = fsdptrain("run", recipe, PYTHONPATH=path)
+    done = fsdptrain("run", recipe, PYTHONPATH=python_path(installed))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

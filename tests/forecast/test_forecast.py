@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from simulated import SMALL, plan_of
 from support import TINY
-from test_simulate import SMALL, plan_of
 
 from fsdptrain.config.hardware import CPU, GIB, KNOWN, card, parse
 from fsdptrain.config.plan import Plan

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import environment, write_recipe
+from support import TESTS, environment, python_path, write_recipe
 
 from fsdptrain.forecast.allocator import (
     GRANULARITY,
@@ -306,7 +306,7 @@ def test_torchtitans_published_memory_is_met_within_one_percent() -> None:
     """
     done = subprocess.run(
         [sys.executable, __file__, *map(str, PUBLISHED)],
-        capture_output=True, text=True, timeout=600, env=environment(), check=False,
+        capture_output=True, text=True, timeout=600, env=environment(PYTHONPATH=python_path(TESTS)), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     ours = {int(ranks): found for ranks, found in json.loads(done.stdout.splitlines()[-1]).items()}

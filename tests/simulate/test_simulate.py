@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import SMALL, config_of, named, on_fake, plan_of
 from support import environment, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,32 +20,11 @@ from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
-from fsdptrain.forecast.trace import HOST, Trace
+from fsdptrain.forecast.trace import HOST
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import pretend_world
 from fsdptrain.simulate.recorder import storage_of
 from fsdptrain.train.step import Engine
-
-SMALL = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-def plan_of(tmp: Path, world: int = 4, nodes: int = 1, device: str = "cpu", **changes: Any) -> Plan:
-    changes = {"model__config": SMALL, "data__seq_len": 256, "train__micro_batch_size": 2} | changes
-    topology = Topology(device, nodes, world // nodes)  # type: ignore[arg-type]
-    return make_plan(load(write_recipe(tmp, **changes)), topology)
-
-
-def config_of(plan: Plan) -> Any:
-    config = dict(plan.recipe.model.config)
-    return AutoConfig.for_model(config.pop("model_type"), **config)
-
-
-def on_fake(plan: Plan) -> Trace:
-    """The trace of a step on a fake CPU device, in this process."""
-    return simulate.simulate(plan, config_of(plan), pretend=False)
 
 
 def on_real(plan: Plan) -> int:
@@ -96,10 +76,6 @@ MATRIX = [
         STRATEGIES, RECOMPUTATIONS, ACCUMULATIONS, DTYPES, LOSSES
     )
 ]
-
-
-def named(changes: dict[str, Any]) -> str:
-    return " ".join(str(value) for value in changes.values())
 
 
 @pytest.mark.parametrize("changes", MATRIX[9::61], ids=named)

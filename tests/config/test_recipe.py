@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from support import ROOT
 
 from fsdptrain.config.names import HOMES, MEANT, RENAMED, home_of, key_in, sentence
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, Written, load
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
 from fsdptrain.errors import Problem, RecipeError
 
-ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

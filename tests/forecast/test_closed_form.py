@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import environment
-from test_simulate import SMALL, config_of, named, on_fake, plan_of
+from simulated import SMALL, config_of, named, on_fake, plan_of
+from support import TESTS, environment, python_path
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Data, Fsdp, MixedPrecision, Model, Recipe, Train
@@ -72,7 +72,11 @@ def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None
 def test_it_is_the_ledgers_peak_on_a_gpu_too(tmp_path: Path) -> None:
     """There another kernel takes masks; in a process of its own, for a pretended accelerator stays."""
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], text=True, capture_output=True, env=environment(), check=True
+        [sys.executable, __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=python_path(TESTS)),
+        check=True,
     )
     print(done.stdout)
     errors = [float(line) for line in done.stdout.splitlines()]
