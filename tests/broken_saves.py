@@ -99,7 +99,7 @@ def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextMa
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    return patch.object(checkpointer, "tell", failing)
+    return patch.object(checkpointer, "write_event", failing)
 
 
 @contextmanager

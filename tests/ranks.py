@@ -105,7 +105,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     run, _ = build(recipe, [])
     curve(run, 1)
     reports: list[int] = []
-    run.checkpointer.tell = lambda _, **facts: reports.append(facts["step"])
+    run.checkpointer.write_event = lambda _, **facts: reports.append(facts["step"])
     folder = run.checkpointer.rundir.checkpoints
     for step, name in enumerate(faults, 1):
         error = None

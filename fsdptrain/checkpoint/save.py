@@ -44,15 +44,17 @@ from fsdptrain.ownership import remove_checkpoint
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 
-Tell = Callable[..., None]  # (event, its fields): where events are written
+WriteEvent = Callable[..., None]  # (event, its fields): where events are written
 
 
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every method is called by every rank."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], tell: Tell) -> None:
+    def __init__(
+        self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], write_event: WriteEvent
+    ) -> None:
         """`content` names what the recipe's words stand for: digests of the data and of the tokenizer."""
-        self.rundir, self.plan, self.world, self.tell = rundir, plan, world, tell
+        self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -109,7 +111,7 @@ class Checkpointer:
             self._first("remove old checkpoints", partial(keep_newest, self.rundir, step, keep))
             facts = {"step": step, "path": str(target), "bytes": size}
             facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
-            self._first(f"report {target}", partial(self.tell, "save", **facts))
+            self._first(f"report {target}", partial(self.write_event, "save", **facts))
         except BaseException as error:
             self._error = error  # for the training thread, which raises it in its next wait()
 
@@ -202,7 +204,7 @@ class Checkpointer:
         return 0
 
     def _set_aside(self, folder: Path, problems: list[str]) -> None:
-        self.tell("set_aside", path=str(set_damaged_aside(folder)), problems=problems)
+        self.write_event("set_aside", path=str(set_damaged_aside(folder)), problems=problems)
 
     def _verify(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint: every rank reads its share of the files.

@@ -27,7 +27,7 @@ from fsdptrain.forecast.client import Forecast
 Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.ask`
 
 
-Progress = Callable[[int, int], None]  # (plans settled, plans there are)
+SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
 
 
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
@@ -127,7 +127,7 @@ class Advice:
 
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, asks: Sequence[Ask], parameters: int,
-    config: Mapping[str, Any] | None = None, progress: Progress = lambda settled, there_are: None, **job: Any,
+    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, there_are: None, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the person's.
 
@@ -289,7 +289,7 @@ def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bo
 class _Count:
     """Tells the person who waits how many plans are settled: tried, ruled out, or not worth trying."""
 
-    def __init__(self, there_are: int, progress: Progress) -> None:
+    def __init__(self, there_are: int, progress: SearchProgress) -> None:
         self._settled, self._there_are, self._progress = 0, there_are, progress
         self._lock = threading.Lock()
 
@@ -301,7 +301,7 @@ class _Count:
 
 
 def _climb_all(
-    ladders: list[_Ladder], trials: _Trials, parameters: int, threads: ThreadPoolExecutor, progress: Progress
+    ladders: list[_Ladder], trials: _Trials, parameters: int, threads: ThreadPoolExecutor, progress: SearchProgress
 ) -> list[Option]:
     """The options of every ladder, several climbed at a time."""
     micros = micro_batches(trials.plan.recipe, trials.plan.topology.world_size)

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 write_down: list[Callable[[Event], None]] = []  # who is told of every event of the device; see `recorder`
 
 
-def tell(event: Event) -> None:
+def trace_event(event: Event) -> None:
     """Tell the recorder, if one is at work."""
     for write in write_down:
         write(event)
@@ -52,7 +52,7 @@ class PretendStream:
     def wait_event(self, event: DeviceEvent) -> None:
         """Go on only after an event."""
         if event.number is not None:
-            tell(WaitEvent(event.number, self.number))
+            trace_event(WaitEvent(event.number, self.number))
 
     def wait_stream(self, other: PretendStream) -> None:
         """Go on only after all that another stream was given."""
@@ -60,7 +60,7 @@ class PretendStream:
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        tell(Synchronize())
+        trace_event(Synchronize())
 
 
 class DeviceEvent:
@@ -75,7 +75,7 @@ class DeviceEvent:
         """Happen when a stream, the current one by default, gets here."""
         DeviceEvent.numbers += 1
         self.number = DeviceEvent.numbers
-        tell(RecordEvent(self.number, (stream or PretendStream.current[-1]).number))
+        trace_event(RecordEvent(self.number, (stream or PretendStream.current[-1]).number))
         return self
 
     def wait(self, stream: PretendStream | None = None) -> None:
@@ -84,7 +84,7 @@ class DeviceEvent:
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        tell(Synchronize())
+        trace_event(Synchronize())
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -121,7 +121,7 @@ def pretend_accelerator() -> torch.device:
             return [torch.bfloat16, torch.float16]
 
         def synchronize(self, device: Any = None) -> None:
-            tell(Synchronize())
+            trace_event(Synchronize())
 
     if not hasattr(torch, PRETEND):
         Backend.Stream, Backend.Event = PretendStream, DeviceEvent  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ class PretendWorld(World):
         """The same traffic as in a run, and finite numbers that are large enough to be clipped."""
         local = values.to(self.device, torch.float64)
         dist.all_gather([torch.empty_like(local) for _ in range(self.size)], local)
-        tell(Synchronize())
+        trace_event(Synchronize())
         return np.full((self.size, len(values)), 1e6)
 
     def peak_memory(self) -> int:

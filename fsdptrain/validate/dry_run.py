@@ -392,14 +392,14 @@ def main() -> None:
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
 
-    def tell(record: dict[str, Any]) -> None:
+    def send(record: dict[str, Any]) -> None:
         records.write(json.dumps(record) + "\n")
         records.flush()
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is said here
     request = Request.from_json(sys.stdin.buffer.read().decode())
-    found = Findings(tell, elsewhere=request.hardware is not None)
+    found = Findings(send, elsewhere=request.hardware is not None)
     for note in request.notes:
         found.note(note)
     spare_retries(request.plan, found.progress)
@@ -409,4 +409,4 @@ def main() -> None:
     for option, wanted, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if wanted and key not in found.step | found.levels:
             found.note(f"{option} was skipped: the step could not be simulated")
-    tell({"event": "outcome", **dataclasses.asdict(found.outcome())})
+    send({"event": "outcome", **dataclasses.asdict(found.outcome())})

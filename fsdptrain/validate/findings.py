@@ -24,7 +24,7 @@ UNCHECKED = {  # what cannot be checked on another machine, by the field that it
 Item = dict[str, Any]  # something to show: `kind` and the arguments of `summary`'s function of that name
 
 
-Tell = Callable[[dict[str, Any]], None]  # takes the records of progress that `Screen.show` takes
+SendRecord = Callable[[dict[str, Any]], None]  # takes the records of progress that `Screen.show` takes
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Outcome:
 
 
 class Findings:
-    """Facts by level, sections, notes and problems. `tell` hears what is being done.
+    """Facts by level, sections, notes and problems. `send` takes records of what is being done.
 
     `elsewhere`: the plan is for another machine, and what this one lacks is a note.
     """
 
-    def __init__(self, tell: Tell = lambda record: None, elsewhere: bool = False) -> None:
-        self.tell, self.elsewhere = tell, elsewhere
+    def __init__(self, send: SendRecord = lambda record: None, elsewhere: bool = False) -> None:
+        self.send, self.elsewhere = send, elsewhere
         self.levels: dict[str, dict[str, Any]] = {}
         self.step: dict[str, Any] = {}  # the forecast, whose names stand beside the levels' in the JSON
         self.forecast: str | None = None  # the forecast in one line
@@ -105,11 +105,11 @@ class Findings:
 
     def busy(self, what: str) -> None:
         """Say what is being done from now on."""
-        self.tell({"event": "busy", "what": what})
+        self.send({"event": "busy", "what": what})
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Say how far a stage is."""
-        self.tell({"event": "progress", "stage": stage, "done": done, "total": total})
+        self.send({"event": "progress", "stage": stage, "done": done, "total": total})
 
     @property
     def exit_code(self) -> int:
