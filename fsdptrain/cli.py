@@ -119,7 +119,7 @@ def run(
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import find_topology
     from fsdptrain.events import cut_partial_lines
-    from fsdptrain.forecast.compare import Calibration
+    from fsdptrain.forecast.compare import ForecastComparison
     from fsdptrain.launch.claim import claim_run_dir
     from fsdptrain.launch.heading import heading
     from fsdptrain.launch.launcher import launch
@@ -143,9 +143,9 @@ def run(
                 Screen().say(heading(plan, rundir, before))
             work(plan)
         screen = stack.enter_context(Screen())
-        calibration = None
+        comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
-            calibration = stack.enter_context(contextlib.closing(Calibration(plan, rundir)))
+            comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
         try:
             launch(plan, screen, before)
         except FsdptrainError:
@@ -155,8 +155,8 @@ def run(
             raise FsdptrainError(
                 f"internal error: {error!r} (please report it; traceback: {rundir.logs / 'defect.txt'})"
             ) from error
-        if calibration:
-            calibration.tell(screen)
+        if comparison:
+            comparison.report(screen)
         screen.summary(time.monotonic() - started)
 
 
@@ -181,7 +181,7 @@ def validate(
         written = _load(recipe, overrides)
         from rich.console import Console
 
-        from fsdptrain.forecast.plot import refuse_undrawable
+        from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
         from fsdptrain.screen import Screen
         from fsdptrain.validate.client import ask, request
@@ -189,7 +189,7 @@ def validate(
 
         if plot is not None:
             plot = _path(plot)
-            refuse_undrawable(plot)
+            check_plot_path(plot)
         asked = request(written, hardware, trust_remote_code)
         if price is not None and asked.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; name some with --hardware")

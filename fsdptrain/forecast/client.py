@@ -83,7 +83,7 @@ class Forecaster:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{self._process.pid}/autogroup").write_bytes(str(self._niceness).encode())
 
-    def ask(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
+    def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
         """The forecast of a plan; on a fake CPU device where the pretended accelerator fails.
 
         `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json), and `plot`

@@ -33,7 +33,7 @@ NICENESS = 19  # of the forecast: the workers come first
 ENOUGH = 8  # steps from which on a speed is worth comparing
 
 
-class Calibration:
+class ForecastComparison:
     """Watches a run on GPUs from the launcher's side, and forecasts it in the time that the workers leave the CPU."""
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
@@ -65,7 +65,7 @@ class Calibration:
         if self._ended.is_set():  # `close` may not have seen it
             self._forecaster.close()
         try:
-            self._forecast = self._forecaster.ask(self._plan, hardware, config_dir=str(self._rundir.model))
+            self._forecast = self._forecaster.forecast(self._plan, hardware, config_dir=str(self._rundir.model))
         except (FsdptrainError, OSError, ValueError) as error:
             self._why_not = str(error)
 
@@ -76,7 +76,7 @@ class Calibration:
             self._forecaster.close()
         self._thread.join()
 
-    def tell(self, screen: Screen) -> None:
+    def report(self, screen: Screen) -> None:
         """Compare on screen and in the run folder; nothing is said of a run that ended before there was enough to."""
         events = without_undone(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]

@@ -117,7 +117,7 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def refusal(verdict: str, searched: bool) -> DoesNotFit:
+def does_not_fit_error(verdict: str, searched: bool) -> DoesNotFit:
     """That it does not fit, with ways out; `searched`: other plans are shown already."""
     search = "plans that do are above, if there are any" if searched else "search for plans that do with --advise"
     return DoesNotFit(

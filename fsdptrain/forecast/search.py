@@ -24,7 +24,7 @@ from fsdptrain.config.schema import Recipe, get
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
 
-Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.ask`
+Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
 
 SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)

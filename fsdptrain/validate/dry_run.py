@@ -33,8 +33,8 @@ from fsdptrain.forecast import closed_form
 from fsdptrain.forecast.client import Forecast, Forecaster
 from fsdptrain.forecast.render import (
     TRAFFIC_HEADER,
+    does_not_fit_error,
     memory_lines,
-    refusal,
     time_lines,
     traffic_lines,
     traffic_rows,
@@ -293,7 +293,7 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
         return
     found.busy("simulating a step")
     try:
-        forecast = options.forecaster.ask(plan, hardware, vocab_size=vocab_size, plot=options.plot)
+        forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
     except RecipeError:
         raise
     except FsdptrainError as error:
@@ -304,7 +304,7 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, found: Fin
     found.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_step(forecast, plan, cost, found)
     if not forecast.fits:
-        found.fail(refusal(verdict(found.step, plan), searched=options.advise))
+        found.fail(does_not_fit_error(verdict(found.step, plan), searched=options.advise))
     if options.plot:
         found.step["plot"] = options.plot
         found.shown(MEMORY, f"drawn over the whole step in {options.plot}")
@@ -352,7 +352,7 @@ def by_arithmetic(plan: Plan, vocab_size: int | None, hardware: Hardware, found:
     found.draw(MEMORY, "memory", by_category=top.by_category, beside=beside, capacity=capacity)
     found.forecast = verdict(found.step, plan)
     if needed > capacity:
-        found.fail(refusal(found.forecast, searched=False))
+        found.fail(does_not_fit_error(found.forecast, searched=False))
 
 
 def check_others(
@@ -365,7 +365,7 @@ def check_others(
         found.progress("comparing plans", settled, there_are)
 
     with Forecaster() as second:
-        asks = [options.forecaster.ask, second.ask]
+        asks = [options.forecaster.forecast, second.forecast]
         advice = search(plan, hardware, own, asks, parameters, config, progress, vocab_size=vocab_size)
     found.levels["advice"] = dataclasses.asdict(advice)
     found.shown(ADVICE, *advice_table.lines(advice))

@@ -310,7 +310,7 @@ def test_shallow_copies_tell_what_the_model_needs(tmp_path: Path) -> None:
             ("fsdp.strategy=NO_SHARD", "fsdp.activation_checkpointing=full"),
         ):
             plan = plan_of(tmp_path, *base, *words)
-            few, more, whole = (forecaster.ask(shallow.cut(plan, n), H100, vocab_size=512) for n in (4, 8, 12))
+            few, more, whole = (forecaster.forecast(shallow.cut(plan, n), H100, vocab_size=512) for n in (4, 8, 12))
             read = extrapolate(few, more, 4, 8, 12)
             assert read and not read.notes
             assert (read.moment, read.fits, read.tight) == (whole.moment, whole.fits, whole.tight)

@@ -24,10 +24,9 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.topology import topology_of
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.forecast import client as forecast_room
-from fsdptrain.forecast import compare as calibrate
+from fsdptrain.forecast import client, compare
 from fsdptrain.forecast.client import Forecaster
-from fsdptrain.forecast.compare import Calibration
+from fsdptrain.forecast.compare import ForecastComparison
 from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
@@ -202,7 +201,7 @@ def gpu_plan(tmp_path: Path, world: int = 8, nodes: int = 1, **changes: Any) -> 
 def test_strategies_need_memory_in_their_known_order(tmp_path: Path, forecaster: Forecaster) -> None:
     order = ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
     found = [
-        forecaster.ask(gpu_plan(tmp_path, 16, 2, fsdp__strategy=strategy), H100)
+        forecaster.forecast(gpu_plan(tmp_path, 16, 2, fsdp__strategy=strategy), H100)
         for strategy in order
     ]  # fmt: skip
     sharded = {name: forecast.breakdown for name, forecast in zip(order, found, strict=True)}
@@ -217,14 +216,14 @@ def test_strategies_need_memory_in_their_known_order(tmp_path: Path, forecaster:
 
 def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaster) -> None:
     worlds = [(4, 1), (8, 1), (16, 2), (32, 4)]  # all of which divide its dimensions: padding would be another matter
-    found = [forecaster.ask(gpu_plan(tmp_path, *world), H100) for world in worlds]
+    found = [forecaster.forecast(gpu_plan(tmp_path, *world), H100) for world in worlds]
     peaks = [forecast.peak_bytes for forecast in found]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Forecaster) -> None:
-    here = forecaster.ask(gpu_plan(tmp_path), H100)
-    there = forecaster.ask(gpu_plan(tmp_path, fsdp__cpu_offload=True), H100)
+    here = forecaster.forecast(gpu_plan(tmp_path), H100)
+    there = forecaster.forecast(gpu_plan(tmp_path, fsdp__cpu_offload=True), H100)
     assert there.host_bytes >= here.breakdown["parameter shards"] + here.breakdown["optimizer state"]
     assert "optimizer state" not in there.breakdown and there.peak_bytes < here.peak_bytes
     assert there.step_s > here.step_s  # over PCIe, and on the host's cores
@@ -232,7 +231,7 @@ def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Fore
 
 def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster: Forecaster) -> None:
     once, twice, often = (
-        forecaster.ask(gpu_plan(tmp_path, train__global_batch_size=16 * micro_batches), H100)
+        forecaster.forecast(gpu_plan(tmp_path, train__global_batch_size=16 * micro_batches), H100)
         for micro_batches in (1, 2, 8)
     )
     assert often.peak_bytes == twice.peak_bytes > once.peak_bytes
@@ -240,7 +239,7 @@ def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster
 
 
 def test_the_cpu_is_forecast_with_what_it_is_measured_to_do(tmp_path: Path, forecaster: Forecaster) -> None:
-    forecast = forecaster.ask(plan_of(tmp_path, 2), CPU)
+    forecast = forecaster.forecast(plan_of(tmp_path, 2), CPU)
     assert forecast.fits and forecast.method == "fake CPU" and forecast.memory_bytes > GIB
     assert 0 < forecast.step_s < 60 and 0 < forecast.mfu < 1
 
@@ -248,7 +247,7 @@ def test_the_cpu_is_forecast_with_what_it_is_measured_to_do(tmp_path: Path, fore
 def test_what_the_model_refuses_is_the_recipes_error(tmp_path: Path, forecaster: Forecaster) -> None:
     plan = gpu_plan(tmp_path, model__config={"model_type": "llama", **TINY, "hiden_size": 3})
     with pytest.raises(RecipeError, match="did you mean `hidden_size`"):
-        forecaster.ask(plan, H100, vocab_size=512)
+        forecaster.forecast(plan, H100, vocab_size=512)
 
 
 ABORTS = """
@@ -265,17 +264,17 @@ for line in sys.stdin:
 def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
 ) -> None:
-    answer = dataclasses.asdict(forecaster.ask(gpu_plan(tmp_path), H100))
+    answer = dataclasses.asdict(forecaster.forecast(gpu_plan(tmp_path), H100))
     script = tmp_path / "estimate.py"
     script.write_text(ABORTS.replace("ANSWER", repr(answer)))
-    monkeypatch.setattr(forecast_room, "child_command", lambda _: [sys.executable, str(script)])
+    monkeypatch.setattr(client, "child_command", lambda _: [sys.executable, str(script)])
     with Forecaster() as process:
-        found = process.ask(gpu_plan(tmp_path), H100)
+        found = process.forecast(gpu_plan(tmp_path), H100)
     assert "the pretended accelerator failed (RuntimeError: no such stream)" in found.notes[0]
     script.write_text("raise SystemExit('ImportError: nothing here')")
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
-            process.ask(gpu_plan(tmp_path), H100)
+            process.forecast(gpu_plan(tmp_path), H100)
         dry = Findings(elsewhere=True)  # and in the end there is arithmetic
         dry_run(gpu_plan(tmp_path), dry, options=StepOptions(process, H100))
     assert dry.exit_code == 0 and dry.step["method"] == "closed form"
@@ -323,22 +322,22 @@ def test_a_run_on_gpus_is_compared_with_its_forecast_where_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The events are those that a worker on a GPU writes, the forecast is a real one."""
-    monkeypatch.setattr(calibrate, "NICENESS", 0)
+    monkeypatch.setattr(compare, "NICENESS", 0)
     plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
     rundir.root.mkdir()
     load_config(plan, 512).save_pretrained(rundir.model)
     device = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory, "baseline_memory_bytes": 7}
-    waiting, soon = Calibration(plan, rundir), Calibration(plan, rundir)
+    waiting, soon = ForecastComparison(plan, rundir), ForecastComparison(plan, rundir)
     with rundir.metrics.open("w") as metrics:
         for event in [{"event": "start", **device}, *({"event": "step", "step": n} for n in range(1, 12))]:
             measured = {"step_s": event.get("step", 0) / 10, "peak_memory_bytes": 10**9 + 7}
             metrics.write(json.dumps(event | measured) + "\n")
     screen = Screen(Console(file=io.StringIO()))
-    soon.tell(screen)  # a run that ends before there is a forecast does not wait for one
+    soon.report(screen)  # a run that ends before there is a forecast does not wait for one
     soon.close()
     assert not rundir.forecast.exists() and not screen.console.file.getvalue()  # type: ignore[attr-defined]
     waiting._thread.join()
-    waiting.tell(screen)
+    waiting.report(screen)
     waiting.close()
     found = json.loads(rundir.forecast.read_text())
     assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == pytest.approx(0.75)
