@@ -58,6 +58,27 @@ def test_a_module_imports_only_what_is_above_it(module: str) -> None:
     assert not below
 
 
+def public_names(path: Path) -> set[str]:
+    """The classes, functions and types (assigned names in CamelCase) that a module defines for others."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {name for name in names if name[0].isupper() and not name.isupper()}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_no_two_modules_define_the_same_name() -> None:
+    # Every process has its `main`; a command of `cli` has the name that is typed, and is imported by nobody.
+    homes: dict[str, list[str]] = {}
+    for module in MODULES.keys() - {"cli"}:
+        for name in public_names(MODULES[module]) - {"main"}:
+            homes.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 def test_the_document_shows_the_packages_as_they_are() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     done = subprocess.run([sys.executable, ROOT / "docs" / "packages.py"], capture_output=True, text=True, check=True)
