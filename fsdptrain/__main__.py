@@ -4,13 +4,13 @@ import signal
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while it is still being imported ends the process without a traceback."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
-    if heeded:
+    """Run the command line. Ctrl-C during its imports ends the process without a traceback."""
+    not_ignored = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background jobs ignore SIGINT
+    if not_ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from fsdptrain.cli import main as command
 
-    if heeded:
+    if not_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     command()
 

@@ -1,4 +1,4 @@
-"""What a run says, written: events → `metrics.jsonl` and TensorBoard, and how readers see every step once."""
+"""Write the events of a run to `metrics.jsonl` and TensorBoard, and read them back with every step once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fsdptrain.rundir import RunDir
 Record = dict[str, Any]
 
 
-PROGRESS_INTERVAL_S = 0.2
+PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
 
 
 class Display(Protocol):
-    """Whatever shows records as they are written."""
+    """An object that shows records as they are written."""
 
     def show(self, record: Record) -> None:
         """Show one record."""
 
 
 class Reporter:
-    """Rank 0's pen. On other ranks (`rundir=None`) every call does nothing."""
+    """Writes the events of a run, on rank 0. On other ranks (`rundir=None`) every call does nothing."""
 
     def __init__(self, rundir: RunDir | None, tensorboard: bool = False, screen: Display | None = None) -> None:
         self._rundir, self._screen = rundir, screen
@@ -46,11 +46,11 @@ class Reporter:
             self._board = EventFileWriter(str(rundir.tensorboard))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event and when it was (`at`, seconds since 1970); `step` and `eval` go to TensorBoard too."""
+        """Write one event with its time (`at`, seconds since 1970); `step` and `eval` go to TensorBoard too."""
         if self._metrics is None:
             return
         record = {"event": kind, "at": round(time.time(), 3), **fields}
-        self._metrics.write(json.dumps(_finite(record)) + "\n")
+        self._metrics.write(json.dumps(_json_safe(record)) + "\n")
         if self._screen:
             self._screen.show(record)
         if self._board and kind in ("step", "eval"):
@@ -59,18 +59,21 @@ class Reporter:
             self._purge(fields["step"])
 
     def resume(self, step: int, changed: dict[str, Any]) -> None:
-        """Write that training goes on after `step`, unless this is the first start; readers drop what is made again."""
+        """Write that training continues after `step`, unless this is the first start. Readers drop later events."""
         records = read_history(self._rundir.metrics) if self._rundir else ()
         if step or any(record["event"] in STEP_EVENTS for record in records):
             self.event("resume", step=step, changed=changed)
 
     def has(self, kind: str, step: int | None = None) -> bool:
-        """Whether this run holds such an event (of this step), of this process or an earlier one."""
+        """Return whether the run has an event of this kind (and of this step), from this or an earlier attempt."""
         records = read_history(self._rundir.metrics) if self._rundir else ()
         return any(record["event"] == kind and step in (None, record.get("step")) for record in records)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is (rows, tensors or files); calls are thinned out. A total of 0: nobody knows."""
+        """Write how many rows, tensors or files of a stage are done, at most once per PROGRESS_INTERVAL_S.
+
+        A `total` of 0 means that the number is unknown.
+        """
         now = time.monotonic()
         last_stage, last_time = self._last_progress
         if self._progress is None or (stage == last_stage and now - last_time < PROGRESS_INTERVAL_S and done < total):
@@ -97,33 +100,33 @@ class Reporter:
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
 
     def _purge(self, step: int) -> None:
-        """Have TensorBoard forget what earlier attempts wrote of later steps."""
+        """Make TensorBoard drop what earlier attempts wrote about steps after `step`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
 def cut_partial_lines(rundir: RunDir) -> None:
-    """Cut off the half line that a full disk or a lost process left at the end of a log, while nobody writes to it."""
+    """Cut off the partial last line that a full disk or a killed process left in a log. No process may be writing."""
     for path in (rundir.metrics, rundir.progress):
         if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
             os.truncate(path, text.rfind(b"\n") + 1)
 
 
-def _finite(record: Record) -> Record:
-    """JSON has no NaN: such a number is written as its name."""
+def _json_safe(record: Record) -> Record:
+    """Return a record with non-finite numbers as text ("nan", "inf"), because JSON has none."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 class Tail:
-    """Reads the complete lines that others append to a JSON-lines file."""
+    """Reads the complete lines that other processes append to a JSON-lines file."""
 
     def __init__(self, path: Path, from_end: bool = True) -> None:
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def read(self) -> Iterator[Record]:
-        """Records that have come since the last call."""
+        """Yield the records that were appended since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as stream:
@@ -138,13 +141,20 @@ class Tail:
                         yield record
 
 
-STEP_EVENTS = ("step", "eval", "save", "skip", "nonfinite", "straggler")  # events that a resume from before it undoes
+STEP_EVENTS = (
+    "step",
+    "eval",
+    "save",
+    "skip",
+    "nonfinite",
+    "straggler",
+)  # dropped if the run resumes from before their step
 
 
 def without_undone(records: Iterable[Record]) -> list[Record]:
-    """Leave out what a later attempt undid or made again, so that every step is there once.
+    """Return the records without those that a later attempt undid, so that every step is there once.
 
-    `resume` undoes the events of all later steps, and so does a step that is made a second time.
+    A `resume` event undoes the events of all later steps. So does a `step` event whose step was there before.
     """
     kept: list[Record] = []
     newest = -1
@@ -164,7 +174,7 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
 
 
 def read_history(metrics: Path) -> list[Record]:
-    """Read the events of a run that count: those of `metrics.jsonl` but for steps that a resume undid."""
+    """Return the events in `metrics.jsonl` without those that a later attempt undid."""
     return without_undone(Tail(metrics, from_end=False).read())
 
 

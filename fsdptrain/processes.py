@@ -1,7 +1,7 @@
-"""Bind child processes to their parent; output errors never end a process.
+"""Child processes that end with their parent, stop signals, and standard streams whose errors end no process.
 
-`python -m fsdptrain.processes PARENT MODULE [argument]…` calls `main` of a module of ours in a child of process PARENT.
-It binds the child to its parent first, and imports the module, which may take ten seconds, only then.
+`python -m fsdptrain.processes PARENT MODULE [argument]…` runs `MODULE.main()` in a child of process PARENT. The child
+binds itself to its parent before it imports the module, because the import may take ten seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-STOP_SIGNAL = signal.SIGUSR1  # what a worker of ours takes for "save and leave"
+STOP_SIGNAL = signal.SIGUSR1  # asks a worker to save a checkpoint and exit
 
 
 class StopRequest:
-    """Counts the stop signals this process gets while it is entered: one asks, the second means now."""
+    """Count stop signals while entered. The first one asks for an orderly stop, the second for an immediate one."""
 
     def __init__(self, *signals: signal.Signals) -> None:
-        hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as nohup makes it
-        own = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if hung_up else ()))
-        self.signals = signals or own
+        default = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it
+            default.append(signal.SIGHUP)
+        self.signals = signals or tuple(default)
         self.count = 0
         self.name = ""
         self._before: dict[signal.Signals, object] = {}
@@ -50,26 +51,26 @@ class StopRequest:
 
     @property
     def by(self) -> str:
-        """What asked last, in words: `Ctrl-C` or the signal's name; empty when nothing did."""
+        """The last stop signal as shown to the user: `Ctrl-C` or its name; empty if none has come."""
         return "Ctrl-C" if self.name == "SIGINT" else self.name
 
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this process when its parent dies
 
 
-PARENT_POLL_S = 0.25  # how often a process looks whether its parent lives, where the kernel does not tell
+PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
 
 
-EXIT_ORPHANED = 5  # the exit code of a process that lost its parent: WorkerLost's
+EXIT_ORPHANED = 5  # the exit code of a process whose parent is gone: that of WorkerLost
 
 
-EXIT_DISK_FULL = 6  # and of one whose output is lost: that of a full disk
+EXIT_DISK_FULL = 6  # the exit code of a process that could not write its result: that of CheckpointError
 
 
-NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # nobody reads on: a closed pipe, descriptor or terminal
+NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, a closed descriptor, a closed terminal
 
 
-# What we print, for an encoding that has no such characters; others are escaped.
+# Replacements for the characters of fsdptrain's own output that an encoding lacks; other characters are escaped.
 ASCII_FORMS: dict[str, str] = {
     "·": "-", "×": "x", "…": "...", "→": "->", "–": "-", "⟦": "[[", "⟧": "]]", "█": "#", "▏": "|", "│": "|",
     "─": "-", "━": "-",
@@ -78,64 +79,64 @@ ASCII_FORMS: dict[str, str] = {
 
 
 def child_command(module: str, *words: object) -> list[bytes]:
-    """The command that calls `main` of a module of ours in a child of this process, which ends when this one does.
+    """Return the command that runs `main` of a module in a child process, which ends when this process does.
 
-    Start it from a thread that lives as long as the child should: the kernel counts the end of that thread as the
-    parent's. As bytes, for a locale's own encoding may lack what the words hold; children read UTF-8.
+    Start it from a thread that lives as long as the child should, because the kernel treats the end of that thread as
+    the end of the parent. The words are UTF-8 bytes, because the locale's encoding may lack some of their characters.
     """
     return [word.encode("utf-8", "surrogateescape") for word in (sys.executable, *child_arguments(module, *words))]
 
 
 def child_arguments(module: str, *words: object) -> list[str]:
-    """That command without the interpreter, for those who start a child in our stead."""
+    """Return `child_command` without the interpreter, for a library that starts the child itself."""
     return ["-m", "fsdptrain.processes", str(os.getpid()), module, *map(str, words)]
 
 
 def child_environment() -> dict[str, str]:
-    """Our environment, for a child that finds this package but no module that lies in the working folder.
+    """Return the environment of a child: it can import this package, and nothing from the working folder.
 
-    In every locale it reads and writes files as UTF-8; its standard streams have the encoding of ours.
+    The child reads and writes files as UTF-8 in every locale; its standard streams have the encoding of this process.
     """
     package = str(Path(__file__).parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding}
-    return {**os.environ, **ours}
+    settings = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding}
+    return {**os.environ, **settings}
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process as soon as `parent`, which started it, is gone; at once if it is gone already.
+    """End this process when its parent process `parent` ends; at once if it has ended already.
 
-    Linux kills a process when its parent dies, even one that hangs in C; elsewhere a thread looks.
+    On Linux the kernel does this, even if this process hangs in C code; elsewhere a thread polls.
     """
     linux = sys.platform.startswith("linux")
     if not linux or ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
         watch_parent(parent)
-    if os.getppid() != parent:  # before we asked. Not "is 1 now": a subreaper adopts orphans too
+    if os.getppid() != parent:  # it ended before prctl. The new parent need not be 1: a subreaper adopts orphans too
         os._exit(EXIT_ORPHANED)
 
 
 def watch_parent(parent: int) -> None:
-    """End this process soon after `parent` is gone, from a thread of its own.
+    """Start a thread that ends this process soon after `parent` has ended.
 
-    For a process that somebody else has started, maybe from a thread that ends long before its process does.
+    Use it in a process that a foreign program started: its starting thread may end long before the program does.
     """
 
-    def look() -> None:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
         os._exit(EXIT_ORPHANED)
 
-    threading.Thread(target=look, name="parent", daemon=True).start()
+    threading.Thread(target=poll, name="parent", daemon=True).start()
 
 
 class NonRaisingFile(io.FileIO):
-    """A descriptor that is printed to. What cannot be written is dropped, and the first reason why is kept."""
+    """A descriptor whose writes never raise: data that cannot be written is dropped, and the first error is kept."""
 
     lost: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write some of the data, waiting where a descriptor does not block; say how many bytes are dealt with."""
+        """Write some of the data, waiting if the descriptor is non-blocking; return the bytes written or dropped."""
         try:
             while (written := super().write(data)) is None:
                 select.select([], [self], [])
@@ -146,17 +147,17 @@ class NonRaisingFile(io.FileIO):
 
 
 def open_safe_streams() -> None:
-    """Let standard output and error print whatever they are given, wherever they lead, without ever raising.
+    """Replace standard output and error by streams that never raise, whatever is printed and wherever it goes.
 
-    A descriptor that is closed leads nowhere from now on: the next file that is opened would take its place, and then
-    what is printed. Characters that an encoding lacks are spelled out.
+    A closed descriptor (0 to 2) is opened on /dev/null; otherwise the next file to be opened would get its number and
+    the printed text. Characters that the encoding lacks are replaced or escaped.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    codecs.register_error("fsdptrain.plain", _spelled_out)
+    codecs.register_error("fsdptrain.plain", _replace_unencodable)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
         raw = io.BufferedWriter(NonRaisingFile(descriptor, "w", closefd=False))
@@ -173,7 +174,7 @@ def exit_after_printing(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _spelled_out(error: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = "".join(ASCII_FORMS.get(character, character) for character in error.object[error.start : error.end])
@@ -181,7 +182,7 @@ def _spelled_out(error: UnicodeError) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Be a child: bound to its parent, with streams that last, then whatever the module does."""
+    """Bind this process to its parent, make its streams safe, and run `main` of the module on the command line."""
     parent, module, *words = sys.argv[1:]
     die_with_parent(int(parent))
     open_safe_streams()

@@ -1,4 +1,4 @@
-"""Every path of a run folder, and nothing else."""
+"""The paths of a run folder."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = ".fsdptrain"
+MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run. Nothing is created by asking for a path."""
+    """The folder of one run. Reading a path creates nothing."""
 
     root: Path
 
     @property
     def mark(self) -> Path:
-        """The file that says that fsdptrain writes this folder; the first that is written into it."""
+        """The file that marks this folder as written by fsdptrain; it is written first."""
         return self.root / MARK
 
     @property
     def recipe(self) -> Path:
-        """The recipe as the person wrote it."""
+        """The recipe as the user wrote it."""
         return self.root / "recipe.yaml"
 
     @property
     def plan(self) -> Path:
-        """What the workers read."""
+        """The plan, which is all that the workers read."""
         return self.root / "plan.json"
 
     @property
     def plans(self) -> Path:
-        """Plan and recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …"""
+        """The plan and the recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …"""
         return self.root / "plans"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object an event."""
+        """The events of the run, one JSON object per line."""
         return self.root / "metrics.jsonl"
 
     @property
     def commits(self) -> Path:
-        """The commit at which each Hub data set is read."""
+        """The commit of each Hub data set that the run reads."""
         return self.root / "commits.json"
 
     @property
     def forecast(self) -> Path:
-        """What was foreseen of the run beside what was measured."""
+        """The forecast of the run compared with its measurements."""
         return self.root / "forecast.json"
 
     @property
     def export_record(self) -> Path:
-        """Which step `export` holds, and which files fsdptrain wrote into it."""
+        """The step of the export, and the files that fsdptrain wrote into it."""
         return self.root / "export.json"
 
     @property
@@ -62,38 +62,38 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """Every worker's own output, and the launcher's."""
+        """The output of every worker and of the launcher."""
         return self.root / "logs"
 
     def rank_log(self, rank: int) -> Path:
-        """What one worker printed."""
+        """Return the log of what one worker printed."""
         return self.logs / f"rank-{rank}.log"
 
     @property
     def launcher_log(self) -> Path:
-        """What torchrun printed."""
+        """The log of what the launcher's agent printed."""
         return self.logs / "launcher.log"
 
     @property
     def progress(self) -> Path:
-        """Counters of work under way (tokenising, loading, exporting), read by the terminal."""
+        """The progress of long work (tokenising, loading, exporting), which the launcher shows."""
         return self.logs / "progress.jsonl"
 
     def hang_report(self, rank: int | str) -> Path:
-        """Where a rank stood when it hung."""
+        """Return the file in which the watchdog of a rank reports where the rank hangs."""
         return self.logs / f"hang-rank-{rank}.json"
 
     def stack_dump(self, rank: int | str) -> Path:
-        """The stacks of a rank that could not even run the watchdog any more."""
+        """Return the file for the stacks of a rank that hangs and whose watchdog cannot run."""
         return self.logs / f"stuck-rank-{rank}.txt"
 
     def collectives(self, rank: int) -> Path:
-        """The last collectives of a rank that hung, as torch's flight recorder has them."""
+        """Return the file for the last collectives of a rank that hangs, from torch's flight recorder."""
         return self.logs / f"collectives-rank-{rank}.json"
 
     @property
     def model(self) -> Path:
-        """Config, generation config and tokenizer: all of an export but the weights."""
+        """Config, generation config and tokenizer: an export without the weights."""
         return self.root / "model"
 
     @property
@@ -102,11 +102,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint taken after `step` optimizer steps. It exists only when it is complete."""
+        """Return the checkpoint folder after `step` optimizer steps; it exists only if the checkpoint is complete."""
         return self.checkpoints / checkpoint_name(step)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a committed checkpoint, ascending."""
+        """Return the steps that have a committed checkpoint, in ascending order."""
         if not self.checkpoints.is_dir():
             return []
         names = (re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", path.name) for path in self.checkpoints.iterdir())
@@ -118,27 +118,16 @@ class RunDir:
         return self.root / "export"
 
     def has_run(self) -> bool:
-        """Whether a run was started here before."""
+        """Return whether a run was started in this folder."""
         return any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
 
     def written_paths(self) -> list[Path]:
-        """Every file and folder that a run writes into its folder."""
-        return [
-            *(
-                self.mark,
-                self.recipe,
-                self.plan,
-                self.plans,
-                self.metrics,
-                self.commits,
-                self.forecast,
-                self.tensorboard,
-                self.logs,
-            ),
-            *(self.model, self.checkpoints, self.export, self.export_record),
-        ]
+        """Return every file and folder that a run writes directly into its folder."""
+        inputs = [self.mark, self.recipe, self.plan, self.plans, self.commits]
+        reports = [self.metrics, self.forecast, self.tensorboard, self.logs]
+        return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of a checkpoint."""
+    """Return the name of the folder of a checkpoint."""
     return f"step-{step:08d}"
