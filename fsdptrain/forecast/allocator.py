@@ -1,8 +1,9 @@
-"""What PyTorch's CUDA caching allocator would reserve for a trace: a model of it with its default settings.
+"""A model of PyTorch's CUDA caching allocator: what it would reserve for a trace.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13); torch's own names
-stand beside ours. Left out is what a training step does not use: `record_stream`, CUDA graphs and private pools, and
-the settings that are off by default (`max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
+The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13), with the default
+settings; torch's names are given in brackets. What a training step does not use is left out: `record_stream`, CUDA
+graphs, private pools, and the settings that are off by default (`max_split_size_mb`, `roundup_power2_divisions`,
+`garbage_collection_threshold`).
 """
 
 from __future__ import annotations
@@ -15,34 +16,35 @@ from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
 MIB = 2**20
 
 
-GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of it (`round_size`)
+GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)
 
 
-SMALL = MIB  # kSmallSize: up to here a block comes from the small pool
+SMALL = MIB  # kSmallSize: blocks up to this size come from the small pool
 
 
-SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: small blocks are packed in segments of this size
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the segment that small blocks share
 
 
-LARGE_SEGMENT = 20 * MIB  # large_segment_size, kLargeBuffer: the segment of blocks below the next limit
+LARGE_SEGMENT = 20 * MIB  # large_segment_size, kLargeBuffer: the segment for blocks below MIN_LARGE
 
 
-MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on a block gets a segment of its own size
+MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from this size on a block gets a segment of its own size …
 
 
 ROUND_LARGE = 2 * MIB  # kRoundLarge: … rounded up to a multiple of this
 
 
-ENDLESS = 2**62  # bytes of addresses that no device has the memory for
+ADDRESS_SPACE = 2**62  # bytes; more than the memory of any device
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a replay came to; the words are those of `torch.cuda.memory_stats`.
+    """The result of a replay in bytes, with the names of `torch.cuda.memory_stats`.
 
-    `peak_reserved` is what was taken from the device, `peak_allocated` what blocks in use held, a remainder too small
-    to be split off included. `retries` counts how often the device was full and cached segments were released to go on
-    (`num_alloc_retries`). Where that did not help the replay stops, and `largest_failed` is the request that failed.
+    `peak_reserved` is what the allocator took from the device. `peak_allocated` is what the blocks in use held,
+    including remainders that are too small to be split off. `retries` counts how often the device was full and cached
+    segments were released (`num_alloc_retries`). If that does not help, the replay stops: `fits` is false and
+    `largest_failed` is the size of the request that failed.
     """
 
     peak_reserved: int
@@ -53,10 +55,10 @@ class Reserved:
 
 
 def replay_allocations(trace: Trace, device: str, capacity: int | None = None, expandable: bool = False) -> Reserved:
-    """Replay what a trace allocates and frees on a device of `capacity` bytes (None: endless).
+    """Replay the allocations and releases of a trace on a device of `capacity` bytes (None: unlimited).
 
-    More capacity can fail where less did not: the allocator releases nothing before the device is full, and what it
-    kept may by then be split, each part pinned by a block in use.
+    A larger capacity can fail although a smaller one succeeds: the allocator releases cached segments only when the
+    device is full, and by then they may be split, so that a block in use keeps each of them from being released.
     """
     allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
     blocks: dict[Storage, Block] = {}
@@ -76,7 +78,7 @@ def replay_allocations(trace: Trace, device: str, capacity: int | None = None, e
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment: in use, free, or (expandable segments only) addresses without memory behind them."""
+    """A piece of a segment: in use, free, or (only in expandable segments) addresses without memory."""
 
     pool: Pool
     address: int
@@ -87,7 +89,7 @@ class Block:
     next: Block | None = None
 
     def split(self, size: int) -> Block:
-        """Keep the first `size` bytes; the rest, as a block of its own behind this one."""
+        """Keep the first `size` bytes; return the rest as a new block after this one."""
         rest = Block(self.pool, self.address + size, self.size - size, False, self.mapped, self, self.next)
         if self.next is not None:
             self.next.previous = rest
@@ -95,42 +97,42 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Become one with the block behind this one."""
-        gone = self.next
-        assert gone is not None
-        self.size += gone.size
-        self.next = gone.next
-        if gone.next is not None:
-            gone.next.previous = self
+        """Merge the next block into this one."""
+        absorbed = self.next
+        assert absorbed is not None
+        self.size += absorbed.size
+        self.next = absorbed.next
+        if absorbed.next is not None:
+            absorbed.next.previous = self
 
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The blocks of one stream, small or large. Addresses are its own: pools share no segment."""
+    """The small or the large blocks of one stream. Every pool has its own addresses, because pools share no segment."""
 
     small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block), sorted
-    unmapped: list[Block] = field(default_factory=list)  # in the order of their addresses
+    unmapped: list[Block] = field(default_factory=list)  # sorted by address
     end: int = 0  # the first address that was never used
 
     @property
     def page(self) -> int:
-        """The bytes that an expandable segment grows by."""
+        """The size of the pages that an expandable segment grows by."""
         return SMALL_SEGMENT if self.small else LARGE_SEGMENT
 
     def put(self, block: Block) -> None:
-        """Cache a block that is no longer in use."""
+        """Add a block that is no longer in use to the cached ones."""
         block.free = True
         bisect.insort(self.free, (block.size, block.address, block))
 
     def take(self, block: Block) -> None:
-        """Take a cached block out."""
+        """Remove a block from the cached ones."""
         del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
         block.free = False
 
 
 class CachingAllocator:
-    """Segments from `cudaMalloc`, cut into blocks; blocks freed are kept for their stream."""
+    """Segments from `cudaMalloc`, split into blocks; freed blocks are cached for their stream."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -140,9 +142,9 @@ class CachingAllocator:
         self.pools: dict[tuple[int, bool], Pool] = {}
 
     def malloc(self, size: int, stream: int) -> Block | None:
-        """A block of at least this size: the best fit among the free ones, else of new memory; None when there is none.
+        """Return a block of at least `size` bytes (the best fit among the free ones, or new memory), or None.
 
-        On a full device all that is cached is released, and the allocator tries once more (`malloc`).
+        If the device is full, all cached segments are released and the allocator tries once more (`malloc`).
         """
         size = round_up(size, GRANULARITY)
         pool = self.pool(stream, size <= SMALL)
@@ -153,14 +155,14 @@ class CachingAllocator:
             block = self.grow(pool, size)
             if block is None:
                 return None
-        if self.splits(pool, block.size - size):
+        if self.should_split(pool, block.size - size):
             pool.put(block.split(size))
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Cache a block, as one with its free neighbours (`free_block`, `try_merge_blocks`)."""
+        """Merge a block with its free neighbours and cache it (`free_block`, `try_merge_blocks`)."""
         self.allocated -= block.size
         pool = block.pool
         if block.next is not None and block.next.free:
@@ -173,18 +175,18 @@ class CachingAllocator:
         pool.put(block)
 
     def pool(self, stream: int, small: bool) -> Pool:
-        """The pool of a stream, made when it is first asked for."""
+        """Return the pool of a stream; create it at the first call."""
         pool = self.pools.get((stream, small))
         if pool is None:
             pool = self.pools[stream, small] = self.new_pool(small)
         return pool
 
     def new_pool(self, small: bool) -> Pool:
-        """A pool that holds nothing."""
+        """Return an empty pool."""
         return Pool(small)
 
     def best_fit(self, pool: Pool, size: int) -> Block | None:
-        """The smallest free block that is large enough, of several the one at the lowest address (`get_free_block`)."""
+        """Return the smallest sufficient free block, the one at the lowest address among equals (`get_free_block`)."""
         place = bisect.bisect_left(pool.free, (size,))
         if place == len(pool.free):
             return None
@@ -193,7 +195,7 @@ class CachingAllocator:
         return block
 
     def grow(self, pool: Pool, size: int) -> Block | None:
-        """A new segment (`alloc_block`), or None where the device is full."""
+        """Return a new segment (`alloc_block`), or None if the device is full."""
         segment = segment_size(size)
         if not self.reserve(segment):
             return None
@@ -202,19 +204,19 @@ class CachingAllocator:
         return block
 
     def reserve(self, size: int) -> bool:
-        """Take bytes from the device, if it has as many."""
+        """Take `size` bytes from the device; return False if it has not as many."""
         if self.capacity is not None and self.reserved + size > self.capacity:
             return False
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def splits(self, pool: Pool, rest: int) -> bool:
-        """Whether a remainder becomes a block of its own (`should_split`): a large one only above 1 MiB."""
+    def should_split(self, pool: Pool, rest: int) -> bool:
+        """Return whether a remainder becomes a block of its own (`should_split`): in a large pool only above 1 MiB."""
         return rest >= GRANULARITY if pool.small else rest > SMALL
 
     def release_cached(self) -> None:
-        """Give back every segment that is one free block (`release_cached_blocks`): no part of it is in use."""
+        """Give every segment of which no part is in use back to the device (`release_cached_blocks`)."""
         for pool in self.pools.values():
             kept = []
             for entry in pool.free:
@@ -227,44 +229,48 @@ class CachingAllocator:
 
 
 class ExpandableAllocator(CachingAllocator):
-    """`expandable_segments:True`: a pool is one segment without end, backed by pages of 2 MiB (small) or 20 MiB.
+    """`expandable_segments:True`: a pool is one unlimited segment, backed by pages of 2 MiB (small) or 20 MiB (large).
 
-    New memory is mapped behind a free block that is too small, so that no remainder is lost, and release unmaps every
-    page that lies in a free block. Two simplifications: addresses never run out (torch reserves 9/8 of the device for
-    each segment and starts another beyond that), and when the device cannot back all of a request nothing is mapped,
-    where torch may map a part of it before it releases everything free.
+    New memory is mapped after a free block that is too small, so that no remainder is lost. A release unmaps every page
+    that lies within a free block. There are two simplifications. Addresses never run out; torch reserves 9/8 of the
+    device for a segment and then starts another one. If the device cannot back all of a request, nothing is mapped;
+    torch may map a part of it before it releases everything that is free.
     """
 
     def new_pool(self, small: bool) -> Pool:
-        """A pool of addresses only."""
+        """Return a pool that has addresses, but no memory."""
         pool = Pool(small)
-        pool.unmapped.append(Block(pool, 0, ENDLESS, mapped=False))
+        pool.unmapped.append(Block(pool, 0, ADDRESS_SPACE, mapped=False))
         return pool
 
-    def splits(self, pool: Pool, rest: int) -> bool:
-        """Every remainder is split off."""
+    def should_split(self, pool: Pool, rest: int) -> bool:
+        """Return true for every remainder that can be a block."""
         return rest >= GRANULARITY
 
     def best_fit(self, pool: Pool, size: int) -> Block | None:
-        """As in fixed segments, but what could be mapped behind a block counts as a part of it (`get_free_block`)."""
+        """Return the best fit; memory that can be mapped after a block counts as part of it (`get_free_block`)."""
         place = bisect.bisect_left(pool.free, (size,))
         if place == len(pool.free):
             return None
-        while place + 1 < len(pool.free) and _room(pool.free[place + 1][2]) < _room(pool.free[place][2]):
+        while place + 1 < len(pool.free) and _expanded_size(pool.free[place + 1][2]) < _expanded_size(
+            pool.free[place][2]
+        ):
             place += 1
         block = pool.free.pop(place)[2]
         block.free = False
         return block
 
     def grow(self, pool: Pool, size: int) -> Block | None:
-        """Map pages at the lowest address with room (`try_allocate_expandable_block`), or None: the device is full."""
-        start, missing = self.find_room(pool, size)
+        """Map pages at the lowest possible addresses (`try_allocate_expandable_block`); None if the device is full."""
+        start, missing = self.find_range(pool, size)
         if not self.reserve(missing):
             return None
+        # The range begins with a free block or with unmapped addresses …
         if start.free:
             pool.take(start)
         else:
             self.map_pages(start, size)
+        # … and takes in its neighbours until it is large enough, and a free block that then follows it.
         while start.next is not None and (start.size < size or start.next.free):
             if start.next.free:
                 pool.take(start.next)
@@ -273,8 +279,8 @@ class ExpandableAllocator(CachingAllocator):
             start.absorb_next()
         return start
 
-    def find_room(self, pool: Pool, size: int) -> tuple[Block, int]:
-        """The first of adjoining blocks, free or unmapped, that hold `size` bytes; how many of these must be mapped."""
+    def find_range(self, pool: Pool, size: int) -> tuple[Block, int]:
+        """Return the first of adjacent free or unmapped blocks with `size` bytes, and the bytes that must be mapped."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and before.free else unmapped
@@ -287,7 +293,7 @@ class ExpandableAllocator(CachingAllocator):
                 block = block.next
             if found >= size:
                 return start, missing
-        raise AssertionError("the last block is endless")
+        raise AssertionError("the last unmapped block is larger than any request")
 
     def map_pages(self, block: Block, size: int) -> None:
         """Back the first `size` bytes of an unmapped block, in whole pages (`map_block`)."""
@@ -307,7 +313,7 @@ class ExpandableAllocator(CachingAllocator):
                     self.unmap(pool, block, first, last)
 
     def unmap(self, pool: Pool, block: Block, first: int, last: int) -> None:
-        """Take the memory from these addresses of a free block; what is left of it on either side stays free."""
+        """Unmap the addresses from `first` to `last` of a free block; what is left on either side stays free."""
         pool.take(block)
         self.reserved -= last - first
         if last < block.address + block.size:
@@ -327,17 +333,17 @@ class ExpandableAllocator(CachingAllocator):
 
 
 def segment_size(size: int) -> int:
-    """The size of the segment that is made for a block (`get_allocation_size`)."""
+    """Return the size of the segment that is allocated for a block (`get_allocation_size`)."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < MIN_LARGE else round_up(size, ROUND_LARGE)
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple, or the size itself where it is one."""
+    """Return the smallest multiple that is not below `size`."""
     return -(-size // multiple) * multiple
 
 
-def _room(block: Block) -> int:
+def _expanded_size(block: Block) -> int:
     following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)

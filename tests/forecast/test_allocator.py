@@ -1,4 +1,4 @@
-"""The model of the caching allocator: each rule by hand, properties over random traces, and two published runs."""
+"""The model of the caching allocator: every rule by hand, properties of random traces, and two published runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["fixed", "expan
 
 
 class Tape:
-    """A trace by hand: `take` and `give` named storages."""
+    """Build a trace by hand: `take` and `give` named storages."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -65,7 +65,7 @@ def test_every_size_is_rounded_up_to_512_bytes(size: int, block: int, expandable
         (10 * MIB + 1, 12 * MIB), (21 * MIB, 22 * MIB),
     ],
 )  # fmt: skip
-def test_the_segment_follows_from_the_size(size: int, segment: int) -> None:
+def test_the_size_decides_the_segment(size: int, segment: int) -> None:
     assert Tape().take("a", size).replay().peak_reserved == segment
 
 
@@ -77,7 +77,7 @@ def test_small_blocks_share_a_segment_until_it_is_full() -> None:
     assert tape.take("one more", 1).replay().peak_reserved == 4 * MIB
 
 
-def test_small_requests_leave_large_segments_alone() -> None:
+def test_small_requests_do_not_use_large_segments() -> None:
     assert Tape().take("a", 5 * MIB).give("a").take("b", MIB).replay().peak_reserved == (20 + 2) * MIB
 
 
@@ -87,10 +87,10 @@ def test_a_large_remainder_serves_the_next_request() -> None:
 
 def test_a_large_remainder_of_one_mib_stays_with_its_block_and_counts_as_allocated() -> None:
     assert Tape().take("a", 11 * MIB).replay() == Reserved(12 * MIB, 12 * MIB, 0, True, None)
-    more = Tape().take("a", 11 * MIB).take("b", MIB + 512)  # the MiB left over serves nobody
+    more = Tape().take("a", 11 * MIB).take("b", MIB + 512)  # the remaining MiB is not used
     assert more.replay().peak_reserved == (12 + 20) * MIB
-    above = Tape().take("a", 11 * MIB - 512)  # leaves 512 bytes more, so it is split
-    assert above.replay() == Reserved(12 * MIB, 11 * MIB - 512, 0, True, None)
+    split = Tape().take("a", 11 * MIB - 512)  # the remainder is 512 bytes larger, so it is split off
+    assert split.replay() == Reserved(12 * MIB, 11 * MIB - 512, 0, True, None)
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
@@ -98,9 +98,9 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     assert tape.take("c", 29 * MIB).take("d", 40 * MIB).replay().peak_reserved == 70 * MIB
 
 
-def test_free_neighbours_become_one_block() -> None:
+def test_free_neighbours_are_merged() -> None:
     tape = Tape().take("a", 6 * MIB).take("b", 6 * MIB).take("c", 6 * MIB)
-    apart = tape.give("a", "c").take("d", 12 * MIB)  # 6 before b, 8 behind it
+    apart = tape.give("a", "c").take("d", 12 * MIB)  # 6 MiB before b, 8 after it
     assert apart.replay().peak_reserved == (20 + 12) * MIB
     for order in ("abc", "acb", "bac", "bca", "cab", "cba"):
         tape = Tape().take("a", 6 * MIB).take("b", 6 * MIB).take("c", 6 * MIB).give(*order)
@@ -115,7 +115,7 @@ def test_streams_share_nothing(expandable: bool) -> None:
     assert two.replay(expandable=expandable).peak_reserved == 80 * MIB
 
 
-def test_a_full_device_releases_cached_segments_and_goes_on() -> None:
+def test_a_full_device_releases_cached_segments_and_continues() -> None:
     tape = Tape().take("a", 30 * MIB).give("a").take("b", 40 * MIB, stream=1)
     assert tape.replay(70 * MIB) == Reserved(70 * MIB, 40 * MIB, 0, True, None)
     assert tape.replay(69 * MIB) == Reserved(40 * MIB, 40 * MIB, 1, True, None)
@@ -127,13 +127,13 @@ def test_a_segment_with_a_block_in_use_is_not_released() -> None:
     assert tape.replay(59 * MIB) == Reserved(20 * MIB, 14 * MIB, 1, False, 40 * MIB)
 
 
-def test_the_replay_stops_where_the_run_would() -> None:
+def test_the_replay_stops_where_the_run_would_fail() -> None:
     tape = Tape().take("a", 30 * MIB).take("b", 30 * MIB + 1).give("a").take("c", 10 * MIB)
     assert tape.replay(40 * MIB) == Reserved(30 * MIB, 30 * MIB, 1, False, 30 * MIB + 1)
 
 
 def test_more_memory_can_fail_where_less_did_not() -> None:
-    # With 120 MiB `b` still fits beside the cached 100, `c` is cut from these, and they can never be released again.
+    # With 120 MiB `b` still fits beside the cached 100. `c` is split off these, so they can no longer be released.
     tape = Tape().take("a", 100 * MIB).give("a").take("b", 20 * MIB, stream=1).take("c", 10 * MIB)
     tape.take("d", 70 * MIB, stream=1)
     assert tape.replay(110 * MIB) == Reserved(100 * MIB, 100 * MIB, 1, True, None)
@@ -141,23 +141,23 @@ def test_more_memory_can_fail_where_less_did_not() -> None:
     assert tape.replay(120 * MIB, expandable=True).fits
 
 
-def test_only_the_device_asked_for_counts_and_what_was_there_before_does() -> None:
+def test_only_the_given_device_counts_and_so_do_allocations_before_the_step() -> None:
     tape = Tape().take("kept", 30 * MIB)
     tape.trace.before, tape.trace.events = tape.trace.events, [Moment("forward")]  # type: ignore[assignment]
     tape.take("host", GIB, device=HOST).give("host").take("a", 10 * MIB).give("kept")
     assert tape.replay() == Reserved(40 * MIB, 40 * MIB, 0, True, None)
 
 
-def test_expandable_segments_grow_by_pages_behind_what_is_free() -> None:
+def test_expandable_segments_grow_by_pages_after_a_free_block() -> None:
     tape = Tape().take("a", 30 * MIB).give("a").take("b", 50 * MIB)
     assert tape.replay().peak_reserved == 80 * MIB
     assert tape.replay(expandable=True).peak_reserved == 60 * MIB  # 40 for a, 20 more for b
     assert Tape().take("a", 1).replay(expandable=True).peak_reserved == 2 * MIB
 
 
-def test_a_block_that_can_still_expand_is_spared_for_what_needs_it() -> None:
+def test_a_block_that_can_expand_is_kept_for_a_larger_request() -> None:
     allocator = ExpandableAllocator()
-    a, b = allocator.malloc(40 * MIB, 0), allocator.malloc(30 * MIB, 0)  # 10 MiB are left behind b, at the end
+    a, b = allocator.malloc(40 * MIB, 0), allocator.malloc(30 * MIB, 0)  # 10 MiB remain after b, at the end
     assert a and b and allocator.reserved == 80 * MIB
     allocator.free(a)
     c = allocator.malloc(10 * MIB, 0)
@@ -170,7 +170,7 @@ def test_a_full_device_unmaps_free_pages_and_maps_the_lowest_ones_again(first: i
     a, b = allocator.malloc(30 * MIB, 0), allocator.malloc(30 * MIB, 0)
     assert a and b and allocator.reserved == 60 * MIB
     allocator.free(a)
-    c = allocator.malloc(60 * MIB, 1)  # of a's 30 MiB one page can go, the other is b's too
+    c = allocator.malloc(60 * MIB, 1)  # one page of a's 30 MiB can be unmapped, the other is shared with b
     assert c and (allocator.reserved, allocator.retries) == (100 * MIB, 1)
     allocator.free(c)
     d = allocator.malloc(first * MIB, 0)
@@ -178,7 +178,7 @@ def test_a_full_device_unmaps_free_pages_and_maps_the_lowest_ones_again(first: i
     assert allocator.malloc(second * MIB, 0) and allocator.reserved == 60 * MIB
 
 
-def test_unmapped_pages_become_one_range_again() -> None:
+def test_unmapped_pages_are_merged_into_one_range() -> None:
     allocator = ExpandableAllocator(60 * MIB)
     a, b = allocator.malloc(30 * MIB, 0), allocator.malloc(30 * MIB, 0)
     assert a and b
@@ -190,7 +190,7 @@ def test_unmapped_pages_become_one_range_again() -> None:
     assert c and (c.address, allocator.reserved, allocator.retries) == (0, 60 * MIB, 0)
 
 
-# Random programs: (size, stream) takes, a number gives back one of those that live.
+# Random programs: (size, stream) allocates, a number frees one of the live storages.
 SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(MIB, 64 * MIB))
 PROGRAMS = st.lists(st.one_of(st.tuples(SIZES, st.integers(0, 2)), st.integers(0, 10**6)), min_size=15, max_size=60)
 Program = list[tuple[int, int] | int]
@@ -198,7 +198,7 @@ CAPACITIES = st.integers(2 * MIB, 400 * MIB)
 often = settings(max_examples=40, deadline=None)
 
 
-def written(program: Program) -> Trace:
+def trace_of(program: Program) -> Trace:
     trace, live = Trace(), []
     for step in program:
         if isinstance(step, tuple):
@@ -210,7 +210,7 @@ def written(program: Program) -> Trace:
 
 
 def check(allocator: CachingAllocator, live: list[tuple[int, Block]]) -> None:
-    """What holds after every call: all that is reserved is in use or cached, in segments without gaps."""
+    """Check what holds after every call: all reserved memory is in use or cached, in segments without gaps."""
     free = [block for pool in allocator.pools.values() for _, _, block in pool.free]
     assert allocator.allocated == sum(block.size for _, block in live)
     assert allocator.reserved == allocator.allocated + sum(block.size for block in free)
@@ -218,7 +218,7 @@ def check(allocator: CachingAllocator, live: list[tuple[int, Block]]) -> None:
         following = block.next
         if following is not None:
             assert following.previous is block and following.address == block.address + block.size
-            assert not (block.free and following.free), "neighbours that were not joined"
+            assert not (block.free and following.free), "neighbours that were not merged"
             assert following.mapped or following in block.pool.unmapped
     for size, block in live:
         spare = 0 if block.pool.small or isinstance(allocator, ExpandableAllocator) else MIB
@@ -232,7 +232,7 @@ def check(allocator: CachingAllocator, live: list[tuple[int, Block]]) -> None:
 @BOTH
 @often
 @given(PROGRAMS, st.none() | CAPACITIES)
-def test_nothing_is_lost_and_everything_can_be_given_back(
+def test_no_memory_is_lost_and_all_of_it_can_be_released(
     expandable: bool, program: Program, capacity: int | None
 ) -> None:
     allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
@@ -256,39 +256,37 @@ def test_nothing_is_lost_and_everything_can_be_given_back(
 @BOTH
 @often
 @given(PROGRAMS)
-def test_the_peak_is_that_of_the_rounded_sizes_and_of_remainders_up_to_one_mib(
-    expandable: bool, program: Program
-) -> None:
-    trace = written(program)
+def test_the_peak_is_the_rounded_sizes_plus_remainders_up_to_one_mib(expandable: bool, program: Program) -> None:
+    trace = trace_of(program)
     sizes: dict[Storage, int] = {}
-    rounds = highest = 0
+    lower = upper = 0
     for event in trace.events:
         if isinstance(event, Alloc):
             sizes[event.storage] = round_up(event.size, GRANULARITY)
         elif isinstance(event, Free):
             del sizes[event.storage]
-        rounds = max(rounds, sum(sizes.values()))
-        highest = max(highest, sum(size + MIB * (size > MIB) for size in sizes.values()))
+        lower = max(lower, sum(sizes.values()))
+        upper = max(upper, sum(size + MIB * (size > MIB) for size in sizes.values()))
     done = replay_allocations(trace, GPU, expandable=expandable)
-    assert rounds <= done.peak_allocated <= (rounds if expandable else highest)
+    assert lower <= done.peak_allocated <= (lower if expandable else upper)
     assert done.peak_allocated <= done.peak_reserved
 
 
 @BOTH
 @often
 @given(PROGRAMS, CAPACITIES)
-def test_a_capacity_above_the_peak_changes_nothing_and_none_is_exceeded(
+def test_a_capacity_is_never_exceeded_and_changes_nothing_above_the_peak(
     expandable: bool, program: Program, capacity: int
 ) -> None:
-    trace = written(program)
+    trace = trace_of(program)
     endless = replay_allocations(trace, GPU, expandable=expandable)
     assert endless == replay_allocations(trace, GPU, expandable=expandable)
     assert endless.fits and endless.retries == 0
     limited = replay_allocations(trace, GPU, capacity, expandable)
     assert limited.peak_reserved <= capacity
     assert limited.fits == (limited.largest_failed is None)
-    if capacity >= endless.peak_reserved:
-        assert limited == endless
+    if capacity >= unlimited.peak_reserved:
+        assert limited == unlimited
     else:
         assert limited.retries > 0
 
@@ -299,25 +297,25 @@ PUBLISHED = {8: 82.4, 128: 67.0}
 
 
 @pytest.mark.soak
-def test_torchtitans_published_memory_is_met_within_one_percent() -> None:
-    """By the default allocator. torchtitan's script has asked for expandable segments since pull request 643 (2024-10).
+def test_torchtitans_published_memory_is_forecast_within_one_percent() -> None:
+    """With the default allocator. torchtitan's script sets expandable segments since pull request 643 (2024-10).
 
-    Whether the launcher of the published runs did so too is not known; with them the model is 3 to 4% below.
+    Whether the launcher of the published runs set them too is not known; with them the model is 3 to 4% below.
     """
     done = subprocess.run(
         [sys.executable, __file__, *map(str, PUBLISHED)],
         capture_output=True, text=True, timeout=600, env=environment(PYTHONPATH=python_path(TESTS)), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    ours = {int(ranks): found for ranks, found in json.loads(done.stdout.splitlines()[-1]).items()}
-    print(ours)
+    forecast = {int(ranks): found for ranks, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    print(forecast)
     for ranks, published in PUBLISHED.items():
-        assert ours[ranks]["reserved"] == pytest.approx(published, rel=0.01)
-        assert ours[ranks]["expandable"] == pytest.approx(published, rel=0.05)
+        assert forecast[ranks]["reserved"] == pytest.approx(published, rel=0.01)
+        assert forecast[ranks]["expandable"] == pytest.approx(published, rel=0.05)
 
 
 def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
-    """Peak reserved GiB of torchtitan's run on so many GPUs, by our engine; in a process of its own."""
+    """Return the peak reserved GiB of torchtitan's run on `ranks` GPUs, by this engine; call it in a new process."""
     import torch
     from transformers import AutoConfig
 
@@ -331,11 +329,11 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from fsdptrain.train.step import Engine
 
     def units_of(model: Any, wrap: Any) -> list[Unit]:
-        """Blocks only, all else is the root's, and the last one stays gathered, as we do it with the head."""
+        """Return the blocks; all else is in the root unit. The last block stays gathered, as the head does here."""
         *blocks, last = [Unit(name, [block]) for name, block in blocks_of(model)]
         return [*blocks, Unit("head", last.modules)]
 
-    def two_steps(self: Any, *arguments: Any) -> Any:  # the first makes the optimizer's state, at its end
+    def two_steps(self: Any, *arguments: Any) -> Any:  # the first step creates the optimizer's state at its end
         one_step(self, *arguments)
         return one_step(self, *arguments)
 
@@ -365,7 +363,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
 
 
 def save_every_second_product(blocks: list[Any], kind: Any) -> None:
-    """torchtitan's selective AC: of a block, attention's output is kept and every other `mm`'s, from the first on."""
+    """Apply torchtitan's selective AC: keep the outputs of attention and of every second `mm`, from the first on."""
     import torch
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
