@@ -279,9 +279,9 @@ def test_a_capacity_is_never_exceeded_and_changes_nothing_above_the_peak(
     expandable: bool, program: Program, capacity: int
 ) -> None:
     trace = trace_of(program)
-    endless = replay_allocations(trace, GPU, expandable=expandable)
-    assert endless == replay_allocations(trace, GPU, expandable=expandable)
-    assert endless.fits and endless.retries == 0
+    unlimited = replay_allocations(trace, GPU, expandable=expandable)
+    assert unlimited == replay_allocations(trace, GPU, expandable=expandable)
+    assert unlimited.fits and unlimited.retries == 0
     limited = replay_allocations(trace, GPU, capacity, expandable)
     assert limited.peak_reserved <= capacity
     assert limited.fits == (limited.largest_failed is None)
