@@ -37,7 +37,7 @@ Stamps = dict[str, list[int]]  # path inside the folder → [bytes, modification
 
 def is_marked(folder: Path) -> bool:
     """Return whether the folder contains the mark as a regular file."""
-    return _is_file(folder / MARK)
+    return is_regular_file(folder / MARK)
 
 
 def write_mark(folder: Path) -> None:
@@ -46,10 +46,10 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file and rename it into place, so that readers see the old text or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file and rename it into place, so that readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 
@@ -71,7 +71,7 @@ def remove_checkpoint(folder: Path) -> None:
     """Remove the files of a checkpoint and its folder; a folder with other files is renamed to NAME.kept."""
     if folder.is_dir() and not folder.is_symlink():
         for path in folder.iterdir():
-            if CHECKPOINT_FILE.fullmatch(path.name) and _is_file(path):
+            if CHECKPOINT_FILE.fullmatch(path.name) and is_regular_file(path):
                 path.unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -143,7 +143,7 @@ def write_export_record(rundir: RunDir, step: int, written: Stamps) -> None:
 def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
     """Return the step of the export and the files written into it, or (None, {}) without a valid record."""
     try:
-        record = json.loads(rundir.export_record.read_bytes() if _is_file(rundir.export_record) else "{}")
+        record = json.loads(rundir.export_record.read_bytes() if is_regular_file(rundir.export_record) else "{}")
         files = {str(name): [int(n) for n in stamp] for name, stamp in record["files"].items()}
         return int(record["step"]), files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -161,11 +161,9 @@ def install_assets(scratch: Path, folder: Path) -> None:
         target, new = folder / name, (scratch / name).read_bytes()
         target.parent.mkdir(parents=True, exist_ok=True)
         edited = os.path.lexists(target) and (name not in before or before[name] != _stamp(target))
-        if edited and not (_is_file(target) and target.read_bytes() == new):
+        if edited and not (is_regular_file(target) and target.read_bytes() == new):
             set_aside(target)
-        temporary = target.with_name(f".{target.name}.tmp")
-        temporary.write_bytes(new)
-        temporary.replace(target)
+        write_atomically(target, new)
     write_atomically(folder / MARK, json.dumps({name: _stamp(folder / name) for name in names}, indent=2))
 
 
@@ -194,14 +192,21 @@ def file_stamps(folder: Path) -> Stamps:
 def _stamp(path: Path) -> list[int] | None:
     """Return [bytes, modification time in ns] of a regular file, else None."""
     with contextlib.suppress(OSError):
-        facts = path.lstat()
-        return [facts.st_size, facts.st_mtime_ns] if stat.S_ISREG(facts.st_mode) else None
+        status = regular_file_status(path)
+        return [status.st_size, status.st_mtime_ns] if status else None
     return None
 
 
-def _is_file(path: Path) -> bool:
+def regular_file_status(path: Path) -> os.stat_result | None:
+    """Return the status of a regular file, or None for a link, a folder or a pipe. Raise OSError for a missing file."""
+    status = path.lstat()
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return whether the path is a regular file; a link to one is not."""
     with contextlib.suppress(OSError):
-        return stat.S_ISREG(path.lstat().st_mode)
+        return regular_file_status(path) is not None
     return False
 
 

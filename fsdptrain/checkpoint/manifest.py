@@ -14,7 +14,6 @@ import json
 import os
 import re
 import reprlib
-import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 from fsdptrain.config.plan import LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem
-from fsdptrain.ownership import unused_name
+from fsdptrain.ownership import regular_file_status, unused_name
 from fsdptrain.rundir import RunDir, checkpoint_name
 
 NAME = "manifest.json"
@@ -101,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _read(path: Path) -> bytes:
     """A manifest's bytes. A link would lead to where the checkpoint is not, and a pipe would never end."""
     try:
-        if path.parent.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
+        if path.parent.is_symlink() or not regular_file_status(path):
             raise CheckpointError(f"{path} is not a plain file in a plain folder")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -151,11 +150,11 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
+        status = regular_file_status(path)
+        if not status:
             return f"{path} is not a plain file"
-        if found.st_size != facts["bytes"]:
-            return f"{path} has {found.st_size} bytes, not {facts['bytes']}"
+        if status.st_size != facts["bytes"]:
+            return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
         if checksums and file_entry(path) != facts:
             return f"{path} is damaged: its checksum differs from the manifest's"
     except FileNotFoundError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.checkpoint.manifest import faults, refuse_ways_out
 from fsdptrain.errors import CheckpointError, OtherVersion
+from fsdptrain.ownership import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import size
@@ -71,8 +71,7 @@ def _checkpoint(folder: Path, step: int) -> dict[str, Any]:
 
 def _extent(folder: Path) -> dict[str, Any]:
     """The plain files of a folder, as they lie there."""
-    found = [path.lstat() for path in folder.glob("*")]
-    sizes = [status.st_size for status in found if stat.S_ISREG(status.st_mode)]
+    sizes = [status.st_size for path in folder.glob("*") if (status := regular_file_status(path))]
     return {"path": str(folder), "bytes": sum(sizes), "files": len(sizes)}
 
 
@@ -144,6 +143,6 @@ def _tensors(path: Path) -> set[str]:
 
 
 def _plain(path: Path) -> Path:
-    if path.is_symlink() or not path.is_file():
+    if not is_regular_file(path):
         raise CheckpointError(f"{path} is missing, or not a plain file")
     return path
