@@ -24,6 +24,7 @@ from fsdptrain.errors import (
     to_record,
 )
 from fsdptrain.events import Reporter
+from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 
 
@@ -54,9 +55,7 @@ def leave_record(error: FsdptrainError) -> None:
     words, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
     record = {"py_callstack": stack, "timestamp": str(int(now)), **words, "traceback": stack, "at": now}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        aside = Path(f"{path}.tmp")
-        aside.write_text(json.dumps({"message": {"message": words["message"], "extraInfo": record}}), encoding="utf-8")
-        aside.replace(path)
+        write_atomically(Path(path), json.dumps({"message": {"message": words["message"], "extraInfo": record}}))
 
 
 def record_failure(plan: Plan, error: FsdptrainError) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost
+from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 
 LOOK_S = 0.25  # how often the thread looks
@@ -103,9 +104,8 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
             self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
-            aside = self._rundir.hang_report(self._rank).with_suffix(".tmp")
-            aside.write_text(json.dumps({"rank": self._rank, "waits": waits, "where": where}), encoding="utf-8")
-            aside.rename(self._rundir.hang_report(self._rank))
+            report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
+            write_atomically(self._rundir.hang_report(self._rank), report)
         if not self._ended.wait(LEAVE_S):
             os._exit(WorkerLost.exit_code)
 
