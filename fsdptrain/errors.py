@@ -22,6 +22,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+
 
 MAX_MESSAGE_CHARS = 8000  # of a message or a traceback that is sent to another process
 
@@ -159,6 +163,12 @@ def listed(names: Iterable[object], limit: int = MAX_LISTED) -> str:
     words = [shortened(str(name)) for name in names]
     more = len(words) - limit
     return ", ".join(words) if more <= 0 else f"{', '.join(words[:limit])}, and {more:,} more"
+
+
+def own_frame(frames: Iterable[tuple[str, int, str]]) -> str | None:
+    """Return the first frame (file, line, function) of this package as `corpus.batch (corpus.py:112)`."""
+    own = ((Path(file), line, name) for file, line, name in frames if Path(file).is_relative_to(PACKAGE))
+    return next((f"{file.stem}.{name} ({file.name}:{line})" for file, line, name in own), None)
 
 
 def from_record(record: dict[str, str]) -> FsdptrainError:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record
+from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record, own_frame
 from fsdptrain.rundir import RunDir
 
 
@@ -64,10 +64,8 @@ def _plural(where: str) -> str:
 def _stuck_in(dump: str) -> str:
     """The innermost function of ours in what faulthandler wrote of the main thread (the last one it lists)."""
     main = dump.rpartition("Thread 0x")[2]
-    for file, line, name in re.findall(r'File "(.*?)", line (\d+) in (\w+)', main):
-        if file.startswith(str(Path(__file__).parents[1])):
-            return f"{Path(file).stem}.{name} ({Path(file).name}:{line})"
-    return "code of no module of ours"
+    frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
+    return own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
 
 
 def _where(record: dict[str, str], log: Path) -> str:

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import WorkerLost
+from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 
@@ -41,9 +41,6 @@ PAUSE_S = 3.0  # the thread was not scheduled for so long
 
 
 LEAVE_S = 15.0  # a hung rank leaves by itself where no launcher ends it
-
-
-PACKAGE = str(Path(__file__).parents[1])
 
 
 COLLECTIVES = "distributed_c10d.py"  # whoever has a frame of it on the stack waits for other ranks
@@ -122,18 +119,16 @@ def place() -> tuple[bool, str]:
                 name = getattr(unit, "_module_fqn", None) or "the outermost unit"
                 what = "reduce-scatter" if "post_backward" in frame.f_code.co_name else "all-gather"
                 return True, f"{what} of {name}"
-    if "checkpoint" in threads and _ours(main).startswith("checkpoint.wait"):
+    if "checkpoint" in threads and _innermost(main).startswith("save.wait "):
         main = [*_stack(threads["checkpoint"])]
-    return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _ours(main)
+    return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _innermost(main)
 
 
-def _ours(stack: list[FrameType]) -> str:
-    """The innermost function of ours on a stack: `data.batch (data.py:112)`."""
-    for frame in stack:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE):
-            return f"{Path(file).stem}.{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
-    return f"{stack[0].f_code.co_name} ({stack[0].f_code.co_filename}:{stack[0].f_lineno})"
+def _innermost(stack: list[FrameType]) -> str:
+    """Return the innermost function of this package on a stack: `corpus.batch (corpus.py:112)`."""
+    frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in stack]
+    file, line, name = frames[0]
+    return own_frame(frames) or f"{name} ({file}:{line})"
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

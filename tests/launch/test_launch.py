@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
+from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
@@ -72,6 +74,30 @@ def test_the_place_of_a_rank_is_in_words_of_its_own_modules() -> None:
     errors.to_record(errors.DataError(Words()))
     waits, where = found[0]
     assert not waits and where.startswith("errors.to_record (errors.py:")
+
+
+def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
+    saved, found = threading.Event(), [""]
+
+    class Words:
+        def __str__(self) -> str:
+            saved.wait(60)
+            return ""
+
+    def look() -> None:
+        end = time.monotonic() + 30
+        while not found[-1].startswith("errors.first_line (errors.py:") and time.monotonic() < end:
+            found.append(place()[1])
+        saved.set()
+
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._error = None
+    checkpointer._thread = threading.Thread(target=errors.first_line, args=(Words(),), name="checkpoint")
+    checkpointer._thread.start()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(look)
+        checkpointer.wait()
+    assert found[-1].startswith("errors.first_line (errors.py:")
 
 
 def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
