@@ -84,6 +84,13 @@ class Data:
     )
 
 
+def fate_of_long_rows(data: Data) -> Literal["split", "cut", "continued"]:
+    """Return what happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
+    if data.packing == "concat":
+        return "continued"
+    return "split" if data.format == "text" else "cut"
+
+
 @dataclass
 class MixedPrecision:
     """The dtypes of compute, of gradient reduction and of the model's buffers."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fsdptrain.config.schema import Data
+from fsdptrain.config.schema import Data, fate_of_long_rows
 from fsdptrain.data.chat import Conversations, Span
 from fsdptrain.errors import DataError
 
@@ -40,6 +40,7 @@ class Encoder:
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _continuing(self.backend) if self.backend is not None else None
         self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
+        self.fate = fate_of_long_rows(data)
         self.lengths = array("I")  # tokens of each row, before the cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
 
@@ -47,11 +48,10 @@ class Encoder:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in getattr(self, f"_{self.data.format}")(rows):
             self.lengths.append(len(ids))
-            if self.data.format == "text":
-                self.counts["split"] += len(ids) > self.data.seq_len and self.data.packing != "concat"
-            elif len(ids) > self.data.seq_len and self.data.packing != "concat":
-                ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
-                self.counts["cut"] += 1
+            if len(ids) > self.data.seq_len and self.fate != "continued":
+                self.counts[self.fate] += 1
+                if self.fate == "cut":
+                    ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
             if TRAINED in mask[1:]:
                 yield ids, mask
             else:

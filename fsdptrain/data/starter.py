@@ -10,12 +10,9 @@ from pathlib import Path
 import yaml
 
 from fsdptrain.config.paths import HUB_ID, find_data, is_folder
-from fsdptrain.config.schema import FORMAT_FIELDS, Data, words_of
+from fsdptrain.config.schema import FORMAT_FIELDS, Data, fate_of_long_rows, words_of
 from fsdptrain.data.columns import as_yaml, column_names, describe, guess, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
-
-FATE = {"text": "longer ones are split", "chat": "longer ones are cut", "prompt_completion": "longer ones are cut"}
-
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
@@ -34,7 +31,7 @@ model:
 data:
   path: {path}
   format: {form} # {fields}
-{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and {fate}
+{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {fate}
   # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
 
 fsdp:
@@ -72,7 +69,7 @@ def starter(data: str, model: str, dest: Path) -> str:
     return RECIPE.format(
         dest=dest, name=_name(model, data), model=_scalar(model), path=_scalar(_beside(data, found, dest)), form=form,
         fields=_comment(describe(found, read_as)), columns=f"  columns: {as_yaml(columns)}\n" if columns else "",
-        seq_len=_length(model), fate=FATE[form], strategies=", ".join(words_of("fsdp.strategy")),
+        seq_len=_length(model), fate=fate_of_long_rows(read_as), strategies=", ".join(words_of("fsdp.strategy")),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import transformers
 from fsdptrain.checkpoint.disk import disk_facts, disk_line, disk_problems
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS
+from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, fate_of_long_rows
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe, peek
 from fsdptrain.data.commits import pinned
@@ -217,8 +217,8 @@ def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
 def show_sequences(plan: Plan, facts: dict[str, Any], found: Findings) -> None:
     """Those facts for the person: counts, the histogram, an example."""
     data, lengths = plan.recipe.data, facts["lengths"]
-    fates = {"concat": "cut wherever a sequence ends"}
-    beyond = fates.get(data.packing, "split" if data.format == "text" else f"cut at {data.seq_len:,}")
+    fate = fate_of_long_rows(data)
+    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}"}.get(fate, fate)
     longer = f"longer than seq_len {data.seq_len:,}: {counted(lengths['over_seq_len'], 'row')} ({beyond})"
     found.shown(
         "Data",
