@@ -293,13 +293,13 @@ def init(
     dest: Annotated[Path, typer.Argument(help="where to write the recipe")] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe for your data, with comments; the format is that of its first rows."""
-    from fsdptrain.data.starter import starter
+    from fsdptrain.data.starter import starter_recipe
 
     dest = _path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already, and is not overwritten")
-    text = starter(data, model, dest)
+    text = starter_recipe(data, model, dest)
     with _written(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:

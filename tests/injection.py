@@ -101,7 +101,7 @@ def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extr
 def valid_steps(run: Path) -> list[int]:
     """Steps of the checkpoints that are whole, every byte of them."""
     rundir = RunDir(run)
-    return [step for step in rundir.checkpoint_steps() if not manifest.faults(rundir.checkpoint(step))]
+    return [step for step in rundir.checkpoint_steps() if not manifest.checkpoint_problems(rundir.checkpoint(step))]
 
 
 def last_step(run: Path) -> int:
@@ -116,7 +116,11 @@ def curve(run: Path) -> dict[int, list[Any]]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every byte of a checkpoint or an export, by file; but the manifest, which knows the name of the run folder."""
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != manifest.NAME}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != manifest.MANIFEST_NAME
+    }
 
 
 def differences(run: Path, reference: Path) -> list[str]:

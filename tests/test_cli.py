@@ -26,7 +26,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.columns import peek
-from fsdptrain.data.starter import starter
+from fsdptrain.data.starter import starter_recipe
 
 COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
 
@@ -98,7 +98,7 @@ def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, mon
     for number, path in enumerate([*sorted(data.iterdir()), data, Path(data.name), Path(data.name) / "*.json"]):
         recipe = tmp_path / "recipes" / f"{number}.yaml"
         recipe.parent.mkdir(exist_ok=True)
-        recipe.write_text(starter(str(path), "org/name", recipe))
+        recipe.write_text(starter_recipe(str(path), "org/name", recipe))
         written = load(recipe)
         monkeypatch.chdir("/")  # a relative path is found from the recipe's own folder as well
         plan = make_plan(written, Topology("cpu", 1, 2))

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdptrain.checkpoint.manifest import FORMAT, Manifest, file_entry, read_manifest
+from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.config.reader import load
@@ -444,7 +444,7 @@ def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"weights")
     files = {"rank-00000.safetensors": file_entry(folder / "rank-00000.safetensors")}
-    Manifest(FORMAT, steps, 2, plan.digest(), plan.identity(), files).write(folder)
+    Manifest(FORMAT_VERSION, steps, 2, plan.digest(), plan.identity(), files).write(folder)
     if steps == total and export:
         fill(rundir.export, "config.json")
         write_export_record(rundir, steps, file_stamps(rundir.export))

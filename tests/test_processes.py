@@ -18,7 +18,7 @@ from support import ROOT, environment, events, wait_for_step
 from terminal import Terminal
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import read
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError
 
@@ -159,7 +159,7 @@ def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
         path = tmp_path / file
         path.write_text(text, encoding="utf-8")
         with pytest.raises(DataError, match=r"no .*column_0_.*and 5,970 more") as refused:
-            list(read(open_sources(str(path))[0], Data(path=str(path)), None))
+            list(read_rows(open_sources(str(path))[0], Data(path=str(path)), None))
         assert len(str(refused.value)) < 3000
 
 

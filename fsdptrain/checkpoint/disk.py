@@ -39,7 +39,7 @@ def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]
         "checkpoints": copies,
         "export_bytes": export,
         "needed_bytes": max(0, copies * checkpoint - held) + export,
-        "free_bytes": shutil.disk_usage(_existing(rundir.root)).free,
+        "free_bytes": shutil.disk_usage(existing_parent(rundir.root)).free,
     }
 
 
@@ -48,65 +48,66 @@ def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]
     if facts["free_bytes"] < facts["needed_bytes"]:
         yield CheckpointError(
             f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
-            f"of {plan.run_dir} ({_holdings(facts)}): lower checkpoint.keep, or choose another"
+            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or choose another"
         )
 
 
-def disk_line(facts: dict[str, Any]) -> str:
+def disk_summary(facts: dict[str, Any]) -> str:
     """The disk's facts for the person."""
-    return f"{size(facts['needed_bytes'])} needed ({_holdings(facts)}), {size(facts['free_bytes'])} free"
+    return f"{size(facts['needed_bytes'])} needed ({_breakdown(facts)}), {size(facts['free_bytes'])} free"
 
 
-def _holdings(facts: dict[str, Any]) -> str:
+def _breakdown(facts: dict[str, Any]) -> str:
     checkpoints = f"{counted(facts['checkpoints'], 'checkpoint')} of {size(facts['checkpoint_bytes'])}"
     return f"at most {checkpoints} at a time, an export of {size(facts['export_bytes'])}"
 
 
-def _existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder on the way up from `path` that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
+DISK_FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
-def make_room(scratch: Path, target: Path, needed: int) -> None:
+def prepare_scratch(scratch: Path, target: Path, needed: int) -> None:
     """Make an empty folder to write into.
 
     Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
     """
-    refuse_taken(target)
+    reject_existing(target)
     remove_checkpoint(scratch)
     missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
     scratch.mkdir(parents=True)
     for folder in missing:
         fsync(folder.parent)
     needed += needed // 100  # headers, and what the file system takes for itself
-    if room(scratch) < needed:
-        raise CheckpointError(no_space(scratch, needed))
+    if available_bytes(scratch) < needed:
+        raise CheckpointError(no_space_message(scratch, needed))
 
 
-def refuse_taken(target: Path) -> None:
+def reject_existing(target: Path) -> None:
     """Raise CheckpointError when there is something of this name: a checkpoint never replaces anything."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: move it away, nothing is overwritten")
 
 
-def room(scratch: Path) -> int:
+def available_bytes(scratch: Path) -> int:
     """Bytes there are for what is written into `scratch`: those free, and those it has taken."""
     return shutil.disk_usage(scratch.parent).free + sum(path.stat().st_size for path in scratch.glob("*"))
 
 
-def no_space(scratch: Path, needed: int) -> str:
+def no_space_message(scratch: Path, needed: int) -> str:
     """What is said of a full disk, whenever it is noticed."""
-    return f"no space: needs {size(needed)}, has {size(room(scratch))}"
+    return f"no space: needs {size(needed)}, has {size(available_bytes(scratch))}"
 
 
 @contextlib.contextmanager
-def space_told(scratch: Path, needed: int) -> Iterator[None]:
+def report_full_disk(scratch: Path, needed: int) -> Iterator[None]:
     """Inside, a disk that fills up is a CheckpointError with the numbers (safetensors says `os error 28`)."""
     try:
         yield
     except Exception as error:
-        if FULL.search(str(error)):
-            raise CheckpointError(f"{no_space(scratch, needed)} ({error})") from error
+        if DISK_FULL.search(str(error)):
+            raise CheckpointError(f"{no_space_message(scratch, needed)} ({error})") from error
         raise

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdptrain.checkpoint.disk import space_told
-from fsdptrain.checkpoint.load import Stored
-from fsdptrain.checkpoint.manifest import faults, fsync, read_manifest, refuse_ways_out
+from fsdptrain.checkpoint.disk import report_full_disk
+from fsdptrain.checkpoint.load import StoredCheckpoint
+from fsdptrain.checkpoint.manifest import checkpoint_problems, fsync, read_manifest, reject_external_symlinks
 from fsdptrain.checkpoint.save import Checkpointer, save_tensors
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
@@ -73,14 +73,14 @@ def gathered_tensors(model: Any, groups: list[list[str]], writes: bool, alive: C
         yield kept
 
 
-def stored_tensors(checkpoint: Stored, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+def stored_tensors(checkpoint: StoredCheckpoint, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
     """The state in a checkpoint, group after group; raises CheckpointError when it is not that of `bare`."""
     tensors = saved_state(bare)
     for group in groups:
         yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
 
 
-class Writer:
+class SafetensorsWriter:
     """Collects tensors into safetensors files of at most 5 GB."""
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written: bytes of weights, the files, and the folder with what could not stay in place, if any."""
 
     bytes: int
@@ -144,7 +144,7 @@ def write_folder(
     dtype: str,
     progress: Progress,
     written: Stamps | None = None,
-) -> Exported:
+) -> ExportResult:
     """Write a whole Hugging Face folder at `out` and check it.
 
     `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer; `written`
@@ -156,14 +156,14 @@ def write_folder(
     state = saved_state(wanted)
     needed = sum(tensor.nbytes for tensor in state.values())
     try:
-        with space_told(scratch, needed):
+        with report_full_disk(scratch, needed):
             for name in asset_names(assets):
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(assets / name, scratch / name)
             config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
             config.dtype = getattr(torch, dtype)
             config.save_pretrained(scratch)
-            writer = Writer(scratch)
+            writer = SafetensorsWriter(scratch)
             for done, group in enumerate(tensors, 1):
                 cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
                 writer.add(revert_weight_conversion(bare, cast))
@@ -178,7 +178,7 @@ def write_folder(
     files = file_stamps(scratch)
     kept = replace_export(scratch, out, written or {})
     fsync(out.parent)
-    return Exported(writer.bytes, files, kept)
+    return ExportResult(writer.bytes, files, kept)
 
 
 def check_export(folder: Path, wanted: Any) -> None:
@@ -233,22 +233,22 @@ def export_live(
             failure = error
     for _ in tensors:  # the gathering is everyone's, to its end, even after a failure
         pass
-    checkpointer.all_or_none(failure)
+    checkpointer.raise_on_every_rank(failure)
 
 
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
     """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
-    refuse_ways_out(rundir)
-    plan = _plan_of(rundir)
-    folder = _choose(rundir, step, screen.say)
-    bare = _skeleton_of(rundir, plan)
+    reject_external_symlinks(rundir)
+    plan = _read_plan(rundir)
+    folder = _choose_checkpoint(rundir, step, screen.say)
+    bare = _build_skeleton(rundir, plan)
     groups = names_by_block(bare)
     dtype = dtype or plan.recipe.export.dtype
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
 
-    with Stored(folder) as checkpoint:
+    with StoredCheckpoint(folder) as checkpoint:
         tensors = stored_tensors(checkpoint, bare, groups)
         if out == rundir.export:
             made = read_manifest(folder).step
@@ -271,7 +271,7 @@ def _write_and_record(
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 
-def _plan_of(rundir: RunDir) -> Plan:
+def _read_plan(rundir: RunDir) -> Plan:
     """The plan of a run folder that may be a stranger's; raises CheckpointError when it is not one of ours."""
     try:
         text = rundir.plan.read_text(encoding="utf-8")
@@ -282,7 +282,7 @@ def _plan_of(rundir: RunDir) -> Plan:
         raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
 
-def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
+def _build_skeleton(rundir: RunDir, plan: Plan) -> Any:
     """The unsharded model that a run folder describes; raises CheckpointError where none can be built of it."""
     try:
         model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, perhaps without a GPU
@@ -293,14 +293,14 @@ def _skeleton_of(rundir: RunDir, plan: Plan) -> Any:
         raise CheckpointError(f"{rundir.model} is not the description of a model: {first_line(error)}") from None
 
 
-def _choose(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
+def _choose_checkpoint(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
     """The checkpoint to export, verified: that of `step`, or the newest valid one. Raises CheckpointError."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; there are {steps}")
     for candidate in [step] if step is not None else reversed(steps):
         folder = rundir.checkpoint(candidate)
-        problems = faults(folder)
+        problems = checkpoint_problems(folder)
         if not problems:
             return folder
         say(f"{folder.name} is not valid: {problems[0]}")

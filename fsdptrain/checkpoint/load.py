@@ -19,7 +19,7 @@ from fsdptrain.errors import CheckpointError
 
 def load_checkpoint(folder: Path, shards: dict[str, Shard]) -> None:
     """Fill the shards of a run from a verified checkpoint; raises CheckpointError when it is of another model."""
-    with Stored(folder) as stored:
+    with StoredCheckpoint(folder) as stored:
         unknown = sorted(stored.shapes.keys() - shards.keys())
         if unknown:
             raise CheckpointError(f"{folder}: the model has no {unknown[0]!r}")
@@ -27,7 +27,7 @@ def load_checkpoint(folder: Path, shards: dict[str, Shard]) -> None:
             stored.fill(name, shard)
 
 
-class Stored:
+class StoredCheckpoint:
     """A checkpoint open for reading: whole tensors or single rows of them, whatever ranks wrote them.
 
     That its files have the right checksums says that they are as they were written, not who wrote them: what they say
@@ -41,20 +41,20 @@ class Stored:
         with contextlib.ExitStack() as stack:
             for name in sorted(read_manifest(folder).files):
                 try:
-                    self._take(stack.enter_context(safe_open(folder / name, framework="pt")))
+                    self._add_file(stack.enter_context(safe_open(folder / name, framework="pt")))
                 except (SafetensorError, OSError, ValueError, RecursionError) as error:
                     raise CheckpointError(f"{folder / name} is not a file of a checkpoint: {error}") from None
             for name in self.shapes:
-                self._refuse_gaps(name)
+                self._reject_gaps(name)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> Stored:
+    def __enter__(self) -> StoredCheckpoint:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _take(self, opened: Any) -> None:
+    def _add_file(self, opened: Any) -> None:
         """Note the pieces in a file; raises ValueError when they are not where the file says they are."""
         places = json.loads((opened.metadata() or {}).get("places", "null"))
         if not isinstance(places, dict) or places.keys() != set(opened.keys()):
@@ -69,7 +69,7 @@ class Stored:
                 raise ValueError(f"{name!r} is {self.shapes[name]} elsewhere, and {reprlib.repr(shape)} here")
             self._pieces.setdefault(name, []).append((first, rows))
 
-    def _refuse_gaps(self, name: str) -> None:
+    def _reject_gaps(self, name: str) -> None:
         """Raise CheckpointError unless a tensor's pieces are of one dtype and follow upon each other to its end."""
         pieces = sorted(self._pieces[name], key=lambda piece: piece[0])
         starts = [first for first, _ in pieces]

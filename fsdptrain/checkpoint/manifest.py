@@ -26,16 +26,16 @@ from fsdptrain.errors import CheckpointError, OtherVersion, Problem
 from fsdptrain.ownership import regular_file_status, unused_name
 from fsdptrain.rundir import RunDir, checkpoint_name
 
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 
 
-FORMAT = 2
+FORMAT_VERSION = 2
 
 
 MAX_BYTES = 2**24  # a hundred thousand files take less
 
 
-SEAL = ',\n  "sha256": "'
+CHECKSUM_PREFIX = ',\n  "sha256": "'
 
 
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
@@ -57,15 +57,15 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`, durably."""
-        path = folder / NAME
+        path = folder / MANIFEST_NAME
         text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
-        path.write_bytes(sealed(text.removesuffix("\n}").encode()))
+        path.write_bytes(with_checksum(text.removesuffix("\n}").encode()))
         fsync(path)
 
 
-def sealed(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
     """The JSON text of an object but for its closing brace, closed with the checksum of all that stands before it."""
-    return body + f'{SEAL}{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+    return body + f'{CHECKSUM_PREFIX}{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -74,8 +74,8 @@ def read_manifest(folder: Path) -> Manifest:
     Raises OtherVersion when it is of another format, and another CheckpointError when there is none or when it is not,
     to the last byte, as it was written.
     """
-    path = folder / NAME
-    raw = _read(path)
+    path = folder / MANIFEST_NAME
+    raw = _read_bytes(path)
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -83,21 +83,21 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} is damaged: it is not an object")
     version = fields.get("format")
-    if type(version) is int and version != FORMAT:  # asked first: another version may seal otherwise
+    if type(version) is int and version != FORMAT_VERSION:  # asked first: another version may seal otherwise
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this one "
-            f"reads {FORMAT}): go on with that version, or choose another output_dir"
+            f"reads {FORMAT_VERSION}): go on with that version, or choose another output_dir"
         )
-    if sealed(raw.rpartition(SEAL.encode())[0]) != raw:
+    if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its own checksum differs")
     del fields["sha256"]
-    fault = _fault_of_fields(fields)
+    fault = _field_problem(fields)
     if fault:
         raise CheckpointError(f"{path} is not as fsdptrain writes it: {fault}")
     return Manifest(**fields)
 
 
-def _read(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     """A manifest's bytes. A link would lead to where the checkpoint is not, and a pipe would never end."""
     try:
         if path.parent.is_symlink() or not regular_file_status(path):
@@ -105,7 +105,7 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: there is no {NAME}: the checkpoint is not complete") from None
+        raise CheckpointError(f"{path.parent}: there is no {MANIFEST_NAME}: the checkpoint is not complete") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
@@ -113,7 +113,7 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _fault_of_fields(fields: dict[str, Any]) -> str | None:
+def _field_problem(fields: dict[str, Any]) -> str | None:
     """What stands in a manifest that fsdptrain would not write, if anything does."""
     if fields.keys() != {field.name for field in dataclasses.fields(Manifest)}:
         return f"its fields are {reprlib.repr(sorted(fields))}"
@@ -128,7 +128,7 @@ def _fault_of_fields(fields: dict[str, Any]) -> str | None:
     }
     faulty = {name: fields[name] for name, well in sound.items() if not well}
     if sound["files"]:
-        faulty |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_entry(name, facts)}
+        faulty |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_file_entry(name, facts)}
     return next((f"{name}: {reprlib.repr(value)}" for name, value in faulty.items()), None)
 
 
@@ -136,7 +136,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_entry(name: str, facts: Any) -> bool:
+def _is_file_entry(name: str, facts: Any) -> bool:
     if not FILE_NAME.fullmatch(name) or not isinstance(facts, dict) or facts.keys() != {"bytes", "sha256"}:
         return False
     return _is_count(facts["bytes"]) and isinstance(facts["sha256"], str) and bool(SHA256.fullmatch(facts["sha256"]))
@@ -148,7 +148,7 @@ def file_entry(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
+def _file_problem(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
     try:
         status = regular_file_status(path)
         if not status:
@@ -164,7 +164,7 @@ def _fault_of_file(path: Path, facts: dict[str, Any], checksums: bool) -> str | 
     return None
 
 
-def faults(folder: Path, share: slice = slice(None), checksums: bool = True) -> list[str]:
+def checkpoint_problems(folder: Path, share: slice = slice(None), checksums: bool = True) -> list[str]:
     """What is wrong with a checkpoint, a line each; of its files only a `share` is looked at, that of one rank.
 
     Without `checksums` only that the files are there and have their sizes. Files are read side by side: SHA-256 keeps
@@ -180,7 +180,7 @@ def faults(folder: Path, share: slice = slice(None), checksums: bool = True) -> 
     found = [None if checkpoint_name(manifest.step) == folder.name else f"{folder} holds step {manifest.step}"]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         names = sorted(manifest.files)[share]
-        found += pool.map(lambda name: _fault_of_file(folder / name, manifest.files[name], checksums), names)
+        found += pool.map(lambda name: _file_problem(folder / name, manifest.files[name], checksums), names)
     return [fault for fault in found if fault]
 
 
@@ -189,7 +189,7 @@ def complete_steps(rundir: RunDir) -> list[int]:
     complete = []
     for step in rundir.checkpoint_steps():
         with contextlib.suppress(OtherVersion):
-            if not faults(rundir.checkpoint(step), checksums=False):
+            if not checkpoint_problems(rundir.checkpoint(step), checksums=False):
                 complete.append(step)
     return complete
 
@@ -199,7 +199,7 @@ def newest_manifest(rundir: RunDir) -> Manifest | None:
 
     Raises OtherVersion for a newer one of another version, and CheckpointError for a run folder that leads elsewhere.
     """
-    refuse_ways_out(rundir)
+    reject_external_symlinks(rundir)
     for step in reversed(rundir.checkpoint_steps()):
         try:
             return read_manifest(rundir.checkpoint(step))
@@ -210,17 +210,17 @@ def newest_manifest(rundir: RunDir) -> Manifest | None:
     return None
 
 
-def refuse_ways_out(rundir: RunDir) -> None:
+def reject_external_symlinks(rundir: RunDir) -> None:
     """Raise CheckpointError when a link in a run folder leads out of it: a stranger may have made the folder."""
     root = os.path.realpath(rundir.root)
     folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
-    within = (path for folder, pattern in folders.items() for path in _content(folder, pattern))
+    within = (path for folder, pattern in folders.items() for path in _entries(folder, pattern))
     for path in (*rundir.written_paths(), *within):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
 
-def _content(folder: Path, pattern: str) -> Iterable[Path]:
+def _entries(folder: Path, pattern: str) -> Iterable[Path]:
     return () if folder.is_symlink() else folder.glob(pattern)
 
 

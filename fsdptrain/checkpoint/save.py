@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from fsdptrain.checkpoint.disk import make_room, refuse_taken, space_told
+from fsdptrain.checkpoint.disk import prepare_scratch, reject_existing, report_full_disk
 from fsdptrain.checkpoint.load import load_checkpoint
 from fsdptrain.checkpoint.manifest import (
-    FORMAT,
+    FORMAT_VERSION,
     Manifest,
+    checkpoint_problems,
     complete_steps,
-    faults,
     file_entry,
     fsync,
     newest_manifest,
@@ -70,7 +70,7 @@ class Checkpointer:
         mine = shards_of(model, optimizer) if self.world.writes else {}
         if self.world.rank != 0:  # plain tensors (buffers) are equal everywhere: rank 0's are written
             mine = {name: shard for name, shard in mine.items() if not shard.is_whole}
-        staged = self._stage(mine, wait)
+        staged = self._copy_to_host(mine, wait)
         arguments = (step, staged, started, time.monotonic() - started)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
@@ -86,7 +86,7 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _stage(self, shards: dict[str, Shard], wait: bool) -> dict[str, Shard]:
+    def _copy_to_host(self, shards: dict[str, Shard], wait: bool) -> dict[str, Shard]:
         """The shards in host memory, where the steps that follow do not change them.
 
         While we wait nothing changes them, and those in host memory already need no copy. The others go to the same
@@ -108,10 +108,10 @@ class Checkpointer:
         try:
             size = self._write(step, staged, target)
             keep = self.plan.recipe.checkpoint.keep
-            self._first("remove old checkpoints", partial(keep_newest, self.rundir, step, keep))
+            self._on_rank_zero("remove old checkpoints", partial(remove_old_checkpoints, self.rundir, step, keep))
             facts = {"step": step, "path": str(target), "bytes": size}
             facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
-            self._first(f"report {target}", partial(self.write_event, "save", **facts))
+            self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **facts))
         except BaseException as error:
             self._error = error  # for the training thread, which raises it in its next wait()
 
@@ -120,12 +120,14 @@ class Checkpointer:
         scratch = target.with_name(target.name + ".tmp")
         saving = f"save {target}"
         try:
-            needed = sum(self._exchange(sum(shard.local.nbytes for shard in staged.values())))
-            told = space_told(scratch, needed)  # around whatever writes
-            self._first(saving, told(partial(make_room, scratch, target, needed)))
-            entry = self._together(saving, told(partial(write_shards, scratch / file_name(self.world.rank), staged)))
-            files = dict(filter(None, self._exchange(entry)))
-            self._first(saving, told(partial(self._publish, step, scratch, target, files)))
+            needed = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
+            told = report_full_disk(scratch, needed)  # around whatever writes
+            self._on_rank_zero(saving, told(partial(prepare_scratch, scratch, target, needed)))
+            entry = self._on_every_rank(
+                saving, told(partial(write_shards, scratch / shard_name(self.world.rank), staged))
+            )
+            files = dict(filter(None, self._all_gather(entry)))
+            self._on_rank_zero(saving, told(partial(self._publish, step, scratch, target, files)))
         except BaseException:
             if self.world.rank == 0:
                 with contextlib.suppress(OSError):
@@ -134,22 +136,22 @@ class Checkpointer:
         return sum(facts["bytes"] for facts in files.values())
 
     def _publish(self, step: int, scratch: Path, target: Path, files: dict[str, Any]) -> None:
-        Manifest(FORMAT, step, self.world.size, self.plan.digest(), self.identity, files).write(scratch)
+        Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files).write(scratch)
         fsync(scratch)
-        refuse_taken(target)  # an empty folder would be replaced without a word
+        reject_existing(target)  # an empty folder would be replaced without a word
         scratch.rename(target)
         fsync(target.parent)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world.size
         dist.all_gather_object(values, value, group=self.world.side)
         return values
 
-    def _first(self, doing: str, work: Callable[[], Any]) -> None:
+    def _on_rank_zero(self, doing: str, work: Callable[[], Any]) -> None:
         """Rank 0 does the work; if it fails, raise one CheckpointError on all."""
-        self._together(doing, lambda: work() if self.world.rank == 0 else None)
+        self._on_every_rank(doing, lambda: work() if self.world.rank == 0 else None)
 
-    def _together(self, doing: str, work: Callable[[], Any]) -> Any:
+    def _on_every_rank(self, doing: str, work: Callable[[], Any]) -> Any:
         """Do the work on this rank; if it failed on any, raise one CheckpointError on all."""
         result, failure = None, None
         try:
@@ -159,12 +161,12 @@ class Checkpointer:
         except BaseException as error:  # of any class (a panic in Rust is no Exception): the others wait for us
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
-        self.all_or_none(failure and f"cannot {doing}: rank {self.world.rank}: {failure}")
+        self.raise_on_every_rank(failure and f"cannot {doing}: rank {self.world.rank}: {failure}")
         return result
 
-    def all_or_none(self, failure: object) -> None:
+    def raise_on_every_rank(self, failure: object) -> None:
         """Raise one CheckpointError on every rank when any rank brings a failure; collective."""
-        failures = [text for text in self._exchange(str(failure) if failure else None) if text]
+        failures = [text for text in self._all_gather(str(failure) if failure else None) if text]
         if failures:
             raise CheckpointError(failures[0])
 
@@ -173,16 +175,18 @@ class Checkpointer:
 
         Raises CheckpointError where there are only damaged ones: starting over would not be going on.
         """
-        newest = int(self._exchange(max(self.rundir.checkpoint_steps(), default=0))[0])
+        newest = int(self._all_gather(max(self.rundir.checkpoint_steps(), default=0))[0])
         spoilt = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged*"))
-        self.all_or_none(None if newest or not spoilt else f"only damaged checkpoints are left: {', '.join(spoilt)}")
+        self.raise_on_every_rank(
+            None if newest or not spoilt else f"only damaged checkpoints are left: {', '.join(spoilt)}"
+        )
         return newest
 
-    def refuse_another_run(self) -> None:
+    def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here are of other data or another tokenizer under the same names."""
         manifest = newest_manifest(self.rundir)
         problems = resume_problems(manifest.identity, self.identity) if manifest else []
-        if any(self._exchange(bool(problems))):
+        if any(self._all_gather(bool(problems))):
             raise RecipeError(problems or "another rank sees another run to resume")
 
     def load_newest(self, model: Any, optimizer: torch.optim.Optimizer) -> int:
@@ -191,14 +195,14 @@ class Checkpointer:
         A damaged checkpoint is named and set aside, and the one before it is taken. Raises CheckpointError when there
         are checkpoints and none is valid, or when another version of fsdptrain wrote the newest.
         """
-        steps = self._exchange(self.rundir.checkpoint_steps())[0]
+        steps = self._all_gather(self.rundir.checkpoint_steps())[0]
         for step in reversed(steps):
             folder = self.rundir.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._together(f"load {folder}", partial(load_checkpoint, folder, shards_of(model, optimizer)))
+                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, shards_of(model, optimizer)))
                 return int(step)
-            self._first(f"set {folder} aside", partial(self._set_aside, folder, problems))
+            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, folder, problems))
         if steps:
             raise CheckpointError(f"no valid checkpoint is left in {self.rundir.checkpoints}: all were damaged")
         return 0
@@ -213,14 +217,14 @@ class Checkpointer:
         """
         mine, refusal = [], None
         try:
-            mine = faults(folder, slice(self.world.rank, None, self.world.size))
+            mine = checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
         except OtherVersion as error:
             refusal = error
-        self.all_or_none(refusal)
-        return sorted({problem for found in self._exchange(mine) for problem in found})
+        self.raise_on_every_rank(refusal)
+        return sorted({problem for found in self._all_gather(mine) for problem in found})
 
 
-def file_name(rank: int) -> str:
+def shard_name(rank: int) -> str:
     """The name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -251,7 +255,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     path.chmod(mode)
 
 
-def keep_newest(rundir: RunDir, newest: int, keep: int) -> None:
+def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
     """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor go.
 
     Raises CheckpointError, and removes nothing, when `newest`, just written, is not among them. They are renamed away

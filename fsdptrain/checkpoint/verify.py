@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import faults, refuse_ways_out
+from fsdptrain.checkpoint.manifest import checkpoint_problems, reject_external_symlinks
 from fsdptrain.errors import CheckpointError, OtherVersion
 from fsdptrain.ownership import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
@@ -23,7 +23,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     `resume` is the step that a resume would go on from, or None. `good`: there is a checkpoint, and nothing is wrong;
     folders that were set aside or left over are only told. Raises CheckpointError for a folder that leads elsewhere.
     """
-    refuse_ways_out(rundir)
+    reject_external_symlinks(rundir)
     checkpoints = [_checkpoint(rundir.checkpoint(step), step) for step in rundir.checkpoint_steps()]
     export = _export(rundir.export) if rundir.export.exists() else None
     found = [*checkpoints, *([export] if export else [])]
@@ -63,7 +63,7 @@ def _row(what: str, part: dict[str, Any]) -> list[str]:
 def _checkpoint(folder: Path, step: int) -> dict[str, Any]:
     other_version = False
     try:
-        problems = faults(folder)
+        problems = checkpoint_problems(folder)
     except OtherVersion as error:
         problems, other_version = [str(error)], True
     return {"step": step, **_extent(folder), "problems": problems, "other_version": other_version}

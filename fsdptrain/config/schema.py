@@ -84,7 +84,7 @@ class Data:
     )
 
 
-def fate_of_long_rows(data: Data) -> Literal["split", "cut", "continued"]:
+def long_row_treatment(data: Data) -> Literal["split", "cut", "continued"]:
     """Return what happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
     if data.packing == "concat":
         return "continued"

@@ -16,18 +16,18 @@ from filelock import FileLock
 
 from fsdptrain.errors import RecipeError, is_disk_full
 
-SUMMED = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
+CHECKED_BYTES = 2**26  # bytes at the beginning of a prepared file whose checksum is kept; beyond, its size is enough
 
 
-SUMS = "sums.json"
+CHECKSUM_FILE = "sums.json"
 
 
-def kept(kind: str, wanted: Any, write: Callable[[Path], None]) -> Path:
+def cached_folder(kind: str, wanted: Any, write: Callable[[Path], None]) -> Path:
     """The cache's folder of what `wanted` (JSON) describes; `write` fills it where there is none, or a damaged one."""
     name = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir(kind) / name
     with FileLock(f"{folder}.lock"):
-        if not is_whole(folder):
+        if not is_intact(folder):
             shutil.rmtree(folder, ignore_errors=True)
             scratch = folder.with_suffix(f".{os.getpid()}")
             shutil.rmtree(scratch, ignore_errors=True)
@@ -64,22 +64,22 @@ def cache_dir(kind: str) -> Path:
 
 def seal(folder: Path) -> None:
     """Write down what is in a prepared folder."""
-    (folder / SUMS).write_text(json.dumps(_sums(folder)), encoding="utf-8")
+    (folder / CHECKSUM_FILE).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
 
 
-def is_whole(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
     """Whether a prepared folder holds what it held when it was sealed; a damaged one is made again."""
     try:
-        return bool(json.loads((folder / SUMS).read_text(encoding="utf-8")) == _sums(folder))
+        return bool(json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")) == _checksums(folder))
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def _sums(folder: Path) -> dict[str, list[int]]:
+def _checksums(folder: Path) -> dict[str, list[int]]:
     """The size of every file, and the CRC-32 of its beginning."""
     found = {}
     for file in folder.iterdir():
-        if file.name != SUMS:
+        if file.name != CHECKSUM_FILE:
             with file.open("rb") as stream:
-                found[file.name] = [file.stat().st_size, zlib.crc32(stream.read(SUMMED))]
+                found[file.name] = [file.stat().st_size, zlib.crc32(stream.read(CHECKED_BYTES))]
     return found

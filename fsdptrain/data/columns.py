@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from fsdptrain.config.schema import FORMAT_FIELDS, Data
-from fsdptrain.data.sources import BATCH, Source, _first_source, _kind
+from fsdptrain.data.sources import BATCH, Source, first_source, type_name
 from fsdptrain.errors import DataError, listed, shortened
 
 # What data sets call the fields of our formats, the most telling name first. Alpaca's `input` belongs to its prompt.
-USUAL = {
+COMMON_NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
     "prompt": ("prompt", "instruction", "question", "query", "problem", "input", "inputs"),
     "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
@@ -25,7 +25,7 @@ USUAL = {
 
 
 # Who speaks in ShareGPT's {from, value}, in the words of chat templates.
-SPEAKERS = {
+SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
     "system": "system",
@@ -38,16 +38,16 @@ def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str
 
     Raises DataError as `open_sources` and `read` do.
     """
-    source = _first_source(path)
-    return source.columns, next(read(source, data, rows), [])
+    source = first_source(path)
+    return source.columns, next(read_rows(source, data, rows), [])
 
 
 def column_names(path: str) -> list[str]:
     """Return the columns behind a path; raises DataError as `open_sources` does."""
-    return _first_source(path).columns
+    return first_source(path).columns
 
 
-def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
+def read_rows(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
     """Batches of rows with our field names, every value checked; those of conversations with their `place`, too.
 
     Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
@@ -55,18 +55,18 @@ def read(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[st
     columns = columns_of(data)
     wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
     if missing := [name for name in wanted if name not in source.columns]:
-        raise DataError(f"{source.name}: {_no_column(missing[0], source.columns, data)}")
+        raise DataError(f"{source.name}: {_missing_column_message(missing[0], source.columns, data)}")
     if twice := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: {len(source.columns)} columns, and more than one is called {twice[0]!r}")
-    check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_texts_of, columns)
+    check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_text_fields, columns)
     if data.format == "chat":  # rows of a JSON file may have tools where the first, which lists the columns, has none
         tools = str(data.columns.get("tools", "tools"))
         if "tools" in data.columns and tools not in source.columns:
             raise DataError(f"{source.name}: no column {tools!r}, which data.columns names as tools")
-        check = partial(_conversation, columns["messages"][0], tools)
+        check = partial(_conversation_fields, columns["messages"][0], tools)
         wanted += [tools] if tools in source.columns else []
     checked = (check(row, place) for place, row in islice(source.rows(wanted), limit))
-    yield from iter(partial(_take, checked), [])
+    yield from iter(partial(_next_batch, checked), [])
 
 
 def columns_of(data: Data) -> dict[str, list[str]]:
@@ -75,25 +75,27 @@ def columns_of(data: Data) -> dict[str, list[str]]:
     return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
 
 
-def describe(path: str, data: Data) -> str:
+def describe_columns(path: str, data: Data) -> str:
     """Return what is read from which columns, and joined how: `instruction + input as prompt, output as completion`."""
     words = [
         field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
     ]
     if data.format == "chat":
-        source = _first_source(path)
+        source = first_source(path)
         [column] = columns_of(data)["messages"]
         _, row = next(source.rows([column]), ("", {})) if column in source.columns else ("", {})
-        if isinstance(messages := row.get(column), list) and any(map(_from_sharegpt, messages)):
+        if isinstance(messages := row.get(column), list) and any(map(_is_sharegpt, messages)):
             words[0] += " (ShareGPT: from is role, value is content)"
         if (tools := data.columns.get("tools", "tools")) in source.columns:
             words.append("tools" if tools == "tools" else f"{tools} as tools")
     return ", ".join(words) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
-def guess(there: list[str]) -> tuple[str, dict[str, Any]] | None:
+def guess_format(there: list[str]) -> tuple[str, dict[str, Any]] | None:
     """Return the format that columns of these names look like, and `data.columns` for it; None for any others."""
-    found = {field: name for field, names in USUAL.items() if (name := next((n for n in names if n in there), None))}
+    found = {
+        field: name for field, names in COMMON_NAMES.items() if (name := next((n for n in names if n in there), None))
+    }
     for form in ("chat", "prompt_completion", "text"):
         fields = FORMAT_FIELDS[form]
         if set(fields) <= found.keys():
@@ -104,32 +106,32 @@ def guess(there: list[str]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def as_yaml(columns: dict[str, Any]) -> str:
+def columns_as_yaml(columns: dict[str, Any]) -> str:
     """Return columns as they are written in a recipe: `{prompt: [instruction, input], completion: output}`."""
     return yaml.safe_dump(columns, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9).strip()
 
 
-def _no_column(missing: str, there: list[str], data: Data) -> str:
+def _missing_column_message(missing: str, there: list[str], data: Data) -> str:
     """What to say about a column that is not there: those there are, and how they could be read."""
     message = f"no column {shortened(missing)!r}, which format {data.format} reads; there are: {listed(there)}. "
-    likely = guess(there)
+    likely = guess_format(there)
     if likely is None:
         fields = [field for field, names in columns_of(data).items() if missing in names]
         return f"{message}Name yours in data.columns: {{{fields[0]}: …}}"
     form, columns = likely
-    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {as_yaml(columns)}"] * bool(columns)
+    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {columns_as_yaml(columns)}"] * bool(columns)
     return f"{message}They look like data: {{{', '.join(keys)}}}"
 
 
-def _take(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+def _next_batch(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(islice(rows, BATCH))
 
 
-def _texts_of(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:
+def _text_fields(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:
     return {field: _check_text(row, *names, place=place) for field, names in columns.items()}
 
 
-def _conversation(messages: str, tools: str, row: dict[str, Any], place: str) -> dict[str, Any]:
+def _conversation_fields(messages: str, tools: str, row: dict[str, Any], place: str) -> dict[str, Any]:
     schemas = _check_tools(row, tools, place)
     kept = {"messages": _check_messages(row, messages, place=place), "place": place}
     return kept | ({"tools": schemas} if schemas else {})
@@ -144,12 +146,12 @@ def _check_text(row: dict[str, Any], column: str, *more: str, place: str) -> str
         way_out = {int: "; put quotes around it", float: "; put quotes around it"}.get(type(value), "")
         if isinstance(value, list) and value and isinstance(value[0], dict):
             way_out = "; lists of messages are read with data.format: chat"
-        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a text{way_out}")
+        raise DataError(f"{place}: {column!r} is {type_name(value)}; expected a text{way_out}")
     texts = [_check_text(row, name, place=place) for name in more if row.get(name) not in (None, "")]
-    return "\n\n".join(text for text in [_whole(value, column, place), *texts] if text)
+    return "\n\n".join(text for text in [_check_unicode(value, column, place), *texts] if text)
 
 
-def _whole(text: str, column: str, place: str) -> str:
+def _check_unicode(text: str, column: str, place: str) -> str:
     """The text; `\\ud83d` in JSON without its other half is no character, and no tokenizer takes it."""
     try:
         text.encode()
@@ -161,31 +163,31 @@ def _whole(text: str, column: str, place: str) -> str:
 def _check_messages(row: dict[str, Any], column: str, *, place: str) -> list[dict[str, Any]]:
     value = row.get(column)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {column!r} is {_kind(value)}; expected a list of messages")
+        raise DataError(f"{place}: {column!r} is {type_name(value)}; expected a list of messages")
     messages = []
     for number, message in enumerate(value, 1):
-        if _from_sharegpt(message):
-            message = _translated(message, f"{place}: message {number} of {column!r}")
+        if _is_sharegpt(message):
+            message = _from_sharegpt(message, f"{place}: message {number} of {column!r}")
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content", ""), str):
             ways = "{role: text, content: text}, nor ShareGPT's {from: text, value: text}"
             raise DataError(f"{place}: message {number} of {column!r} is not {ways}")
-        _whole(json.dumps(kept, ensure_ascii=False, default=str), column, place)
+        _check_unicode(json.dumps(kept, ensure_ascii=False, default=str), column, place)
         messages.append(kept)
     return messages
 
 
-def _from_sharegpt(message: Any) -> bool:
+def _is_sharegpt(message: Any) -> bool:
     return isinstance(message, dict) and {"from", "value"} <= message.keys() and message.get("role") is None
 
 
-def _translated(message: dict[str, Any], place: str) -> dict[str, Any]:
+def _from_sharegpt(message: dict[str, Any], place: str) -> dict[str, Any]:
     """A ShareGPT message in the words of chat templates."""
-    role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
+    role = SHAREGPT_ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        raise DataError(f"{place} is from {shortened(repr(message['from']))}; known: {', '.join(SPEAKERS)}")
+        raise DataError(f"{place} is from {shortened(repr(message['from']))}; known: {', '.join(SHAREGPT_ROLES)}")
     if not isinstance(message["value"], str):
-        raise DataError(f"{place}: value is {_kind(message['value'])}; expected a text")
+        raise DataError(f"{place}: value is {type_name(message['value'])}; expected a text")
     others = {name: item for name, item in message.items() if name not in ("from", "value", "role", "content")}
     return {"role": role, "content": message["value"], **others}
 
@@ -194,21 +196,23 @@ def _check_tools(row: dict[str, Any], column: str, place: str) -> list[dict[str,
     """The JSON schemas of the tools of a conversation, given as a list or as JSON text; None where it has none."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
-        _whole(value, column, place)
+        _check_unicode(value, column, place)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: {column!r} is a text that is not JSON: {error}") from None
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         return None
-    tools = [_tool(tool) for tool in value] if isinstance(value, list) else []
+    tools = [_parse_tool(tool) for tool in value] if isinstance(value, list) else []
     if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
-        raise DataError(f"{place}: {column!r} is {_kind(row[column])}; expected a list of JSON schemas, or one as text")
-    _whole(json.dumps(tools, ensure_ascii=False, default=str), column, place)
+        raise DataError(
+            f"{place}: {column!r} is {type_name(row[column])}; expected a list of JSON schemas, or one as text"
+        )
+    _check_unicode(json.dumps(tools, ensure_ascii=False, default=str), column, place)
     return tools
 
 
-def _tool(tool: Any) -> Any:
+def _parse_tool(tool: Any) -> Any:
     """One tool; some data sets hold each as a JSON text."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(tool) if isinstance(tool, str) else tool

@@ -22,7 +22,7 @@ from fsdptrain.rundir import RunDir
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None where nobody could tell
 
 
-def pinned(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
+def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     """Return the plan with every Hub data set at a commit; `keep` writes the commits down (a dry run does not).
 
     Raises CheckpointError when what was written down cannot be read.
@@ -32,10 +32,10 @@ def pinned(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
         return plan
     if keep:
         with FileLock(rundir.logs / "commits.lock"):
-            commits = _known(rundir, asked)
-            write_atomically(rundir.commits, json.dumps({"start": _start(rundir), "commits": commits}, indent=2))
+            commits = _commits_of_run(rundir, asked)
+            write_atomically(rundir.commits, json.dumps({"start": _newest_start(rundir), "commits": commits}, indent=2))
     else:
-        commits = _known(rundir, asked)
+        commits = _commits_of_run(rundir, asked)
 
     paths = {path: str(HubData.of(path).at(commit)) for path, commit in commits.items() if commit}
     return dataclasses.replace(
@@ -45,14 +45,14 @@ def pinned(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     )
 
 
-def _known(rundir: RunDir, asked: list[str]) -> Commits:
+def _commits_of_run(rundir: RunDir, asked: list[str]) -> Commits:
     """The commits that were written down and still hold, with those of what is asked for now."""
     commits: Commits = {}
     if rundir.commits.is_file():
         try:
             kept = json.loads(rundir.commits.read_text(encoding="utf-8"))
-            if rundir.checkpoint_steps() or kept["start"] == _start(rundir):
-                commits = {path: _checked(commit) for path, commit in kept["commits"].items()}
+            if rundir.checkpoint_steps() or kept["start"] == _newest_start(rundir):
+                commits = {path: _check_commit(commit) for path, commit in kept["commits"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{rundir.commits} cannot be read ({error!r}), so the commit of the data is not known: put it back, or "
@@ -61,12 +61,12 @@ def _known(rundir: RunDir, asked: list[str]) -> Commits:
     return commits | {path: hub_commit(path) for path in asked if path not in commits}
 
 
-def _checked(commit: str | None) -> str | None:
+def _check_commit(commit: str | None) -> str | None:
     if commit is not None and not COMMIT.fullmatch(commit):
         raise ValueError(f"{commit!r:.60} is no commit")
     return commit
 
 
-def _start(rundir: RunDir) -> int:
+def _newest_start(rundir: RunDir) -> int:
     """The number of the newest start of the command: each keeps its plan."""
     return max((int(path.stem) for path in rundir.plans.glob("*.json") if path.stem.isdigit()), default=0)

@@ -26,10 +26,10 @@ import torch
 from fsdptrain import __version__
 from fsdptrain.config.plan import LAYOUT, Plan
 from fsdptrain.config.schema import Data
-from fsdptrain.data.cache import kept
-from fsdptrain.data.columns import read
+from fsdptrain.data.cache import cached_folder
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
-from fsdptrain.data.pack import Ints, arrange
+from fsdptrain.data.pack import Ints, cut_and_pack
 from fsdptrain.data.sources import data_stamps, fingerprint, open_sources
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError
@@ -127,7 +127,7 @@ class Stream:
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """The block numbers at these positions of the stream."""
-        return [int(self.numbers[_permutation(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
+        return [int(self.numbers[_epoch_order(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
 
     def batch(self, positions: Sequence[int]) -> Batch:
         """The blocks at these positions; see `Corpus.batch`."""
@@ -142,17 +142,17 @@ class Stream:
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
-_permutations: dict[tuple[int, int, int], Ints] = {}
+_epoch_orders: dict[tuple[int, int, int], Ints] = {}
 
 
-def _permutation(seed: int, epoch: int, size: int) -> Ints:
+def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
     """The order of one epoch; the two newest are kept, since a batch may straddle two epochs."""
     wanted = (seed, epoch, size)
-    if wanted not in _permutations:
-        while len(_permutations) > 3:
-            _permutations.pop(next(iter(_permutations)))
-        _permutations[wanted] = np.random.default_rng([seed, epoch]).permutation(size)
-    return _permutations[wanted]
+    if wanted not in _epoch_orders:
+        while len(_epoch_orders) > 3:
+            _epoch_orders.pop(next(iter(_epoch_orders)))
+        _epoch_orders[wanted] = np.random.default_rng([seed, epoch]).permutation(size)
+    return _epoch_orders[wanted]
 
 
 def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = True) -> tuple[Stream, list[int], Corpus]:
@@ -168,12 +168,12 @@ def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = Tru
         held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
         held_out = dataclasses.replace(held_out, counting=counting)
     elif data.eval is not None:
-        corpus, held_out = divide(corpus, data, data.eval["fraction"], seed)
+        corpus, held_out = hold_out(corpus, data, data.eval["fraction"], seed)
     stream = Stream(corpus, np.arange(len(corpus)), seed)
     return stream, list(range(len(held_out))) if held_out else [], held_out or corpus
 
 
-def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+def hold_out(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
     """A corpus to train on and one to hold out, of whole rows: no row is in both.
 
     Only where most of what is to be held out cannot be had in whole rows, a text is divided and its end held out: a row
@@ -181,9 +181,9 @@ def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corp
     """
 
     def write(folder: Path) -> None:
-        starts, stops, held, divided = choose(corpus.ends, fraction, seed, data.format == "text")
+        starts, stops, held, divided = choose_held_out(corpus.ends, fraction, seed, data.format == "text")
         for name, side in (("train", ~held), ("held", held)):
-            pieces, blocks, labels = arrange(starts[side], stops[side], corpus.trained, data)
+            pieces, blocks, labels = cut_and_pack(starts[side], stops[side], corpus.trained, data)
             if not len(pieces):
                 kept = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {kept}")
@@ -191,7 +191,7 @@ def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corp
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
 
-    folder = kept("splits", [corpus.name, fraction, seed], write)
+    folder = cached_folder("splits", [corpus.name, fraction, seed], write)
     notes = corpus.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     train, held = (
         dataclasses.replace(
@@ -204,7 +204,9 @@ def divide(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corp
     return train, held
 
 
-def choose(ends: Ints, fraction: float, seed: int, divisible: bool) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
+def choose_held_out(
+    ends: Ints, fraction: float, seed: int, divisible: bool
+) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
     """Draw rows by `seed` until they hold this fraction of all tokens.
 
     `ends` int64 [R+1]: the rows' offsets. Returns starts and ends of rows, whether each is held out, how many were
@@ -242,7 +244,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
         if data_stamps(path) != before:
             raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
 
-    folder = kept("data", wanted, write)
+    folder = cached_folder("data", wanted, write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
@@ -267,7 +269,7 @@ def _write_corpus(
     ends, done = array("q", [0]), 0
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
         for source in sources:
-            for batch in read(source, data, None if max_rows is None else max_rows - done):
+            for batch in read_rows(source, data, None if max_rows is None else max_rows - done):
                 for ids, mask in encode(batch):
                     tokens.write(array("I", ids))
                     trained.write(mask)
@@ -278,7 +280,7 @@ def _write_corpus(
         raise DataError(f"{path}: no row with a trained token is left of {done}")
     offsets = np.array(ends)
     flags = np.memmap(folder / "trained.bin", np.bool_, "r")
-    pieces, blocks, labels = arrange(offsets[:-1], offsets[1:], flags, data)
+    pieces, blocks, labels = cut_and_pack(offsets[:-1], offsets[1:], flags, data)
     for name, values in zip(_ARRAYS, (pieces, blocks, labels, np.array(encode.lengths), offsets), strict=True):
         np.save(folder / f"{name}.npy", values)
     counts = {**encode.counts, "divided": 0}

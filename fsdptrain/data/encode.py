@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fsdptrain.config.schema import Data, fate_of_long_rows
+from fsdptrain.config.schema import Data, long_row_treatment
 from fsdptrain.data.chat import Conversations, Span
 from fsdptrain.errors import DataError
 
@@ -35,12 +35,12 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
         self.eos = int(tokenizer.eos_token_id)
-        self.prefix = prefix(tokenizer)  # which also turns truncation and padding off in the backend
+        self.prefix = prefix_tokens(tokenizer)  # which also turns truncation and padding off in the backend
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
-        self.continuing = _continuing(self.backend) if self.backend is not None else None
+        self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
-        self.fate = fate_of_long_rows(data)
+        self.long_rows = long_row_treatment(data)
         self.lengths = array("I")  # tokens of each row, before the cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
 
@@ -48,9 +48,9 @@ class Encoder:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
         for ids, mask in getattr(self, f"_{self.data.format}")(rows):
             self.lengths.append(len(ids))
-            if len(ids) > self.data.seq_len and self.fate != "continued":
-                self.counts[self.fate] += 1
-                if self.fate == "cut":
+            if len(ids) > self.data.seq_len and self.long_rows != "continued":
+                self.counts[self.long_rows] += 1
+                if self.long_rows == "cut":
                     ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
             if TRAINED in mask[1:]:
                 yield ids, mask
@@ -149,17 +149,23 @@ class Encoder:
         """The same by a tokenizer in Python, which knows no offsets: by the tokens of the text up to an edge."""
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._part(text)
-            yield ids, [_common(self._part(text[:edge]), ids) if edge < len(text) else len(ids) for edge in edges]
+            yield (
+                ids,
+                [
+                    _common_prefix_length(self._part(text[:edge]), ids) if edge < len(text) else len(ids)
+                    for edge in edges
+                ],
+            )
 
 
-def prefix(tokenizer: Any) -> list[int]:
+def prefix_tokens(tokenizer: Any) -> list[int]:
     """The tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
     plain, whole = (tokenizer("a", add_special_tokens=added).input_ids for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return [int(token) for token in whole[:at]]
 
 
-def _continuing(backend: Tokenizer) -> Tokenizer:
+def _without_prefix_space(backend: Tokenizer) -> Tokenizer:
     """The tokenizer without the space that it puts before a text that begins with none."""
 
     def spaceless(rule: Any) -> Any:
@@ -197,6 +203,6 @@ def _tokens_before(found: Any, edge: int, size: int) -> int | None:
     return token if found.token_to_chars(token)[0] >= edge == found.token_to_chars(token - 1)[1] else None
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two lists share at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

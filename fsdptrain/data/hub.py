@@ -20,16 +20,16 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, NoModel, RecipeError, shortened
 from fsdptrain.events import Progress
 
-ANSWER_S = 5.0  # how long the Hub may take to answer before we do without it
+HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before we do without it
 
 
-OWN_CODE = (
+CUSTOM_CODE = (
     "has code of its own, which is not run: read it, then say --trust-remote-code (for a Hub id together with "
     "model.revision, a full commit)"
 )
 
 
-def source(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
+def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
     """Keyword arguments that pin where transformers reads from; a tokenizer's own code is never run."""
     revision = plan.recipe.model.revision if tokenizer is None else None
     return {"revision": revision or "main", "trust_remote_code": False}
@@ -47,7 +47,7 @@ def read_json(plan: Plan, name: str) -> dict[str, Any]:
     return value
 
 
-def refuse_links_out(field: str, name: str) -> None:
+def reject_symlinks_outside(field: str, name: str) -> None:
     """Raise RecipeError when a file of a local folder is a link to a place outside.
 
     Its text would be read and go into the export: a chat template may well be a link to a token. Weights may be links,
@@ -69,13 +69,13 @@ def recipe_errors(message: str) -> Iterator[None]:
     except FsdptrainError:
         raise
     except Exception as error:  # a damaged or hostile file ends in any class there is
-        raise RecipeError(f"{message}: {in_a_line(error)}") from None
+        raise RecipeError(f"{message}: {error_summary(error)}") from None
 
 
-def in_a_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """What an error says, in one line; that something has code of its own in our words."""
     if "trust_remote_code" in str(error):
-        return f"it {OWN_CODE}"
+        return f"it {CUSTOM_CODE}"
     lines = str(error).strip().splitlines()
     words = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     plain = isinstance(error, (OSError, ValueError, ImportError)) and words
@@ -92,7 +92,7 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _out_of_reach(error):
+        if not _is_unreachable(error):
             raise
         raise NoModel(
             f"{field}: {name!r} is not in the cache, and the Hub cannot be reached. Name a local folder in model.id "
@@ -101,7 +101,7 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
         ) from None
 
 
-def _out_of_reach(error: BaseException | None) -> bool:
+def _is_unreachable(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
             return True
@@ -109,7 +109,7 @@ def _out_of_reach(error: BaseException | None) -> bool:
     return False
 
 
-def spare_retries(plan: Plan, progress: Progress) -> None:
+def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
     """Ask the Hub one short question where the plan needs it, and go on offline when it does not answer.
 
     Without this, every file of every id is asked for six times over 23 seconds. The question has a thread of its own:
@@ -122,20 +122,20 @@ def spare_retries(plan: Plan, progress: Progress) -> None:
     answered = threading.Event()
     question = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
     question.start()
-    question.join(ANSWER_S)
+    question.join(HUB_TIMEOUT_S)
     if not answered.is_set():
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that forecast
-        progress(f"the Hub did not respond within {ANSWER_S:g} s; continuing offline with the local cache", 0, 0)
+        progress(f"the Hub did not respond within {HUB_TIMEOUT_S:g} s; continuing offline with the local cache", 0, 0)
 
 
 def _ask_hub(answered: threading.Event) -> None:
     with contextlib.suppress(Exception):  # whatever the HTTP library of the day raises
-        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         answered.set()
 
 
-def checkpoint_files(plan: Plan) -> list[str]:
+def safetensors_files(plan: Plan) -> list[str]:
     """The safetensors files of `model.id`, from a local folder or (downloaded) from the Hub; never pickled ones.
 
     Raises RecipeError when there are none, or one of them is not what its name says.
@@ -146,13 +146,13 @@ def checkpoint_files(plan: Plan) -> list[str]:
         with recipe_errors(f"model.id: cannot read {model.id}"):
             found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
         if found and name.endswith(".json"):
-            return _shards_of(plan, found)
+            return _indexed_files(plan, found)
         if found:
-            return _opened([found])
+            return _check_headers([found])
     raise RecipeError(f"model.id: {model.id} has no safetensors weights (other formats can run code and are not read)")
 
 
-def _shards_of(plan: Plan, index: str) -> list[str]:
+def _indexed_files(plan: Plan, index: str) -> list[str]:
     model = plan.recipe.model
     with recipe_errors(f"model.id: cannot read {index}"):
         names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
@@ -161,10 +161,10 @@ def _shards_of(plan: Plan, index: str) -> list[str]:
         raise RecipeError(f"model.id: {index} names files outside its folder")
     with recipe_errors(f"model.id: cannot read {model.id}"):
         files, _ = get_checkpoint_shard_files(model.id, index, revision=model.revision or "main")
-    return _opened(list(files))
+    return _check_headers(list(files))
 
 
-def _opened(files: list[str]) -> list[str]:
+def _check_headers(files: list[str]) -> list[str]:
     """The files, each opened once: its header is checked against its length."""
     for file in files:
         with recipe_errors(f"model.id: {file} cannot be read as safetensors"), safe_open(file, framework="pt"):

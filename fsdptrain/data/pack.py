@@ -12,7 +12,7 @@ from fsdptrain.config.schema import Data
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def arrange(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data) -> tuple[Ints, Ints, Ints]:
+def cut_and_pack(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows (first tokens [R], ends [R]): pieces [P, 3], blocks [B+1] and labels [B], as in a `Corpus`.
 
     Pieces without a label token are left out.

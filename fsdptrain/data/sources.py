@@ -214,7 +214,8 @@ def _conversion(name: str) -> str | None:
     return next((way for kinds, way in CONVERT.items() if name.lower().endswith(kinds)), None)
 
 
-def _first_source(path: str) -> Source:
+def first_source(path: str) -> Source:
+    """Open the first file behind a path, without counting its rows; raises DataError as `open_sources` does."""
     files = data_files(path)
     return _open_file(files[0], counted=False) if files else open_sources(path)[0]
 
@@ -308,7 +309,7 @@ def _whole_text(file: Path) -> str:
 
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object, got {_kind(value)}")
+        raise DataError(f"{place}: expected a JSON object, got {type_name(value)}")
     return value
 
 
@@ -409,7 +410,8 @@ def _root(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _kind(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return what a value is, for a message: `null`, `empty`, `an int`, `a list`."""
     return (
         "null"
         if value is None

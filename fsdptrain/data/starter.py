@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from fsdptrain.config.paths import HUB_ID, find_data, is_folder
-from fsdptrain.config.schema import FORMAT_FIELDS, Data, fate_of_long_rows, words_of
-from fsdptrain.data.columns import as_yaml, column_names, describe, guess, peek
+from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment, words_of
+from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
 
 RECIPE = """\
@@ -31,7 +31,7 @@ model:
 data:
   path: {path}
   format: {form} # {fields}
-{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {fate}
+{columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {long_rows}
   # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
 
 fsdp:
@@ -47,7 +47,7 @@ checkpoint: {{every: 500}} # steps
 """
 
 
-def starter(data: str, model: str, dest: Path) -> str:
+def starter_recipe(data: str, model: str, dest: Path) -> str:
     """Return the text of a recipe, to stand at `dest`, that trains `model` on what the first rows of `data` look like.
 
     Raises DataError for data that is not there, cannot be read, or whose columns look like no format, and RecipeError
@@ -59,7 +59,7 @@ def starter(data: str, model: str, dest: Path) -> str:
         )
     found = find_data(data, Path.cwd())
     there = column_names(found)
-    likely = guess(there)
+    likely = guess_format(there)
     if likely is None:
         formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
         raise DataError(f"{data}: its columns look like no format ({formats}); there are: {listed(there)}")
@@ -67,25 +67,32 @@ def starter(data: str, model: str, dest: Path) -> str:
     read_as = Data(format=form, columns=columns)  # type: ignore[arg-type]
     peek(found, read_as)
     return RECIPE.format(
-        dest=dest, name=_name(model, data), model=_scalar(model), path=_scalar(_beside(data, found, dest)), form=form,
-        fields=_comment(describe(found, read_as)), columns=f"  columns: {as_yaml(columns)}\n" if columns else "",
-        seq_len=_length(model), fate=fate_of_long_rows(read_as), strategies=", ".join(words_of("fsdp.strategy")),
-    )  # fmt: skip
+        dest=dest,
+        name=_run_name(model, data),
+        model=_yaml_scalar(model),
+        path=_yaml_scalar(_path_from_recipe(data, found, dest)),
+        form=form,
+        fields=_one_line(describe_columns(found, read_as)),
+        columns=f"  columns: {columns_as_yaml(columns)}\n" if columns else "",
+        seq_len=_sequence_length(model),
+        long_rows=long_row_treatment(read_as),
+        strategies=", ".join(words_of("fsdp.strategy")),
+    )
 
 
-def _beside(data: str, found: str, dest: Path) -> str:
+def _path_from_recipe(data: str, found: str, dest: Path) -> str:
     """The data's path as it is found from the recipe's folder; as it is written where that is absolute or a Hub id."""
     if found == data or data.startswith("~") or Path(data).is_absolute():
         return data
     return os.path.relpath(found, dest.parent.absolute())
 
 
-def _name(model: str, data: str) -> str:
+def _run_name(model: str, data: str) -> str:
     words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
     return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
 
 
-def _length(model: str, usual: int = 2048) -> int:
+def _sequence_length(model: str, usual: int = 2048) -> int:
     """The usual sequence length, or the model's limit where that is lower and can be read here."""
     try:
         limit = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
@@ -94,10 +101,10 @@ def _length(model: str, usual: int = 2048) -> int:
     return min(usual, limit) if isinstance(limit, int) and limit >= 8 else usual
 
 
-def _scalar(text: str) -> str:
+def _yaml_scalar(text: str) -> str:
     return yaml.safe_dump(text, allow_unicode=True, width=10**9).removesuffix("...\n").strip()
 
 
-def _comment(text: str) -> str:
+def _one_line(text: str) -> str:
     """A text that stays on its line."""
     return shortened(" ".join(text.split()))

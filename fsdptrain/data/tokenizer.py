@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fsdptrain import __version__
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS
-from fsdptrain.data.cache import kept
+from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
-from fsdptrain.data.columns import read
-from fsdptrain.data.encode import prefix
-from fsdptrain.data.hub import hub_errors, recipe_errors, refuse_links_out, source
+from fsdptrain.data.columns import read_rows
+from fsdptrain.data.encode import prefix_tokens
+from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
@@ -37,17 +37,17 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         tokenizer = _trained_tokenizer(plan, wanted["train"], progress)
     else:
         field, name = ("model.tokenizer", wanted) if wanted else ("model.id", str(model.id))
-        refuse_links_out(field, name)
+        reject_symlinks_outside(field, name)
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
-            tokenizer = AutoTokenizer.from_pretrained(name, **source(plan, wanted))
+            tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
     if tokenizer.chat_template is None and plan.recipe.data.format == "chat":
-        tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix(tokenizer))))
+        tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
     return tokenizer
 
 
-def vocabulary(tokenizer: Any) -> int:
+def vocabulary_size(tokenizer: Any) -> int:
     """How many rows of an embedding its tokens need: one more than the largest id, for ids may have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
@@ -58,11 +58,11 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
 
     def write(folder: Path) -> None:
         progress("tokenizer", 0, 1)
-        train_bpe(_texts(plan), size).save_pretrained(folder)
+        train_bpe(_training_texts(plan), size).save_pretrained(folder)
         progress("tokenizer", 1, 1)
 
     content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
-    return AutoTokenizer.from_pretrained(kept("tokenizers", content, write))
+    return AutoTokenizer.from_pretrained(cached_folder("tokenizers", content, write))
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
@@ -80,11 +80,11 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _texts(plan: Plan) -> Iterator[str]:
+def _training_texts(plan: Plan) -> Iterator[str]:
     """Every text of the training data, whatever its format."""
     data, done = plan.recipe.data, 0
     for opened in open_sources(plan.data_path):
-        for rows in read(opened, data, None if data.max_rows is None else data.max_rows - done):
+        for rows in read_rows(opened, data, None if data.max_rows is None else data.max_rows - done):
             done += len(rows)
             for row in rows:
                 for value in (row[field] for field in FORMAT_FIELDS[data.format]):
@@ -94,13 +94,13 @@ def _texts(plan: Plan) -> Iterator[str]:
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 over all that decides which tokens a text becomes: the vocabulary, the rules, the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else _saved(tokenizer)
+    rules = backend.to_str() if backend is not None else _serialized(tokenizer)
     split = bool(getattr(tokenizer, "split_special_tokens", False))  # of a text, into plain tokens
     parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _saved(tokenizer: Any) -> str:
+def _serialized(tokenizer: Any) -> str:
     """All files of a tokenizer written in Python, as text: its vocabulary, its merges, its switches."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)

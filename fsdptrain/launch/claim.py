@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fsdptrain.checkpoint.manifest import refuse_ways_out
+from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, Problem, RecipeError
@@ -119,7 +119,7 @@ def check_output_dir(rundir: RunDir) -> None:
     if found and not is_marked(root) and not _is_of_earlier_version(rundir):
         names = ", ".join([*found[:3], *(["…"] if len(found) > 3 else [])])
         raise RecipeError(f"output_dir: {root} holds files that no run of fsdptrain wrote ({names}); choose another")
-    refuse_ways_out(rundir)
+    reject_external_symlinks(rundir)
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:

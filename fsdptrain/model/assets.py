@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import in_a_line
+from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import set_token
 from fsdptrain.ownership import install_assets
@@ -140,5 +140,5 @@ def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
     except OSError:  # many models have none of their own
         pass
     except Exception as error:  # it takes no part in training; and many a one that is shipped contradicts itself
-        print(f"generation_config.json of {name} is left out, a plain one is written: {in_a_line(error)}")
+        print(f"generation_config.json of {name} is left out, a plain one is written: {error_summary(error)}")
     return plain

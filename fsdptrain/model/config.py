@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import OWN_CODE, hub_errors, read_json, recipe_errors, source
+from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json, recipe_errors
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import layer_values, set_token
 
@@ -68,7 +68,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
             config = AutoConfig.for_model(kind, **overrides)
     else:
         own = own_classes(plan)
-        where = {**source(plan, None), "trust_remote_code": bool(own)}
+        where = {**hub_arguments(plan, None), "trust_remote_code": bool(own)}
         cannot = f"model.id: cannot read the configuration of {model.id!r}"
         with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
             known = AutoConfig.from_pretrained(str(model.id), **where)
@@ -236,7 +236,7 @@ def own_classes(plan: Plan) -> dict[str, str]:
     if known or not named:
         return {}  # transformers has this architecture: its own code is as good
     if not plan.trust_remote_code:
-        raise RecipeError(f"model.id: {plan.recipe.model.id} {OWN_CODE}")
+        raise RecipeError(f"model.id: {plan.recipe.model.id} {CUSTOM_CODE}")
     elsewhere = [name for name in named.values() if "--" in str(name)]
     if elsewhere:
         raise RecipeError(f"model.id: {elsewhere[0]} is code of another repository, which model.revision does not pin")

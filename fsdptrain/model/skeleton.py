@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import Model
-from fsdptrain.data.hub import in_a_line
+from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.units import saved_state
 
@@ -137,7 +137,7 @@ def _building_errors(kernel: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # sizes that do not fit together, names of activations that do not exist, no such kernel
-        words = in_a_line(error)
+        words = error_summary(error)
         if kernel != "auto" and re.search("attention|flash|flex|sdpa", words, re.IGNORECASE):
             reason = words.split(". ")[0]
             raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None

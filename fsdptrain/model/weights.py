@@ -18,7 +18,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import checkpoint_files, recipe_errors
+from fsdptrain.data.hub import recipe_errors, safetensors_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.init import _joined
@@ -49,7 +49,7 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
     """
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
-        for file in checkpoint_files(plan):
+        for file in safetensors_files(plan):
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         _fill(model, bare, _counted(slices, progress), plan, device)

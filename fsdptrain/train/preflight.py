@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import checkpoint_files, in_a_line
-from fsdptrain.data.tokenizer import load_tokenizer, vocabulary
+from fsdptrain.data.hub import error_summary, safetensors_files
+from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.assets import refuse_other_tokens
@@ -59,7 +59,7 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> Ready:
     trying(lambda: check_documents(plan, config, bare))
     trying(lambda: check_buffers(plan, config, bare))
     if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
-        trying(lambda: refuse_other_weights(bare, plan, checkpoint_files(plan)))
+        trying(lambda: refuse_other_weights(bare, plan, safetensors_files(plan)))
     if problems:
         raise RecipeError(problems)
     return Ready(plan, config, bare, units)
@@ -74,8 +74,8 @@ def load_checked(plan: Plan, progress: Progress) -> tuple[Any, Ready]:
     trained = wanted["train"] if isinstance(wanted, dict) else None
     ready = prepare_model(plan, trained) if trained else None
     tokenizer = load_tokenizer(plan, progress)
-    if ready is None or vocabulary(tokenizer) != trained:
-        ready = prepare_model(plan, vocabulary(tokenizer))
+    if ready is None or vocabulary_size(tokenizer) != trained:
+        ready = prepare_model(plan, vocabulary_size(tokenizer))
     refuse_other_tokens(plan, tokenizer)
     return tokenizer, ready
 
@@ -93,7 +93,7 @@ def check_forward(plan: Plan, bare: Any) -> None:
     try:
         model_flops(bare, 1, recipe.data.seq_len)
     except Exception as error:
-        raise FsdptrainError(f"the FLOPs of {type(bare).__name__} cannot be counted: {in_a_line(error)}") from error
+        raise FsdptrainError(f"the FLOPs of {type(bare).__name__} cannot be counted: {error_summary(error)}") from error
 
 
 def check_documents(plan: Plan, config: Any, bare: Any) -> None:
@@ -117,7 +117,7 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
         apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6))
         alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3))
     except Exception as error:  # whatever the architecture's code raises over three tokens
-        raise RecipeError(f"model: {name} cannot be trained here: {in_a_line(error)}") from None
+        raise RecipeError(f"model: {name} cannot be trained here: {error_summary(error)}") from None
     if not causal:
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
     if not apart:
@@ -149,6 +149,6 @@ def check_buffers(plan: Plan, config: Any, bare: Any) -> None:
     except Exception as error:
         raise RecipeError(
             f"fsdp.mixed_precision.buffer_dtype: {dtypes.buffer_dtype or model.dtype} buffers of {type(bare).__name__} "
-            f"cannot be used with {dtypes.param_dtype} weights ({in_a_line(error)}): set buffer_dtype to "
+            f"cannot be used with {dtypes.param_dtype} weights ({error_summary(error)}): set buffer_dtype to "
             f"{dtypes.param_dtype}, or param_dtype to {model.dtype}"
         ) from None

@@ -13,9 +13,9 @@ import transformers
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.commits import pinned
+from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
-from fsdptrain.data.hub import checkpoint_files, spare_retries
+from fsdptrain.data.hub import go_offline_if_unreachable, safetensors_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost
 from fsdptrain.events import Reporter
@@ -86,17 +86,17 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    spare_retries(plan, progress)
+    go_offline_if_unreachable(plan, progress)
     progress("checking the model", 0, 0)
     with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
-        settled = pinned(plan, rundir)
+        settled = pin_commits(plan, rundir)
         tokenizer, ready = load_checked(settled, progress)
         config, bare = ready.config, ready.bare
         counting = long_positions(config, recipe.data.seq_len) is None
         stream, held_out, eval_corpus = prepare(settled, tokenizer, progress, counting)
         if plan.pretrained:
             progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
-            checkpoint_files(plan)  # downloads, if it must, while nobody waits in a collective
+            safetensors_files(plan)  # downloads, if it must, while nobody waits in a collective
         progress("building the model", 0, 0)
         world = World.start(plan, stop)
     watchdog.beat()
@@ -106,7 +106,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
 
     content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
     checkpointer = Checkpointer(rundir, plan, world, content, reporter.event)
-    checkpointer.refuse_another_run()
+    checkpointer.reject_another_run()
     if world.rank == 0:
         save_assets(plan, config, bare, tokenizer, rundir.model)
     baseline = world.peak_memory()
@@ -120,7 +120,7 @@ def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, 
         raise RecipeError(too_few_steps(newest, total_steps))
     if newest < total_steps:  # asked now, not after hours of training
         short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
-        checkpointer.all_or_none(next(short, None))
+        checkpointer.raise_on_every_rank(next(short, None))
     state_bytes = 3 * params * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size
     watchdog.beat(disk_bytes=2 * state_bytes)  # to verify a checkpoint, and to read it
     if checkpointer.newest_step():

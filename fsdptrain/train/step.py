@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus
-from fsdptrain.data.hub import in_a_line
+from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.parallel.world import World
 from fsdptrain.train.optim import assert_dtypes, set_step
@@ -130,7 +130,7 @@ class Engine:
                 ) from None
             if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
                 raise RecipeError(
-                    f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({in_a_line(error)}): "
+                    f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
                     "set float32"
                 ) from None
             raise

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 import transformers
 
-from fsdptrain.checkpoint.disk import disk_facts, disk_line, disk_problems
+from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, fate_of_long_rows
+from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
-from fsdptrain.data.columns import describe, peek
-from fsdptrain.data.commits import pinned
+from fsdptrain.data.columns import describe_columns, peek
+from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Stream, prepare
-from fsdptrain.data.hub import spare_retries
+from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.sources import data_files
-from fsdptrain.data.tokenizer import load_tokenizer, vocabulary
+from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, FsdptrainError, NoData, RecipeError, is_disk_full, listed
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast import closed_form
@@ -121,7 +121,7 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     vocab_size, steps = wanted["train"] if trained else None, plan.recipe.train.steps
     plan = _without_absent_eval(plan, found)
     with found.trying():
-        plan = pinned(plan, RunDir(Path(plan.run_dir)), keep=False)
+        plan = pin_commits(plan, RunDir(Path(plan.run_dir)), keep=False)
     rows_are_here, tokenizer = False, None
     found.busy("reading the data")
     with found.trying():
@@ -129,7 +129,7 @@ def check_data(plan: Plan, found: Findings) -> tuple[int | None, int | None]:
     if rows_are_here or not trained:
         with found.trying():
             tokenizer = load_tokenizer(plan, found.progress)
-            vocab_size = vocabulary(tokenizer)
+            vocab_size = vocabulary_size(tokenizer)
             refuse_other_tokens(plan, tokenizer)
     if rows_are_here and tokenizer is not None:
         with found.trying():
@@ -155,9 +155,8 @@ def check_rows(plan: Plan, found: Findings) -> bool:
     optional = {field: data.columns.get(field, field) for field in OPTIONAL_FIELDS.get(data.format, ())}
     needed |= {field: column for field, column in optional.items() if column in there}
     facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": there, "needed": needed}
-    line = (
-        f"format {data.format}, which reads {describe(plan.data_path, data)}; columns of the first row: {listed(there)}"
-    )
+    reads = describe_columns(plan.data_path, data)
+    line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(there)}"
     found.passed("data", facts, "Data", line)
     if data.format == "prompt_completion" and (tight := _without_space(first, data.separator)):
         found.note(f"no white space between prompt and completion, as in {tight}; data.separator puts a text there")
@@ -183,7 +182,7 @@ def check_sequences(plan: Plan, tokenizer: Any, found: Findings) -> int:
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     own = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
     facts = sequence_facts(plan, stream, len(held_out)) | {
-        "vocab_size": vocabulary(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "template": ("the tokenizer's" if own else "plain") if plan.recipe.data.format == "chat" else None,
         "example": stream.corpus.show(tokenizer),
     }
@@ -217,7 +216,7 @@ def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
 def show_sequences(plan: Plan, facts: dict[str, Any], found: Findings) -> None:
     """Those facts for the person: counts, the histogram, an example."""
     data, lengths = plan.recipe.data, facts["lengths"]
-    fate = fate_of_long_rows(data)
+    fate = long_row_treatment(data)
     beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}"}.get(fate, fate)
     longer = f"longer than seq_len {data.seq_len:,}: {counted(lengths['over_seq_len'], 'row')} ({beyond})"
     found.shown(
@@ -249,7 +248,7 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
     found.passed("model", facts, "Model", *model_lines(facts))
     found.draw("Model", "table", header=HEADER, rows=unit_rows(facts))
     disk = disk_facts(plan, facts["parameters"], steps)
-    found.passed("model", {"disk": disk}, "Disk", disk_line(disk))
+    found.passed("model", {"disk": disk}, "Disk", disk_summary(disk))
     for error in disk_problems(plan, disk):
         found.fail(error, only_here=True)
 
@@ -402,7 +401,7 @@ def main() -> None:
     found = Findings(send, elsewhere=request.hardware is not None)
     for note in request.notes:
         found.note(note)
-    spare_retries(request.plan, found.progress)
+    go_offline_if_unreachable(request.plan, found.progress)
     with Forecaster() as forecaster:
         options = StepOptions(forecaster, request.hardware, request.plot, request.advise, request.price)
         dry_run(request.plan, found, request.problems, request.build, options)

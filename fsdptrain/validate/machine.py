@@ -15,7 +15,7 @@ import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
-from fsdptrain.checkpoint.disk import _existing
+from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.launch.claim import check_run_dir
@@ -73,7 +73,7 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
             f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; name a host "
             "that every node knows and a port that is free on it"
         )
-    folder = _existing(Path(plan.run_dir))
+    folder = existing_parent(Path(plan.run_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield RecipeError(f"output_dir: cannot write to {folder}")
     try:

@@ -23,18 +23,18 @@ from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import Stored, load_checkpoint
+from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
-    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
     MAX_BYTES,
-    NAME,
     Manifest,
-    faults,
+    checkpoint_problems,
     file_entry,
     newest_manifest,
     read_manifest,
-    sealed,
     set_damaged_aside,
+    with_checksum,
 )
 from fsdptrain.checkpoint.save import write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of
@@ -142,7 +142,7 @@ def test_a_manifest_names_what_is_there(run: RunDir) -> None:
         manifest = read_manifest(run.checkpoint(step))
         assert (manifest.step, manifest.world_size, len(manifest.plan_digest)) == (step, 2, 64)
         assert manifest.files == {path.name: file_entry(path) for path in run.checkpoint(step).glob("rank-*")}
-        assert len(manifest.files) == 2 and faults(run.checkpoint(step)) == []
+        assert len(manifest.files) == 2 and checkpoint_problems(run.checkpoint(step)) == []
 
 
 @pytest.mark.parametrize("flips", [10, pytest.param(100, marks=pytest.mark.soak)])
@@ -164,19 +164,19 @@ def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir, fault_t
 def refused(folder: Path) -> list[str]:
     """What the loader has against a checkpoint before it opens it."""
     try:
-        return faults(folder)
+        return checkpoint_problems(folder)
     except OtherVersion as error:
         return [str(error)]
 
 
 @pytest.mark.soak
 def test_no_byte_of_a_manifest_may_change(run: RunDir) -> None:
-    path = newest(run) / NAME
+    path = newest(run) / MANIFEST_NAME
     for place in range(path.stat().st_size):
         flip(path, place, place % 8)
         assert refused(path.parent), place
         flip(path, place, place % 8)
-    assert faults(path.parent) == []
+    assert checkpoint_problems(path.parent) == []
 
 
 def newest(run: RunDir) -> Path:
@@ -185,10 +185,10 @@ def newest(run: RunDir) -> Path:
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a manifest and seal it again, as a stranger may."""
-    fields = json.loads((folder / NAME).read_text())
+    fields = json.loads((folder / MANIFEST_NAME).read_text())
     del fields["sha256"]
     change(fields)
-    (folder / NAME).write_bytes(sealed(json.dumps(fields, indent=2).removesuffix("\n}").encode()))
+    (folder / MANIFEST_NAME).write_bytes(with_checksum(json.dumps(fields, indent=2).removesuffix("\n}").encode()))
 
 
 def rename_file(fields: dict[str, Any], name: str) -> None:
@@ -238,26 +238,26 @@ def test_a_sealed_manifest_is_not_believed_either(change: Callable[[dict[str, An
     ids=["empty", "list", "null", "not UTF-8", "deep", "long number", "huge"],
 )
 def test_a_manifest_of_garbage_ends_in_a_message(text: bytes, run: RunDir) -> None:
-    (newest(run) / NAME).write_bytes(text)
+    (newest(run) / MANIFEST_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         read_manifest(newest(run))
 
 
 def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) -> None:
     folder = newest(run)
-    for name in (NAME, "rank-00000.safetensors"):
+    for name in (MANIFEST_NAME, "rank-00000.safetensors"):
         path, elsewhere = folder / name, tmp_path / name
         path.rename(elsewhere)
         path.symlink_to(elsewhere)
-        assert any(name in fault and "not a plain file" in fault for fault in faults(folder))
+        assert any(name in fault and "not a plain file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
         os.mkfifo(path)  # whoever opened it would wait for ever
-        assert any(name in fault and "not a plain file" in fault for fault in faults(folder))
+        assert any(name in fault and "not a plain file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
         elsewhere.rename(path)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    assert "not a plain file in a plain folder" in faults(folder)[0]
+    assert "not a plain file in a plain folder" in checkpoint_problems(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_run_folder_whose_parts_lead_out_of_it_is_refused(what: str, run: RunD
 
 def shards(run: RunDir) -> dict[str, Shard]:
     """Empty shards for all that a good checkpoint of the run holds."""
-    with Stored(run.checkpoint(run.checkpoint_steps()[0])) as stored:
+    with StoredCheckpoint(run.checkpoint(run.checkpoint_steps()[0])) as stored:
         return {name: Shard(torch.empty(shape), 0, shape) for name, shape in stored.shapes.items()}
 
 
@@ -287,7 +287,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], objec
     change(tensors, places)
     save_file(tensors, path, metadata={"places": json.dumps(places)} if places else None)
     reseal(folder, lambda fields: fields["files"].update({path.name: file_entry(path)}))
-    assert faults(folder) == []
+    assert checkpoint_problems(folder) == []
 
 
 NORM, HEAD = "model.model.norm.weight", "model.lm_head.weight"
@@ -359,14 +359,14 @@ def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
     folder.mkdir()
     written = write_shards(folder / "rank-00000.safetensors", {name: shard_of(t) for name, t in tensors.items()})
     assert written
-    Manifest(FORMAT, 1, 1, "", {}, dict([written])).write(folder)
+    Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).write(folder)
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     load_checkpoint(folder, {name: shard_of(tensor) for name, tensor in made.items()})
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
 
 
 def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any) -> None:
-    (newest(run) / NAME).write_text(json.dumps({"format": FORMAT + 1, "whatever": "it has"}))
+    (newest(run) / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT_VERSION + 1, "whatever": "it has"}))
     done = fsdptrain("run", saves[0] / "recipe.yaml", f"output_dir={run.root}")
     assert done.returncode == 6 and "written by another version of fsdptrain" in done.stderr
     assert "Traceback" not in done.stderr and newest(run).exists()
@@ -380,7 +380,7 @@ def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any
 def test_a_checkpoint_under_another_name_is_not_that_of_its_name(run: RunDir) -> None:
     step = run.checkpoint_steps()[-1]
     newest(run).rename(run.checkpoint(step + 1))
-    assert faults(newest(run)) == [f"{newest(run)} holds step {step}"]
+    assert checkpoint_problems(newest(run)) == [f"{newest(run)} holds step {step}"]
 
 
 def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
@@ -388,7 +388,10 @@ def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
         (run.checkpoints / name).mkdir()
     (run.checkpoints / "step-00000098").write_text("a file")
     assert [run.checkpoint(step).name for step in run.checkpoint_steps()][2:] == ["step-00000098"]
-    assert "not a plain file" in faults(run.checkpoint(98))[0] or "cannot be read" in faults(run.checkpoint(98))[0]
+    assert (
+        "not a plain file" in checkpoint_problems(run.checkpoint(98))[0]
+        or "cannot be read" in checkpoint_problems(run.checkpoint(98))[0]
+    )
 
 
 def test_a_name_for_what_is_set_aside_is_always_found(tmp_path: Path) -> None:

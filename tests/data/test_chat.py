@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.columns import read
+from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.sources import open_sources
 from fsdptrain.data.tokenizer import train_bpe
@@ -288,7 +288,7 @@ def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> No
         path.write_text(path.read_text().replace('"functions"', '"tools"'))
         [source] = open_sources(str(path))
     data = Data(format="chat", columns=columns, seq_len=4096)
-    [[first, second]] = list(read(source, data, None))
+    [[first, second]] = list(read_rows(source, data, None))
     assert second["tools"] == TOOLS and first.get("tools", [other]) == [other]
     assert second["messages"] == talk
     tokenizer = tokenizer_of("qwen2.5")
@@ -304,6 +304,6 @@ def test_wrong_tools_are_refused(tmp_path: Path, tools: Any) -> None:
     path.write_text(json.dumps({"messages": talk_of("Hi", "Ho"), "tools": tools}) + "\n")
     [source] = open_sources(str(path))
     with pytest.raises(DataError, match=r"talks\.jsonl:1: 'tools' is"):
-        list(read(source, Data(format="chat"), None))
+        list(read_rows(source, Data(format="chat"), None))
     with pytest.raises(DataError, match=r"no column 'functions', which data\.columns names"):
-        list(read(source, Data(format="chat", columns={"tools": "functions"}), None))
+        list(read_rows(source, Data(format="chat", columns={"tools": "functions"}), None))

@@ -21,7 +21,7 @@ from fsdptrain.checkpoint.manifest import resume_problems
 from fsdptrain.config.plan import HubData, Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
-from fsdptrain.data.commits import pinned
+from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
 from fsdptrain.errors import CheckpointError, NoData
 from fsdptrain.launch.attempts import archive_plan
@@ -87,7 +87,7 @@ def started(plan: Plan) -> RunDir:
 
 def in_a_new_process(plan: Plan, rundir: RunDir, keep: bool = True) -> str:
     hub_commit.cache_clear()
-    return pinned(plan, rundir, keep).data_path
+    return pin_commits(plan, rundir, keep).data_path
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -110,13 +110,13 @@ def test_a_run_keeps_the_commit_it_began_with(hub: Hub, tmp_path: Path) -> None:
     hub.shutdown()
     hub.server_close()
     assert in_a_new_process(plan, rundir) == second and len(hub.asked) == asked
-    assert pinned(plan, rundir).eval_path == f"org/name:de:test@{4:040x}"
+    assert pin_commits(plan, rundir).eval_path == f"org/name:de:test@{4:040x}"
 
 
 def test_a_run_may_be_resumed_with_its_commit_by_name(hub: Hub, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     plan = plan_of(recipe, "data.path=org/name")
-    found = pinned(plan, started(plan)).data_path
+    found = pin_commits(plan, started(plan)).data_path
     by_name = plan_of(recipe, "data.path=org/name", f"data.revision={1:040x}")
     content = [{"data.content": fingerprint(path)} for path in (found, by_name.data_path)]
     assert not resume_problems(plan.identity() | content[0], by_name.identity() | content[1])
@@ -130,10 +130,10 @@ def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(plan.to_json())
     started(plan)
     code = (
-        "import sys; from pathlib import Path; from fsdptrain.data.commits import pinned;"
+        "import sys; from pathlib import Path; from fsdptrain.data.commits import pin_commits;"
         "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir;"
         "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
-        "print(pinned(plan, RunDir(Path(plan.run_dir))).data_path)"
+        "print(pin_commits(plan, RunDir(Path(plan.run_dir))).data_path)"
     )
     env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")
     with contextlib.ExitStack() as stack:
@@ -158,7 +158,7 @@ def test_a_record_that_cannot_be_read_is_not_guessed(text: str, tmp_path: Path) 
     rundir = started(plan)
     rundir.commits.write_text(text)
     with pytest.raises(CheckpointError, match=r"commits\.json cannot be read .* data\.revision"):
-        pinned(plan, rundir)
+        pin_commits(plan, rundir)
 
 
 def in_the_cache(commit: str, texts: list[str]) -> None:
@@ -198,4 +198,4 @@ def test_without_the_hub_a_run_goes_on_with_its_commit_though_a_newer_one_is_cac
 
 def test_local_data_have_no_commit(tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path))
-    assert pinned(plan, RunDir(Path(plan.run_dir))) == plan and not Path(plan.run_dir).exists()
+    assert pin_commits(plan, RunDir(Path(plan.run_dir))) == plan and not Path(plan.run_dir).exists()

@@ -25,7 +25,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.encode import Encoder, prefix
+from fsdptrain.data.encode import Encoder, prefix_tokens
 from fsdptrain.data.tokenizer import tokenizer_digest
 
 PROBLEMS = [json.loads(line) for line in GSM8K.read_text().splitlines()][:90]
@@ -222,7 +222,7 @@ def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
         ids = [(token, made.token_to_id(token)) for token in begin]
         made.post_processor = processors.TemplateProcessing(single=" ".join([*begin, "$A"]), special_tokens=ids)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    assert wrapped.convert_ids_to_tokens(prefix(wrapped)) == begin
+    assert wrapped.convert_ids_to_tokens(prefix_tokens(wrapped)) == begin
     for text in ("Hello there", "".join(begin) + "Hello there"):
         [(ids, _)] = encoded(wrapped, [{"text": text}])
         [(again, mask)] = encoded(wrapped, [{"prompt": text, "completion": " you"}], format="prompt_completion")

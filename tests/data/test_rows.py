@@ -25,7 +25,7 @@ from support import GSM8K, ROOT, SHAKESPEARE, environment
 from fsdptrain.config.paths import find_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data import sources as rows
-from fsdptrain.data.columns import describe, guess, read
+from fsdptrain.data.columns import describe_columns, guess_format, read_rows
 from fsdptrain.data.sources import data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
 
@@ -41,7 +41,9 @@ LONG = [{"text": FILLER}] * 1_060
 
 def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[str, Any]]:
     """All rows behind a path, from all its files, without the places of conversations."""
-    rows = (row for source in open_sources(str(path)) for rows in read(source, Data(**data), limit) for row in rows)
+    rows = (
+        row for source in open_sources(str(path)) for rows in read_rows(source, Data(**data), limit) for row in rows
+    )
     return [{field: value for field, value in row.items() if field != "place"} for row in rows]
 
 
@@ -178,7 +180,10 @@ def test_several_columns_are_joined_by_an_empty_line_and_empty_ones_left_out(tmp
     assert [(r["prompt"], r["completion"]) for r in rows_of(path, columns=columns, **PC)] == expected
     path = parquet(tmp_path, "a.parquet", **{name: [row.get(name) for row in ALPACA] for name in ALPACA[0]})
     assert [(r["prompt"], r["completion"]) for r in rows_of(path, columns=columns, **PC)] == expected
-    assert describe(str(path), Data(columns=columns, **PC)) == "instruction + input as prompt, output as completion"
+    assert (
+        describe_columns(str(path), Data(columns=columns, **PC))
+        == "instruction + input as prompt, output as completion"
+    )
     path = put(tmp_path, "b.jsonl", lines({"instruction": "Add.", "input": 5, "output": "3"}))
     assert "'input' is an int" in complaint(path, columns=columns, **PC)
 
@@ -193,13 +198,13 @@ def test_sharegpt_is_read_as_chat(tmp_path: Path, name: str) -> None:
     assert [(m["role"], m["content"]) for m in row["messages"]] == [
         ("system", "SYSTEM"), ("user", "HUMAN"), ("assistant", "GPT"), ("tool", "TOOL"), ("assistant", "GPT"),
     ]  # fmt: skip
-    assert "ShareGPT" in describe(str(path), Data(columns=columns, **CHAT))
+    assert "ShareGPT" in describe_columns(str(path), Data(columns=columns, **CHAT))
     assert "columns: {messages: conversations}" in complaint(path, **CHAT)
     assert "{format: chat, columns: {messages: conversations}}" in complaint(path, **PC)
 
 
 def test_plain_messages_are_not_called_sharegpt(tmp_path: Path) -> None:
-    assert describe(str(put(tmp_path, "a.jsonl", lines(OK_CHAT))), Data(**CHAT)) == "messages"
+    assert describe_columns(str(put(tmp_path, "a.jsonl", lines(OK_CHAT))), Data(**CHAT)) == "messages"
 
 
 def compress(kind: str, content: bytes) -> bytes:
@@ -279,7 +284,7 @@ def test_columns_are_recognised_and_what_is_suggested_reads_them(
     tmp_path: Path, columns: str, expected: tuple[str, dict[str, Any]] | None
 ) -> None:
     names = columns.split()
-    assert guess(names) == expected
+    assert guess_format(names) == expected
     row = {name: OK_CHAT["messages"] if name in ("messages", "conversations") else "x" for name in names}
     path = put(tmp_path, "a.jsonl", lines(row))
     wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
@@ -797,7 +802,7 @@ def test_a_file_that_vanishes_while_it_is_read(tmp_path: Path, name: str) -> Non
     [source] = open_sources(str(path))
     path.unlink()
     with pytest.raises(DataError, match=rf"{name}.* cannot be read"):
-        list(read(source, Data(), None))
+        list(read_rows(source, Data(), None))
     with pytest.raises(DataError):
         rows_of(path)
 

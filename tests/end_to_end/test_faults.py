@@ -121,10 +121,10 @@ PHASES: dict[str, list[dict[str, Any]]] = {
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
     ],
     "retention": [
-        {"where": "fsdptrain.checkpoint.save:keep_newest", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.checkpoint.save:remove_old_checkpoints", "rank": 0, "call": (2, 3)},
         {"where": "os:rename", "rank": 0, "call": (1, 1), "match": ".old", "at": "exit"},
         {"where": "os:unlink", "rank": 0, "call": (1, 2), "match": "safetensors", "at": "exit"},
-        {"where": "fsdptrain.checkpoint.save:keep_newest", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.checkpoint.save:remove_old_checkpoints", "rank": 0, "call": (2, 3), "at": "exit"},
     ],
 }
 KILLS_A_PHASE = 8
@@ -414,7 +414,7 @@ def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: 
 def test_a_disk_that_fills_up_costs_the_newest_checkpoint_only(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
-    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:make_room", 2, "needs", "has")
+    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:prepare_scratch", 2, "needs", "has")
     assert not settle(fault_table, "disk full before the second save", problems, [notice])
 
 

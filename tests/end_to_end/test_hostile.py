@@ -26,7 +26,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.corpus import prepare
-from fsdptrain.data.hub import checkpoint_files
+from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.model.assets import save_assets
@@ -80,7 +80,7 @@ def go(folder: Path, **changes: Any) -> None:
     tokenizer = load_tokenizer(plan, quiet)
     prepare(plan, tokenizer, quiet)
     config = load_config(plan, len(tokenizer))
-    checkpoint_files(plan)
+    safetensors_files(plan)
     save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, folder / "written")
 
 

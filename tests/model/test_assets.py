@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
-from fsdptrain.data.tokenizer import train_bpe, vocabulary
+from fsdptrain.data.tokenizer import train_bpe, vocabulary_size
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.assets import end_of_turn, refuse_other_tokens, save_assets, special_token_faults
 from fsdptrain.model.config import load_config
@@ -38,7 +38,7 @@ def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
     """Config and generation config as a run writes them, read back by transformers."""
     written = load(write_recipe(tmp, **changes))
     plan = make_plan(written, find_topology(written.recipe, {}))
-    config = load_config(plan, vocabulary(tokenizer))
+    config = load_config(plan, vocabulary_size(tokenizer))
     save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, tmp / "assets")
     assert special_token_faults(tmp / "assets") == []
     return AutoConfig.from_pretrained(tmp / "assets"), GenerationConfig.from_pretrained(tmp / "assets"), plan
@@ -73,7 +73,7 @@ def test_from_scratch_the_tokenizer_decides(kind: str, tmp_path: Path) -> None:
 def test_every_token_of_a_model_from_scratch_is_trained(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     recipe = load(write_recipe(tmp_path, model__config={"model_type": kind, **TINY}))
-    config = load_config(make_plan(recipe, find_topology(recipe.recipe, {})), vocabulary(tokenizer))
+    config = load_config(make_plan(recipe, find_topology(recipe.recipe, {})), vocabulary_size(tokenizer))
     model = AutoModelForCausalLM.from_config(config)
     model(input_ids=torch.arange(256)[None]).logits.square().sum().backward()
     assert (model.get_input_embeddings().weight.grad[:256].abs().sum(dim=1) > 0).all()

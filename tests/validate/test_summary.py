@@ -209,17 +209,17 @@ def test_the_hub_is_asked_once_and_said_before(tmp_path: Path, monkeypatch: pyte
     written = load(write_recipe(tmp_path, model={"id": "org/model", "tokenizer": "org/other"}))
     plan = make_plan(written, Topology("cpu", 1, 2), elsewhere=True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that it is set back
-    hub.spare_retries(plan, progress)
+    hub.go_offline_if_unreachable(plan, progress)
     assert said == [], "HF_HUB_OFFLINE is heard at once"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(hub, "ANSWER_S", 60 if answers else 0.2)
+        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 60 if answers else 0.2)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         if answers:
             threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
-        hub.spare_retries(plan, progress)
+        hub.go_offline_if_unreachable(plan, progress)
     assert "org/model and org/other" in said[0]
     assert answers == (not constants.HF_HUB_OFFLINE) == (len(said) == 1)
     assert answers == ("HF_HUB_OFFLINE" not in os.environ), "nor do the processes that forecast ask again"
