@@ -12,13 +12,18 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line, is_disk_full
 from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
+
+if TYPE_CHECKING:
+    from fsdptrain.config.reader import Written
+    from fsdptrain.rundir import RunDir
+
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -241,7 +246,7 @@ def export(
         export_checkpoint(rundir, step, target, dtype, screen)
 
 
-def _new_folder(out: Path, rundir: Any) -> Path:
+def _new_folder(out: Path, rundir: RunDir) -> Path:
     """Where `--out` leads; raises RecipeError when something is there, or when a run writes there."""
     target = Path(os.path.realpath(out))
     if os.path.lexists(target) and not target.is_dir():
@@ -354,7 +359,7 @@ def _written(dest: Path) -> Iterator[None]:
         raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
-def _load(recipe: str, overrides: list[str] | None) -> Any:
+def _load(recipe: str, overrides: list[str] | None) -> Written:
     from fsdptrain.config.paths import data_kind
     from fsdptrain.config.reader import load
 
@@ -388,7 +393,7 @@ def _find_shipped(name: str) -> Path:
     raise RecipeError(f"{name}: no such file, and no shipped recipe of that name{hint}")
 
 
-def _tell_finished(rundir: Any, step: int) -> None:
+def _tell_finished(rundir: RunDir, step: int) -> None:
     """Say that there is nothing to train, and where the model is."""
     from fsdptrain.screen import Screen
 

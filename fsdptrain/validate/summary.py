@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fsdptrain.forecast.plot import memory_bar
+from fsdptrain.forecast.trace import Category
 from fsdptrain.page import Page
 from fsdptrain.validate.findings import Outcome
 
@@ -52,7 +52,7 @@ def _command(page: Page, words: list[str]) -> None:
     page.command(words, 2 * INDENT)
 
 
-def _memory(page: Page, by_category: dict[Any, int], beside: dict[str, int], capacity: int) -> None:
+def _memory(page: Page, by_category: dict[Category, int], beside: dict[str, int], capacity: int) -> None:
     """The bar of the peak, as wide as the terminal."""
     width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
     page.draw(memory_bar(by_category, beside, capacity, width - INDENT), INDENT)
