@@ -1,4 +1,4 @@
-"""Memory and traffic, read off a trace: the peak by category and moment, the timeline, the collectives."""
+"""Memory and traffic of a trace: the peak by category and moment, the timeline, the collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEFORE = "before the step"
 
 @dataclass(frozen=True)
 class Level:
-    """Bytes allocated at one event of the step, by category, and the moment it belongs to."""
+    """Bytes allocated after one event of the step, in all and by category, and the moment of the event."""
 
     allocated: int
     moment: str
@@ -21,7 +21,10 @@ class Level:
 
 
 def levels(trace: Trace, device: str, granularity: int = 1) -> Iterator[Level]:
-    """The level after every allocation and release on a device; each storage rounded up to `granularity` bytes."""
+    """Yield the level after every allocation and release on a device; sizes are rounded up to `granularity` bytes.
+
+    `by_category` is one mapping that the next level changes: copy what must last.
+    """
     held: Counter[Category] = Counter()
     sizes: dict[int, tuple[Category, int]] = {}
     moment = BEFORE
@@ -40,7 +43,7 @@ def levels(trace: Trace, device: str, granularity: int = 1) -> Iterator[Level]:
 
 
 def peak(trace: Trace, device: str, granularity: int = 1) -> Level:
-    """The highest level on a device; nothing at all where nothing was allocated."""
+    """Return the highest level on a device: an empty one if nothing was allocated."""
     highest = Level(0, BEFORE, {})
     for level in levels(trace, device, granularity):
         if level.allocated > highest.allocated:
@@ -49,7 +52,7 @@ def peak(trace: Trace, device: str, granularity: int = 1) -> Level:
 
 
 def peaks(trace: Trace, device: str, granularity: int = 1) -> dict[str, int]:
-    """The highest level of each moment of the step, in the order in which they first come."""
+    """Return the peak in bytes of every moment of the step, in the order of their first occurrence."""
     highest: dict[str, int] = {}
     for level in levels(trace, device, granularity):
         highest[level.moment] = max(highest.get(level.moment, 0), level.allocated)
@@ -58,7 +61,7 @@ def peaks(trace: Trace, device: str, granularity: int = 1) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over groups of one size, a step: how many, and the bytes of their full buffers.
+    """The collectives of one kind and group size in a step: their number, and the bytes of their full buffers.
 
     `wire` is what a ring moves in and out of each rank (Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009).
     """
@@ -71,13 +74,13 @@ class Traffic:
 
     @property
     def wire(self) -> int:
-        """Bytes a rank sends: (n-1)/n of the buffer, twice that for an all-reduce."""
+        """Bytes that a rank sends: (n-1)/n of the buffer, and twice that for an all-reduce."""
         share = self.size * (self.ranks - 1) // self.ranks
         return 2 * share if self.kind == "all-reduce" else share
 
 
 def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
-    """The collectives among these events, by kind and group."""
+    """Count the collectives among the events, by kind, ranks and nodes."""
     count: Counter[tuple[str, int, int]] = Counter()
     size: Counter[tuple[str, int, int]] = Counter()
     for event in events:
@@ -89,7 +92,7 @@ def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:
 
 
 def textbook(parameters: int, ranks: int, param_bytes: int, reduce_bytes: int) -> dict[str, int]:
-    """Bytes a rank sends for one micro-batch by the book (Rajbhandari et al., arXiv:1910.02054, section 7)."""
+    """Return the bytes a rank sends for one micro-batch, by Rajbhandari et al. (arXiv:1910.02054, section 7)."""
     once = parameters * (ranks - 1) // ranks
     return {
         "DDP all-reduce": 2 * reduce_bytes * once,

@@ -1,6 +1,6 @@
-"""What one optimizer step of one rank does, written down: storages that come and go, kernels, collectives, streams.
+"""The trace of one optimizer step of one rank: allocations and releases, kernels, collectives, stream events.
 
-`simulate` writes a trace; memory, communication and time are read off it, without torch.
+`simulate` writes a trace; the forecast reads memory, communication and time from it, without torch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Category = Literal[
 HOST = "cpu"
 
 
-HOST_STREAM = -1  # of kernels that the host computes for a device
+HOST_STREAM = -1  # the stream of kernels that run on the host although the model is on a device
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A piece of memory. Its category is what it turned out to be for, known only after it was allocated."""
+    """A piece of memory. Its category says what it is used for, and is known only after it was allocated."""
 
     device: str
     category: Category
 
 
 class Alloc(NamedTuple):
-    """A storage gets `size` bytes, on the stream with this number."""
+    """A storage of `size` bytes is allocated on the stream with this number."""
 
     storage: Storage
     size: int
@@ -38,13 +38,13 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A storage gives its bytes back."""
+    """A storage is freed."""
 
     storage: Storage
 
 
 class Kernel(NamedTuple):
-    """An operator on a stream. `moved` counts the bytes it reads and writes; `link` those that go over PCIe."""
+    """An operator on a stream. `moved` is the bytes it reads and writes; `link` is those that go over PCIe."""
 
     name: str
     flops: int
@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective of `ranks`, with the bytes of its full buffer (gathered, or before it is scattered)."""
+    """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter)."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "broadcast", "other"]
     ranks: tuple[int, ...]
@@ -70,18 +70,18 @@ class RecordEvent(NamedTuple):
 
 
 class WaitEvent(NamedTuple):
-    """A stream goes on only once an event has happened."""
+    """A stream waits for an event."""
 
     event: int
     stream: int
 
 
 class Synchronize(NamedTuple):
-    """The host waits for everything before it."""
+    """The host waits for all kernels and collectives before this event."""
 
 
 class Moment(NamedTuple):
-    """A part of the step begins: `forward of layers.3`, `optimizer`."""
+    """The start of a part of the step, such as `forward of layers.3` or `optimizer`."""
 
     name: str
 
@@ -91,23 +91,23 @@ Event = Alloc | Free | Kernel | Collective | RecordEvent | WaitEvent | Synchroni
 
 @dataclass
 class Trace:
-    """The events of a step in program order; `before` is what was allocated before it began."""
+    """The events of a step in program order; `before` has the allocations from before the step."""
 
     before: list[Alloc] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def all(self) -> Iterator[Event]:
-        """Everything, from an empty device on."""
+        """Yield all events, beginning with an empty device."""
         yield from self.before
         yield from self.events
 
     def repeated(self, micro_batches: int) -> Iterator[Event]:
-        """The step with more micro-batches than the two that were simulated: the first comes again and again."""
-        starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == self._first()]
+        """Yield the events of a step of `micro_batches`; if more than two, the first of the two simulated is repeated."""
+        starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == self._first_moment()]
         if len(starts) == 2:
             for _ in range(micro_batches - 2):
                 yield from self.events[starts[0] : starts[1]]
         yield from self.events
 
-    def _first(self) -> Moment:
+    def _first_moment(self) -> Moment:
         return next(event for event in self.events if isinstance(event, Moment))
