@@ -1,1 +1,1 @@
-"""What a step will need, read off a trace of it. No torch."""
+"""The forecast: memory, traffic, time and advice, read from the trace of a step. Imports no torch."""

@@ -1,7 +1,7 @@
-"""What a run will need and how fast it will be, asked of a process of its own that runs the engine on fake tensors.
+"""Forecast the memory and time of a plan in a separate process, which runs the engine on fake tensors.
 
-No torch here: `estimate` is the other side. A process of its own, for a pretended accelerator cannot be taken back, and
-an error inside autograd's device thread ends the process that asked for it.
+This module imports no torch; `simulate.server` is the process. It is separate because a pretended accelerator cannot be
+removed again, and because an error inside autograd's device thread ends the process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fsdptrain.processes import child_command, child_environment
 
 @dataclass(frozen=True)
 class Forecast:
-    """One optimizer step of the worst rank. Bytes and seconds; `docs/validate.md` explains every name.
+    """One optimizer step of the worst rank, in bytes and seconds; `docs/validate.md` explains every name.
 
-    `peak_bytes` is what torch has allocated at `moment`, `breakdown` its parts; `reserved_bytes` what the caching
-    allocator then holds; `overhead_bytes` what the driver and NCCL take beside it.
+    `peak_bytes` is what torch has allocated at `moment`, and `breakdown` its parts. `reserved_bytes` is what the
+    caching allocator reserves, `overhead_bytes` what the driver and NCCL take in addition.
     """
 
     fits: bool
@@ -57,12 +57,12 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """All of the card's memory that is taken at the peak."""
+        """All memory of the card that is in use at the peak."""
         return self.reserved_bytes + self.overhead_bytes
 
 
 class Forecaster:
-    """A process that forecasts one plan after the other. It starts to import at once and waits for the first."""
+    """A process that forecasts one plan after another. It starts to import at once, before it gets the first plan."""
 
     def __init__(self, niceness: int = 0) -> None:
         self._niceness, self._closed = niceness, False
@@ -70,43 +70,44 @@ class Forecaster:
 
     def _start(self) -> None:
         if self._closed:
-            raise FsdptrainError("the forecast was given up")
+            raise FsdptrainError("the forecast was cancelled")
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        words = child_command("fsdptrain.simulate.server")
+        command = child_command("fsdptrain.simulate.server")
         self._process = subprocess.Popen(
-            ["nice", "-n", str(self._niceness), *words] if self._niceness else words,
+            ["nice", "-n", str(self._niceness), *command] if self._niceness else command,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, encoding="utf-8",
             env=child_environment(),
-            start_new_session=True,  # the terminal's Ctrl-C is for us to act on
+            start_new_session=True,  # the command handles Ctrl-C, not this process
         )  # fmt: skip
-        if self._niceness:  # Linux may share the cores among sessions first, where a process's own niceness is nothing
+        if self._niceness:  # with autogroup, Linux ignores the niceness of a process and uses that of its session
             with contextlib.suppress(OSError):
                 Path(f"/proc/{self._process.pid}/autogroup").write_bytes(str(self._niceness).encode())
 
     def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
-        """The forecast of a plan; on a fake CPU device where the pretended accelerator fails.
+        """Forecast a plan; on a fake CPU device if the pretended accelerator fails.
 
         `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json), and `plot`
-        (a file to draw the step's timeline to). Raises RecipeError for what the model refuses, and a plain
-        FsdptrainError when the simulation itself failed.
+        (a file for the timeline of the step). Raises RecipeError if the model rejects the recipe, and FsdptrainError if
+        the simulation fails.
         """
         job |= {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
-        answer = self._answer(job | {"pretend": not hardware.is_cpu})
+        answer = self._request(job | {"pretend": not hardware.is_cpu})
         if answer is None and not hardware.is_cpu:
-            first = self._last_words()
+            cause = self._last_error()
             self._restart()
-            answer = self._answer(job | {"pretend": False})
+            answer = self._request(job | {"pretend": False})
             if answer is not None and "error" not in answer:
-                answer["notes"].append(f"simulated as if on a CPU: the pretended accelerator failed ({first})")
+                answer["notes"].append(f"simulated on a fake CPU: the pretended accelerator failed ({cause})")
         if answer is None:
-            words = self._last_words()
+            cause = self._last_error()
             self._restart()
-            raise FsdptrainError(f"the step could not be simulated: {words}")
+            raise FsdptrainError(f"the step could not be simulated: {cause}")
         if "error" in answer:
             raise from_record(answer["error"])
         return Forecast(**answer)
 
-    def _answer(self, job: dict[str, Any]) -> dict[str, Any] | None:
+    def _request(self, job: dict[str, Any]) -> dict[str, Any] | None:
+        """Send a job and return the answer, or None if the process ended without one."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job) + "\n")
@@ -114,18 +115,19 @@ class Forecaster:
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith("\n") else None
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
+        """Return the last line of standard error that names an error, else its last line."""
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")
-        return said.removeprefix("[rank0]: ")[:200]
+        error = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
+        return error.removeprefix("[rank0]: ")[:200]
 
     def _restart(self) -> None:
         self._end()
         self._start()
 
     def close(self) -> None:
-        """End the process; a forecast that another thread waits for is given up."""
+        """End the process; a forecast that another thread waits for fails."""
         self._closed = True
         self._end()
 

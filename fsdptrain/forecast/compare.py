@@ -1,7 +1,7 @@
-"""Forecast beside reality: a run on GPUs is forecast while it goes, and at its end the two are compared.
+"""Compare a run on GPUs with its forecast, which is made while the run goes on.
 
-On a CPU there is nothing to compare: a step is forecast by the speed that the machine has meanwhile, which is the
-run's own, and the measured memory is that of the process, in which tensors are the smaller part.
+A run on a CPU is not compared. Its forecast measures the speed of the machine, which the run uses at the same time, and
+the measured memory is that of the process, of which tensors are the smaller part.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import size
 
-WARM_UP = 3  # steps that do not count: the first ones compile, connect and fill caches
+WARM_UP = 3  # first steps that are not compared: they compile, connect and fill caches
 
 
-POLL_S = 0.5
+POLL_S = 0.5  # seconds between two reads of metrics.jsonl
 
 
-NICENESS = 19  # of the forecast: the workers come first
+NICENESS = 19  # of the forecasting process: the workers have priority
 
 
-ENOUGH = 8  # steps from which on a speed is worth comparing
+MIN_STEPS = 8  # after the warm-up; with fewer the measured speed means little
 
 
 class ForecastComparison:
-    """Watches a run on GPUs from the launcher's side, and forecasts it in the time that the workers leave the CPU."""
+    """Forecasts a run on GPUs from the launcher's process, at low priority, and compares the two at the end."""
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
         self._plan, self._rundir = plan, rundir
         self._events, self._ended = Tail(rundir.metrics), threading.Event()
         self._forecast: Forecast | None = None
-        self._why_not = ""
+        self._no_forecast_because = ""
         self._forecaster: Forecaster | None = None
-        self._thread = threading.Thread(target=self._foresee, args=(Tail(rundir.metrics),), daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(Tail(rundir.metrics),), daemon=True)
         self._thread.start()
 
-    def _foresee(self, events: Tail) -> None:
-        """Forecast this run once its workers have said what they run on, and made a step: the first is waited for."""
+    def _watch(self, events: Tail) -> None:
+        """Forecast the run after its first step, so that the forecast does not delay it."""
         start: dict[str, Any] | None = None
         while not self._ended.wait(POLL_S):
             for event in events.read():
                 if event["event"] == "start":
                     start = event
                 elif event["event"] == "step" and start is not None:
-                    self._ask(start)
+                    self._make_forecast(start)
                     return
 
-    def _ask(self, start: dict[str, Any]) -> None:
+    def _make_forecast(self, start: dict[str, Any]) -> None:
         hardware = card(start["device"], start["device_memory_bytes"])
         if hardware is None:
-            self._why_not = f"no figures are known of {start['device']}"
+            self._no_forecast_because = f"no hardware figures for {start['device']}"
             return
         self._forecaster = Forecaster(NICENESS)
-        if self._ended.is_set():  # `close` may not have seen it
+        if self._ended.is_set():  # `close` was called before the process existed
             self._forecaster.close()
         try:
             self._forecast = self._forecaster.forecast(self._plan, hardware, config_dir=str(self._rundir.model))
         except (FsdptrainError, OSError, ValueError) as error:
-            self._why_not = str(error)
+            self._no_forecast_because = str(error)
 
     def close(self) -> None:
         """Stop forecasting."""
@@ -77,28 +77,28 @@ class ForecastComparison:
         self._thread.join()
 
     def report(self, screen: Screen) -> None:
-        """Compare on screen and in the run folder; nothing is said of a run that ended before there was enough to."""
+        """Print the comparison and write it to the run folder; do nothing if the run made too few steps."""
         events = without_undone(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]
         start = next((event for event in reversed(events) if event["event"] == "start"), None)
-        if start is None or len(steps) < ENOUGH:
+        if start is None or len(steps) < MIN_STEPS:
             return
         if self._forecast is not None:
             found = compare(self._forecast, start, steps)
             self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")
             screen.say(comparison_line(found))
-        elif self._why_not:
-            screen.say(f"no forecast to compare with: {self._why_not}")
+        elif self._no_forecast_because:
+            screen.say(f"no forecast to compare with: {self._no_forecast_because}")
 
 
 def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was foreseen and what was measured (of memory: what torch allocated); a ratio is measured over foreseen."""
+    """Return forecast and measurement of memory (as allocated by torch) and time; `ratio` is measured / forecast."""
     peak = max(step["peak_memory_bytes"] for step in steps) - start["baseline_memory_bytes"]
     seconds = statistics.median(step["step_s"] for step in steps)
     pairs = {"peak_bytes": (forecast.peak_bytes, peak), "step_s": (forecast.step_s, seconds)}
     compared = {
-        name: {"forecast": foreseen, "measured": measured, "ratio": measured / foreseen}
-        for name, (foreseen, measured) in pairs.items()
+        name: {"forecast": expected, "measured": measured, "ratio": measured / expected}
+        for name, (expected, measured) in pairs.items()
     }
     return {
         "compared": compared,
@@ -109,10 +109,10 @@ def compare(forecast: Forecast, start: dict[str, Any], steps: list[dict[str, Any
 
 
 def comparison_line(found: dict[str, Any]) -> str:
-    """The comparison in one line for the person."""
+    """Format the comparison as one line for the terminal."""
     memory, speed = found["compared"]["peak_bytes"], found["compared"]["step_s"]
     return (
-        f"forecast and reality: memory {size(memory['forecast'])}, measured {size(memory['measured'])} "
+        f"forecast and measurement: memory {size(memory['forecast'])}, measured {size(memory['measured'])} "
         f"({memory['ratio']:.2f}×); a step {speed['forecast']:.3g} s, measured {speed['measured']:.3g} s "
         f"({speed['ratio']:.2f}×)"
     )

@@ -1,4 +1,4 @@
-"""A forecast in words: memory, communication, time and the verdict, as the person at the terminal reads them."""
+"""The forecast as text for the terminal: memory, communication, time and the verdict."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a
 
 
 def memory_lines(forecast: Forecast) -> list[str]:
-    """The peak, when it comes, and what is taken beside it."""
+    """Return the peak, its moment, and the memory that torch does not allocate."""
     lines = [f"{size(forecast.peak_bytes)} allocated at the peak, in the {forecast.moment}"]
     if forecast.reserved_bytes > forecast.peak_bytes:
-        lines.append(f"{size(forecast.reserved_bytes)} held by the caching allocator then, fragments included")
+        lines.append(f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included")
     lines.append(
-        f"{size(forecast.overhead_bytes)} outside torch, "
-        + ("for the process and its libraries" if forecast.hardware == "cpu" else "for the CUDA context and NCCL")
+        f"{size(forecast.overhead_bytes)} outside torch: "
+        + ("the process and its libraries" if forecast.hardware == "cpu" else "the CUDA context and NCCL")
     )
     if forecast.host_bytes >= 2**20:
         lines.append(f"{size(forecast.host_bytes)} of host memory")
     if forecast.tight:
         lines.append(
-            "so little is left that the allocator must give cached memory back and ask again, which is slow; "
+            "little is left: the allocator must release cached memory and retry, which is slow; "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
         )
     return lines
 
 
 def traffic_rows(forecast: Forecast) -> list[list[str]]:
-    """The collectives of a step, under `TRAFFIC_HEADER`."""
+    """Return the table of collectives in a step, with the columns of TRAFFIC_HEADER."""
     return [
         [
             traffic["kind"],
@@ -49,7 +49,7 @@ def traffic_rows(forecast: Forecast) -> list[list[str]]:
 
 
 def traffic_lines(forecast: Forecast) -> list[str]:
-    """What a step sends, and what the textbook formulas say of it."""
+    """Return what a rank sends in a step, and what the textbook formulas give for comparison."""
     wire = sum(traffic["wire"] for traffic in forecast.collectives)
     if not wire:
         return ["none: there is one rank"]
@@ -57,24 +57,24 @@ def traffic_lines(forecast: Forecast) -> list[str]:
     book = ", ".join(f"{name} {size(amount)}" for name, amount in forecast.textbook.items())
     return [
         f"a rank sends {size(wire)} in all" + (f", {size(between)} of it in rings that cross nodes" if between else ""),
-        f"for comparison, by the textbook, for one micro-batch: {book}",
+        f"textbook formulas, for one micro-batch: {book}",
     ]
 
 
 def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
-    """The step, rates, and the whole run, whose `cost` is known if the number of steps is."""
+    """Return the time of a step, rates, and the time of the run; `cost` is empty if the number of steps is unknown."""
     world, unit = plan.topology.world_size, _unit(plan)
     low, high = (seconds / forecast.step_s for seconds in forecast.step_s_range)
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
     lines = [
         f"{forecast.step_s:.3g} s a step ({low * forecast.step_s:.3g} to {high * forecast.step_s:.3g}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
-        f"computing alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
+        f"compute alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
         f"attention included), collectives alone {forecast.communication_s:.3g} s; {forecast.exposed_s:.3g} s of the "
         "step are spent waiting",
     ]
     if not cost:
-        return [*lines, "how many steps there are is not known without the data: give train.steps"]
+        return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]
     hours = cost["gpu_hours"]
     total = f"{_amount(hours)} {unit}-hours ({_amount(hours * low)} to {_amount(hours * high)})"
     if "dollars" in cost:
@@ -99,7 +99,7 @@ def _tera(count: float) -> str:
 
 
 def verdict(step: Mapping[str, Any], plan: Plan) -> str:
-    """Whether it fits, how fast and how dear it is, in one line; `step` is what `--json` says of the forecast."""
+    """Return one line: whether the plan fits, its speed and its cost. `step` has the forecast's keys of `--json`."""
     world, gpu = plan.topology.world_size, plan.topology.device == "cuda"
     where = f"{world}×{step['hardware'].upper()}" if gpu else f"{world} CPU rank{'s' * (world > 1)}"
     needed, capacity = size(step["needed_bytes"]), size(step["memory_bytes"])
@@ -118,9 +118,9 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
 
 
 def does_not_fit_error(verdict: str, searched: bool) -> DoesNotFit:
-    """That it does not fit, with ways out; `searched`: other plans are shown already."""
-    search = "plans that do are above, if there are any" if searched else "search for plans that do with --advise"
+    """Return the error for a plan that does not fit, with the ways out; `searched`: other plans were printed."""
+    search = "plans that fit, if any, are listed above" if searched else "--advise searches for plans that fit"
     return DoesNotFit(
-        f"{verdict}; {search}; the usual ways out are fsdp.activation_checkpointing=full, train.micro_batch_size=1, "
-        "more ranks, fsdp.cpu_offload=true"
+        f"{verdict}; {search}; or try fsdp.activation_checkpointing=full, train.micro_batch_size=1, more ranks, "
+        "fsdp.cpu_offload=true"
     )

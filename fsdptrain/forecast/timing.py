@@ -91,8 +91,8 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
     flops, share = float(kernel.flops), hardware.product_share
     if "attention" in kernel.name:
         share = hardware.attention_share["backward" in kernel.name]
-        # Flash kernels skip what a causal mask hides, and the tiles of `model.attention` at least as much. Other kernels
-        # compute all of it.
+        # Flash kernels skip what a causal mask hides, and the tiles of `model.attention` at least as much. Other
+        # kernels compute all of it.
         flops /= 2 if "flash" in kernel.name or kernel.name.startswith("attention") else 1
     return max(flops / (peak * share), memory)
 

@@ -102,12 +102,10 @@ class Trace:
         yield from self.events
 
     def repeated(self, micro_batches: int) -> Iterator[Event]:
-        """Yield the events of a step of `micro_batches`; if more than two, the first of the two simulated is repeated."""
-        starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == self._first_moment()]
+        """Yield the events of a step of `micro_batches`: beyond the two simulated ones, the first is repeated."""
+        first = next((event for event in self.events if isinstance(event, Moment)), None)
+        starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == first]
         if len(starts) == 2:
             for _ in range(micro_batches - 2):
                 yield from self.events[starts[0] : starts[1]]
         yield from self.events
-
-    def _first_moment(self) -> Moment:
-        return next(event for event in self.events if isinstance(event, Moment))

@@ -1,4 +1,4 @@
-"""What is said before the launch: hardware, time, and forecasts by the process that makes them."""
+"""Hardware, the timing of a trace, and forecasts by the forecasting process."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
      ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
      ("a100 40g", None, "a100-40gb"), ("A100-SXM4-80GB", None, "a100-80gb"), ("8xa100", 8, "a100-80gb")],
 )  # fmt: skip
-def test_hardware_is_read_with_its_count_however_it_is_written(text: str, count: int | None, name: str) -> None:
+def test_hardware_is_parsed_with_its_count_in_any_spelling(text: str, count: int | None, name: str) -> None:
     found = parse(text)
     assert (found.count, found.hardware.name) == (count, name)
 
 
-def test_a_name_that_means_several_cards_says_which_was_taken() -> None:
+def test_an_ambiguous_name_gives_a_note_about_the_card_that_was_taken() -> None:
     assert parse("8xA100").note == "--hardware 8xA100: taken as a100-80gb, not a100-40gb"
     assert not any(parse(name).note for name in KNOWN)
 
 
-def test_hardware_may_be_given_in_numbers() -> None:
+def test_hardware_may_be_given_as_numbers() -> None:
     hardware = parse("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
     assert (hardware.memory, hardware.flops, hardware.intra_bw, hardware.inter_bw) == (48e9, 200e12, 30e9, 5e9)
 
@@ -81,13 +81,13 @@ def test_hardware_may_be_given_in_numbers() -> None:
      ("memory=x,flops=1,intra_bw=1,inter_bw=1", "memory: 'x'"), ("memory=-1,flops=1,intra_bw=1,inter_bw=1", "above 0"),
      ("memory=1,flops=1,intra_bw=1,inter_bw=1,colour=2", "'colour' is not one of")],
 )  # fmt: skip
-def test_other_hardware_is_refused_with_the_way_out(text: str, says: str) -> None:
+def test_unknown_hardware_is_rejected_with_a_way_out(text: str, says: str) -> None:
     with pytest.raises(RecipeError, match="--hardware") as refused:
         parse(text)
     assert says in str(refused.value)
 
 
-def test_a_count_fills_whole_nodes() -> None:
+def test_a_count_must_fill_whole_nodes() -> None:
     topology = topology_of(Recipe(), 64, H100)
     assert (topology.nnodes, topology.nproc_per_node, topology.device) == (8, 8, "cuda")
     assert topology_of(Recipe(), 4, H100).world_size == 4
@@ -96,7 +96,7 @@ def test_a_count_fills_whole_nodes() -> None:
         topology_of(Recipe(), 12, H100)
 
 
-def test_a_visible_card_is_known_by_name_and_memory() -> None:
+def test_a_visible_card_is_identified_by_name_and_memory() -> None:
     found = card("NVIDIA A100-SXM4-40GB", 40 * GIB)
     assert found and found.name == "a100-40gb" and found.memory == 40 * GIB
     for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA RTX 6000 Ada Generation", "Tesla T4"):
@@ -114,7 +114,7 @@ def test_a_visible_card_is_known_by_name_and_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA A10"])
-def test_mfu_and_forecast_count_against_the_same_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_and_forecast_use_the_same_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(World, "device_memory", lambda self: 80 * GIB)
     world = World(0, 0, 1, torch.device("cuda", 0), None, None)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def seconds(flops: int) -> float:
     return flops / (H100.flops * H100.product_share)
 
 
-def test_a_collective_on_a_stream_of_its_own_hides_behind_compute() -> None:
+def test_a_collective_on_its_own_stream_overlaps_with_compute() -> None:
     gather = Collective("all-gather", tuple(range(8)), 10**9, stream=1)
     alone = collective_s(gather, H100, 8)
     work = [Kernel("mm", 20 * BUSY, 0, 0, stream=0)]
@@ -142,7 +142,7 @@ def test_a_collective_on_a_stream_of_its_own_hides_behind_compute() -> None:
     assert math.isclose(waiting.exposed_s, alone, rel_tol=1e-6)
 
 
-def test_collectives_of_one_group_run_one_after_the_other() -> None:
+def test_collectives_of_one_group_do_not_overlap() -> None:
     pair = [Collective("all-gather", (0, 1), 10**9, 1), Collective("reduce-scatter", (0, 1), 10**9, 2)]
     timed = replay_streams(pair, H100, half=True, ranks_per_node=8)
     assert math.isclose(timed.step_s, 2 * collective_s(pair[0], H100, 8))
@@ -156,7 +156,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
         return seconds - LATENCY_S - HOP_S * len(ranks)
 
     assert math.isclose(bare(range(8)), 7e9 / H100.intra_bw)
-    assert math.isclose(bare(range(0, 64, 8)), 7e9 / H100.inter_bw)  # one rank a node: its own network card
+    assert math.isclose(bare(range(0, 64, 8)), 7e9 / H100.inter_bw)  # one rank on each node: its own network card
     assert math.isclose(bare(range(16)), max(7.5e9 / H100.intra_bw, 4e9 / (8 * H100.inter_bw)))
     assert math.isclose(bare(range(8), "all-reduce"), 2 * bare(range(8)))
     assert collective_s(Collective("all-gather", (0,), 10**9, 0), H100, 8) == 0
@@ -175,7 +175,7 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**13)), max_size=40))
 @settings(max_examples=50, deadline=None)
-def test_a_step_is_no_shorter_than_its_busiest_stream_and_no_longer_than_all(work: list[tuple[int, int]]) -> None:
+def test_a_step_takes_at_least_its_busiest_stream_and_at_most_the_sum_of_all(work: list[tuple[int, int]]) -> None:
     kernels = [Kernel("mm", flops, 0, 0, stream) for stream, flops in work]
     timed = replay_streams([*kernels, Synchronize()], H100, half=True, ranks_per_node=8)
     busy = [sum(seconds(f) for s, f in work if s == stream) for stream in range(4)]
@@ -198,7 +198,7 @@ def gpu_plan(tmp_path: Path, world: int = 8, nodes: int = 1, **changes: Any) -> 
     return plan_of(tmp_path, world, nodes, "cuda", **changes)
 
 
-def test_strategies_need_memory_in_their_known_order(tmp_path: Path, forecaster: Forecaster) -> None:
+def test_the_strategies_memory_is_in_the_known_order(tmp_path: Path, forecaster: Forecaster) -> None:
     order = ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
     found = [
         forecaster.forecast(gpu_plan(tmp_path, 16, 2, fsdp__strategy=strategy), H100)
@@ -215,21 +215,22 @@ def test_strategies_need_memory_in_their_known_order(tmp_path: Path, forecaster:
 
 
 def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaster) -> None:
-    worlds = [(4, 1), (8, 1), (16, 2), (32, 4)]  # all of which divide its dimensions: padding would be another matter
+    worlds = [(4, 1), (8, 1), (16, 2), (32, 4)]  # all divide the dimensions of the model, so nothing is padded
     found = [forecaster.forecast(gpu_plan(tmp_path, *world), H100) for world in worlds]
     peaks = [forecast.peak_bytes for forecast in found]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Forecaster) -> None:
-    here = forecaster.forecast(gpu_plan(tmp_path), H100)
-    there = forecaster.forecast(gpu_plan(tmp_path, fsdp__cpu_offload=True), H100)
-    assert there.host_bytes >= here.breakdown["parameter shards"] + here.breakdown["optimizer state"]
-    assert "optimizer state" not in there.breakdown and there.peak_bytes < here.peak_bytes
-    assert there.step_s > here.step_s  # over PCIe, and on the host's cores
+    on_device = forecaster.forecast(gpu_plan(tmp_path), H100)
+    offloaded = forecaster.forecast(gpu_plan(tmp_path, fsdp__cpu_offload=True), H100)
+    state = on_device.breakdown["parameter shards"] + on_device.breakdown["optimizer state"]
+    assert offloaded.host_bytes >= state
+    assert "optimizer state" not in offloaded.breakdown and offloaded.peak_bytes < on_device.peak_bytes
+    assert offloaded.step_s > on_device.step_s  # traffic over PCIe, and the optimizer on the host's cores
 
 
-def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster: Forecaster) -> None:
+def test_a_step_of_many_micro_batches_repeats_the_simulated_ones(tmp_path: Path, forecaster: Forecaster) -> None:
     once, twice, often = (
         forecaster.forecast(gpu_plan(tmp_path, train__global_batch_size=16 * micro_batches), H100)
         for micro_batches in (1, 2, 8)
@@ -238,13 +239,13 @@ def test_a_long_step_repeats_what_was_simulated_of_it(tmp_path: Path, forecaster
     assert often.flops == 8 * (twice.flops - once.flops) + (2 * once.flops - twice.flops)
 
 
-def test_the_cpu_is_forecast_with_what_it_is_measured_to_do(tmp_path: Path, forecaster: Forecaster) -> None:
+def test_the_forecast_for_a_cpu_uses_its_measured_speed(tmp_path: Path, forecaster: Forecaster) -> None:
     forecast = forecaster.forecast(plan_of(tmp_path, 2), CPU)
     assert forecast.fits and forecast.method == "fake CPU" and forecast.memory_bytes > GIB
     assert 0 < forecast.step_s < 60 and 0 < forecast.mfu < 1
 
 
-def test_what_the_model_refuses_is_the_recipes_error(tmp_path: Path, forecaster: Forecaster) -> None:
+def test_a_recipe_that_the_model_rejects_is_a_recipe_error(tmp_path: Path, forecaster: Forecaster) -> None:
     plan = gpu_plan(tmp_path, model__config={"model_type": "llama", **TINY, "hiden_size": 3})
     with pytest.raises(RecipeError, match="did you mean `hidden_size`"):
         forecaster.forecast(plan, H100, vocab_size=512)
@@ -261,7 +262,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
+def test_a_simulation_that_ends_its_process_is_repeated_on_a_fake_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
 ) -> None:
     answer = dataclasses.asdict(forecaster.forecast(gpu_plan(tmp_path), H100))
@@ -275,7 +276,7 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
             process.forecast(gpu_plan(tmp_path), H100)
-        dry = Findings(elsewhere=True)  # and in the end there is arithmetic
+        dry = Findings(elsewhere=True)  # the last resort is arithmetic
         dry_run(gpu_plan(tmp_path), dry, options=StepOptions(process, H100))
     assert dry.exit_code == 0 and dry.step["method"] == "closed form"
     assert math.isclose(dry.step["peak_bytes"], answer["peak_bytes"], rel_tol=0.02)
@@ -284,15 +285,17 @@ def test_a_simulation_that_ends_its_process_is_tried_again_on_a_fake_cpu(
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, forecaster: Forecaster) -> None:
+def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
+    tmp_path: Path, forecaster: Forecaster
+) -> None:
     plan = gpu_plan(tmp_path)
     found = Findings(elsewhere=True)
     small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
     dry_run(plan, found, options=StepOptions(forecaster, small))
     page = Page(Console(file=io.StringIO()))
     show_outcome(found.outcome(), page)
-    said = page.console.file.getvalue()  # type: ignore[attr-defined]
-    first, *rest = said.splitlines()
+    output = page.console.file.getvalue()  # type: ignore[attr-defined]
+    first, *rest = output.splitlines()
     assert first.startswith("does not fit 8×CUSTOM: ") and first.endswith(" of 1.6 GiB a GPU")
     for heading in (
         "Plan",
@@ -305,41 +308,41 @@ def test_what_does_not_fit_is_refused_with_everything_shown(tmp_path: Path, fore
     ):
         assert heading in rest
     assert found.exit_code == 3 and found.problems[-1].startswith(first)
-    assert "TOO MUCH" in said
+    assert "TOO MUCH" in output
 
 
-def test_a_card_without_bfloat16_is_refused_for_it(tmp_path: Path, forecaster: Forecaster) -> None:
-    asked: list[Findings] = []
+def test_a_card_without_bfloat16_rejects_a_bfloat16_recipe(tmp_path: Path, forecaster: Forecaster) -> None:
+    findings: list[Findings] = []
     for dtype in ("bfloat16", "float32"):
         plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
-        asked.append(Findings(elsewhere=True))
-        dry_run(plan, asked[-1], options=StepOptions(forecaster, KNOWN["v100-32gb"]))
-    assert asked[0].exit_code == 2 and "param_dtype: v100-32gb has no units for bfloat16" in asked[0].problems[0]
-    assert asked[1].exit_code == 0 and asked[1].step["hardware"] == "v100-32gb"
+        findings.append(Findings(elsewhere=True))
+        dry_run(plan, findings[-1], options=StepOptions(forecaster, KNOWN["v100-32gb"]))
+    assert findings[0].exit_code == 2 and "param_dtype: v100-32gb has no" in findings[0].problems[0]
+    assert findings[1].exit_code == 0 and findings[1].step["hardware"] == "v100-32gb"
 
 
-def test_a_run_on_gpus_is_compared_with_its_forecast_where_that_is_ready(
+def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The events are those that a worker on a GPU writes, the forecast is a real one."""
+    """The events are those that a worker on a GPU writes; the forecast is real."""
     monkeypatch.setattr(compare, "NICENESS", 0)
     plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
     rundir.root.mkdir()
     load_config(plan, 512).save_pretrained(rundir.model)
     device = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory, "baseline_memory_bytes": 7}
-    waiting, soon = ForecastComparison(plan, rundir), ForecastComparison(plan, rundir)
+    finished, early = ForecastComparison(plan, rundir), ForecastComparison(plan, rundir)
     with rundir.metrics.open("w") as metrics:
         for event in [{"event": "start", **device}, *({"event": "step", "step": n} for n in range(1, 12))]:
             measured = {"step_s": event.get("step", 0) / 10, "peak_memory_bytes": 10**9 + 7}
             metrics.write(json.dumps(event | measured) + "\n")
     screen = Screen(Console(file=io.StringIO()))
-    soon.report(screen)  # a run that ends before there is a forecast does not wait for one
-    soon.close()
+    early.report(screen)  # a run that ends before its forecast is ready does not wait for it
+    early.close()
     assert not rundir.forecast.exists() and not screen.console.file.getvalue()  # type: ignore[attr-defined]
-    waiting._thread.join()
-    waiting.report(screen)
-    waiting.close()
+    finished._thread.join()
+    finished.report(screen)
+    finished.close()
     found = json.loads(rundir.forecast.read_text())
     assert found["steps"] == 8 and found["compared"]["step_s"]["measured"] == pytest.approx(0.75)
     assert found["compared"]["peak_bytes"]["measured"] == 10**9 and found["forecast"]["hardware"] == "h100-80gb"
-    assert "forecast and reality: memory" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "forecast and measurement: memory" in screen.console.file.getvalue()  # type: ignore[attr-defined]
