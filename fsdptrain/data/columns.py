@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from fsdptrain.config.schema import FORMAT_FIELDS, Data
-from fsdptrain.data.sources import BATCH, Source, first_source, type_name
+from fsdptrain.data.readers import BATCH_ROWS, Source, type_name
+from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
 
 # What data sets call the fields of our formats, the most telling name first. Alpaca's `input` belongs to its prompt.
@@ -124,7 +125,7 @@ def _missing_column_message(missing: str, there: list[str], data: Data) -> str:
 
 
 def _next_batch(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list(islice(rows, BATCH))
+    return list(islice(rows, BATCH_ROWS))
 
 
 def _text_fields(columns: dict[str, list[str]], row: dict[str, Any], place: str) -> dict[str, Any]:

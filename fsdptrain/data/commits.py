@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fsdptrain.config.plan import HubData, Plan
-from fsdptrain.data.sources import COMMIT, hub_commit
+from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
 from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir

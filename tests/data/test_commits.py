@@ -22,7 +22,8 @@ from fsdptrain.config.plan import HubData, Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.commits import pin_commits
-from fsdptrain.data.sources import fingerprint, hub_commit, open_sources
+from fsdptrain.data.hub_data import hub_commit
+from fsdptrain.data.sources import fingerprint, open_sources
 from fsdptrain.errors import CheckpointError, NoData
 from fsdptrain.launch.attempts import archive_plan
 from fsdptrain.rundir import RunDir
@@ -192,7 +193,7 @@ def test_without_the_hub_a_run_goes_on_with_its_commit_though_a_newer_one_is_cac
     started(plan)
     assert texts_of(in_a_new_process(plan, rundir)) == ["a", "b", "c"]
     assert texts_of("org/cached::train[:2]@" + old) == ["a", "b"] and texts_of("org/cached") == ["d"]
-    with pytest.raises(NoData, match=rf"commit {absent} of org/cached is not in the cache \(there is {new}\)"):
+    with pytest.raises(NoData, match=rf"commit {absent} of org/cached is not in the cache \(cached: {new}\)"):
         open_sources(f"org/cached@{absent}")
 
 

@@ -24,8 +24,8 @@ from support import GSM8K, ROOT, SHAKESPEARE, environment
 
 from fsdptrain.config.paths import find_data
 from fsdptrain.config.schema import Data
-from fsdptrain.data import sources as rows
 from fsdptrain.data.columns import describe_columns, guess_format, read_rows
+from fsdptrain.data.hub_data import hub_commit
 from fsdptrain.data.sources import data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
 
@@ -257,9 +257,9 @@ def test_a_json_list_of_one_line_or_many_and_a_bound(tmp_path: Path, monkeypatch
     one, many = put(tmp_path, "a.json", json.dumps(rows)), put(tmp_path, "b.json", json.dumps(rows, indent=1))
     listed = put(tmp_path, "c.json", lines(*rows))
     assert rows_of(one) == rows_of(many) == rows_of(listed) == rows
-    monkeypatch.setattr("fsdptrain.data.sources.MAX_JSON", 500)
+    monkeypatch.setattr("fsdptrain.data.readers.MAX_JSON", 500)
     assert rows_of(listed) == rows, "JSON lines are never held whole"
-    assert "longer than 500 bytes: write one object a line (.jsonl)" in complaint(many)
+    assert "longer than 500 bytes: write one object per line (.jsonl)" in complaint(many)
     assert "longer than 500 bytes" in complaint(one)
 
 
@@ -382,7 +382,6 @@ def test_a_hub_data_set(path: str, words: tuple[str | None, ...], monkeypatch: p
         return Dataset.from_dict({"id": range(3), "text": ["a", "b", None]})
 
     monkeypatch.setattr("datasets.load_dataset", fake)
-    monkeypatch.setattr("fsdptrain.data.sources.load_dataset", fake, raising=False)
     assert find_data(path.partition("@")[0], Path.cwd()) == path.partition("@")[0]
     assert rows_of(path, limit=2) == [{"text": "a"}, {"text": "b"}]
     assert complaint(path).startswith(f"{path}, row 3: 'text' is null")
@@ -395,14 +394,14 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
     refs.mkdir(parents=True)
     (refs / "main").write_text(one)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    rows.hub_commit.cache_clear()
-    assert rows.hub_commit("org/name:de:test") == one
-    assert rows.hub_commit(f"org/name@{two}") == two and rows.hub_commit("org/name@v2") is None
+    hub_commit.cache_clear()
+    assert hub_commit("org/name:de:test") == one
+    assert hub_commit(f"org/name@{two}") == two and hub_commit("org/name@v2") is None
     assert fingerprint(f"org/name@{one}") == fingerprint("org/name") == fingerprint("org/name::train")
     before = fingerprint("org/name")
     (refs / "main").write_text(two)
     assert fingerprint("org/name") == before  # within a process nothing moves
-    rows.hub_commit.cache_clear()
+    hub_commit.cache_clear()
     assert fingerprint("org/name") != before
 
     def fake(*_: Any, revision: str, **__: Any) -> Dataset:
@@ -412,8 +411,8 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
         return Dataset.load_from_disk(str(tmp_path / one))  # what was cached before
 
     monkeypatch.setattr("datasets.load_dataset", fake)
-    assert f"data.revision: commit {two} of org/name is not in the cache (there is {one})" in complaint("org/name")
-    rows.hub_commit.cache_clear()
+    assert f"data.revision: commit {two} of org/name is not in the cache (cached: {one})" in complaint("org/name")
+    hub_commit.cache_clear()
 
 
 def test_a_hub_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +420,6 @@ def test_a_hub_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError("Dataset org/name doesn't exist on the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", fake)
-    monkeypatch.setattr("fsdptrain.data.sources.load_dataset", fake, raising=False)
     assert re.search(r"data\.path: .*'org/name'.*FileNotFoundError", complaint("org/name"))
 
 
@@ -695,7 +693,7 @@ def test_a_text_file_has_one_column_only(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_file(tmp_path: Path, name: str) -> None:
     path = put(tmp_path, name, "a")
     said = complaint(path)
-    assert said.startswith(f"{path}: unknown kind")
+    assert said.startswith(f"{path}: unknown data file type")
     assert ".jsonl" in said
 
 
@@ -750,14 +748,14 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> Non
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, tmp_path / "*.jsonl"):
-        assert complaint(path) == f"{pipe} is not a regular file that can be read"
-    assert complaint("/dev/zero") == "/dev/zero is not a regular file that can be read"
+        assert complaint(path) == f"{pipe} is not a readable regular file"
+    assert complaint("/dev/zero") == "/dev/zero is not a readable regular file"
 
 
 def test_a_link_to_nowhere_is_not_passed_over(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", lines(OK))
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
-    assert complaint(tmp_path) == f"{tmp_path / 'b.jsonl'} is not a regular file that can be read"
+    assert complaint(tmp_path) == f"{tmp_path / 'b.jsonl'} is not a readable regular file"
 
 
 def test_a_folder_with_a_files_name_is_a_folder(tmp_path: Path) -> None:

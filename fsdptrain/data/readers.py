@@ -1,0 +1,247 @@
+"""Data files of every supported type → rows, with the file and the line in every error.
+
+Text files are parsed here, line by line, and no type is inferred. `datasets` reads only what comes from the Hub, where
+types are declared: it infers a file's types from the first 10 MB, turns texts that are all dates into timestamps and
+digits in CSV into numbers, caches files by path and mtime, and its JSON parser can end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fsdptrain.config.paths import COMPRESSED, DATA_SUFFIXES, data_kind
+from fsdptrain.errors import DataError, first_line
+
+BATCH_ROWS = 1000
+
+
+MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
+
+
+SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
+
+
+# File types that are not read, and how to convert each to one that is.
+CONVERSIONS = {
+    (".xlsx", ".xls", ".ods"): "save the sheet as CSV",
+    (".arrow", ".feather"): "convert it to Parquet: Dataset.from_file(…).to_parquet('data.parquet')",
+    (".zip", ".tar", ".tgz", ".7z", ".xz", ".rar"): "unpack it first",
+    (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin"): "pickles are never loaded: convert it to JSON lines",
+    (".md", ".rst", ".html", ".xml", ".pdf", ".docx"): "save its text as .txt",
+}
+
+
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (the row's place, `file:line` or `file, row 3`; column → value)
+
+
+csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or Hub data set: its name for errors, its columns, its row count, and a reader of some columns."""
+
+    name: str
+    columns: list[str]
+    count: int
+    rows: Callable[[list[str]], Rows]
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@contextlib.contextmanager
+def file_errors(file: Path) -> Iterator[None]:
+    """Raise DataError for any OSError inside: a file may vanish, or its disk may fail, at any moment."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def open_file(file: Path, count_rows: bool = True) -> Source:
+    """Open a data file by its suffix; without `count_rows` a text file's count is 1 as soon as it has a row.
+
+    Raises DataError for an unreadable, empty or unsupported file, naming the line where there is one.
+    """
+    kind = data_kind(file.name)
+    if kind is None:
+        advice = conversion_advice(file.name)
+        raise DataError(f"{file}: unknown data file type; {advice + '; ' if advice else ''}supported: {SUPPORTED}")
+    with file_errors(file):
+        size = file.stat().st_size
+    if size == 0:
+        raise DataError(f"{file} is empty")
+    if kind == ".parquet":
+        source = _open_parquet(file)
+    else:
+        reader = _TEXT_READERS[kind]
+        place, first = next(reader(file), ("", {}))
+        columns = list(first) if kind not in (".csv", ".tsv") else _csv_header(file)
+        count = sum(1 for _ in reader(file)) if count_rows else bool(place)
+        source = Source(str(file), columns, count, lambda _columns: reader(file))
+    if source.count < 1:  # the count in a damaged parquet file may even be negative
+        raise DataError(f"{file} has no rows")
+    return source
+
+
+def conversion_advice(name: str) -> str | None:
+    """Return how to convert a file of this name to a supported type, where that is known."""
+    return next((advice for suffixes, advice in CONVERSIONS.items() if name.lower().endswith(suffixes)), None)
+
+
+def type_name(value: Any) -> str:
+    """Return what a value is, for a message: `null`, `empty`, `an int`, `a list`."""
+    if value is None:
+        return "null"
+    if value == []:
+        return "empty"
+    return f"{'an' if type(value) is int else 'a'} {type(value).__name__}"
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null entries that Arrow adds so that every mapping has the keys of all rows."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _open_bytes(file: Path) -> io.BufferedIOBase:
+    """Open a file for reading its decompressed bytes, which raises OSError where compressed data is damaged or cut."""
+    if file.suffix.lower() not in COMPRESSED:
+        return file.open("rb")
+    kind = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
+    return io.BufferedReader(pa.input_stream(str(file), compression=kind))
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number, text) without a byte order mark; raises DataError for what is not UTF-8."""
+    with file_errors(file), _open_bytes(file) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                bad = f"byte {error.object[error.start]:#04x} at column {error.start + 1}"
+                raise DataError(f"{file}:{number}: not UTF-8 text: {bad}; save the file as UTF-8") from None
+
+
+def _json_lines(file: Path) -> Rows:
+    for number, line in _lines(file):
+        if line.strip():
+            place = f"{file}:{number}"
+            try:
+                value = json.loads(line.rstrip())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: not a JSON object: {error}") from None
+            yield place, _check_object(value, place)
+
+
+def _json(file: Path) -> Rows:
+    """Yield the rows of a list of objects, of one object, or of JSON lines, which are often named .json."""
+    first = next((line for _, line in _lines(file) if line.strip()), "")
+    if not first.lstrip().startswith("[") and _is_json(first):
+        yield from _json_lines(file)
+        return
+    text = _full_text(file)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
+    for number, row in enumerate(value if isinstance(value, list) else [value], 1):
+        yield f"{file}, row {number}", _check_object(row, f"{file}, row {number}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _full_text(file: Path) -> str:
+    lines, size = [], 0
+    for _, line in _lines(file):
+        size += len(line)
+        if size > MAX_JSON:
+            raise DataError(
+                f"{file} is a single JSON value longer than {MAX_JSON:,} bytes: write one object per line (.jsonl)"
+            )
+        lines.append(line)
+    return "".join(lines)
+
+
+def _check_object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object, got {type_name(value)}")
+    return value
+
+
+def _delimiter(file: Path) -> str:
+    """Return the delimiter of a table: a tab in .tsv; in .csv a comma, or what the first line has instead of one."""
+    first = re.sub(r'"[^"]*"', "", next((line for _, line in _lines(file)), ""))
+    order = "\t" if data_kind(file.name) == ".tsv" else ",;\t"
+    return next((mark for mark in order if mark in first), order[0])
+
+
+def _csv_header(file: Path) -> list[str]:
+    """Return the names in the first line, repeated ones included, which a row as a mapping would not show."""
+    return next(csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file)), [])
+
+
+def _csv(file: Path) -> Rows:
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file), strict=True)
+    number = 1
+    try:
+        header = next(reader, [])
+        number = reader.line_num + 1
+        for values in reader:
+            if len(values) > len(header):
+                raise DataError(f"{file}:{number}: {len(values)} values for {len(header)} columns")
+            if values:
+                yield f"{file}:{number}", dict(zip(header, values, strict=False))
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{file}:{number}: not CSV: {error}") from None
+
+
+def _document(file: Path) -> Rows:
+    text = "".join(line for _, line in _lines(file))
+    yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
+
+
+_TEXT_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _document, ".text": _document,
+}  # fmt: skip
+
+
+def _open_parquet(file: Path) -> Source:
+    def rows(columns: list[str]) -> Rows:
+        number = 0
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", {name: without_nulls(value) for name, value in row.items()}
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
+
+    try:
+        opened = pq.ParquetFile(file)
+        return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{file}: cannot be read: {first_line(error)}") from None
