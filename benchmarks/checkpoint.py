@@ -116,7 +116,7 @@ def measure(rounds: int, folder: Path) -> None:
     for number in range(rounds + 1):  # the first is for warming up
         for way in list(ways) if number % 2 else reversed(list(ways)):
             os.sync()
-            run.world.barrier()
+            dist.barrier(run.world.side)
             mine = ways[way](number)
             everyone: list[Any] = [None] * WORLD
             dist.all_gather_object(everyone, mine, group=run.world.side)
@@ -130,13 +130,14 @@ def measure(rounds: int, folder: Path) -> None:
         (folder / "found.json").write_text(
             json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})
         )
-    run.world.barrier()
+    dist.barrier(run.world.side)
     sys.stdout.flush()
     os._exit(0)
 
 
 def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     """Each way of saving, as a function of the round that returns this rank's seconds."""
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -161,7 +162,7 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         if not wait:
             saving.result()
         total = time.perf_counter() - started
-        run.world.barrier()
+        dist.barrier(run.world.side)
         shutil.rmtree(target, ignore_errors=True)
         return {"total": total, "blocked": blocked}
 

@@ -110,6 +110,7 @@ class Peak:
 def be_ours(folder: Path) -> None:
     """One rank, loading as a worker does."""
     import torch
+    import torch.distributed as dist
 
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
@@ -125,12 +126,12 @@ def be_ours(folder: Path) -> None:
     world = World.start(plan, StopRequest())
     config = load_config(plan, None)
     import_of(config)
-    world.barrier()
+    dist.barrier(world.side)
     with Peak() as peak:
         bare = skeleton(config, plan.recipe.model)
         model, _ = build(plan, config, world)
         read_weights(model, bare, plan, torch.device("cpu"), lambda stage, done, total: None)
-        world.barrier()
+        dist.barrier(world.side)
     common.tell(peak.figures)
 
 

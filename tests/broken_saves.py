@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from fsdptrain.checkpoint import save as checkpoint
@@ -119,7 +120,7 @@ def newest_is_damaged(checkpointer: Any) -> Iterator[None]:
         newest = checkpointer.rundir.checkpoint(checkpointer.rundir.checkpoint_steps()[-1])
         flip(newest / "rank-00001.safetensors")
         newest.with_name(newest.name + ".damaged").mkdir()
-    checkpointer.world.barrier()
+    dist.barrier(checkpointer.world.side)
     yield
 
 

@@ -115,9 +115,9 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
                 run.checkpointer.wait()
             except BaseException as raised:
                 error = [type(raised).__name__, str(raised)]
-        run.world.barrier()
+        dist.barrier(run.world.side)
         found[name] = {"error": error, "there": sorted(p.name for p in folder.iterdir()), "reported": step in reports}
-        run.world.barrier()
+        dist.barrier(run.world.side)
     with injected.newest_is_damaged(run.checkpointer), injected.disk_is_full_already():
         found["resumed"] = build(recipe, [])[0].engine.steps_made  # past its last step: no more room is needed
     return found

@@ -236,7 +236,7 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
 
 
-def loss_chunks(tokens: int, vocab: int, hidden: int) -> int:
+def loss_chunks(tokens: int, hidden: int) -> int:
     """How many chunks of a micro-batch's tokens the chunked loss takes one after the other.
 
     Of n chunks each has logits of 2·V·T/n bytes (in bf16), and where there are several the weight's gradient is a

@@ -260,7 +260,7 @@ class _Step:
         if self.plain:  # in float32: the log-softmax, the gradient that comes into it and the one that goes out
             yield "backward of the loss", ({"logits and loss": 12 * s.vocab * self.tokens},)
             return
-        count = loss_chunks(self.tokens, s.vocab, s.hidden)
+        count = loss_chunks(self.tokens, s.hidden)
         chunk, weight = s.vocab * -(-self.tokens // count), s.vocab * s.hidden
         arrived = (s.block if s.tied else s.head) * c if self.ranks > 1 else 0
         hidden = c * s.hidden * self.tokens if count > 1 else 0

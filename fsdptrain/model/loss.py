@@ -154,7 +154,7 @@ def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Views of hidden states and labels, a pair for each chunk; chunks differ by one token at most."""
-    count = loss_chunks(len(labels), *weight.shape)
+    count = loss_chunks(len(labels), weight.shape[1])
     return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
 
 

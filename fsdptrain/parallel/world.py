@@ -95,10 +95,6 @@ class World:
         if any(other != value for other in values):
             raise RuntimeError(f"ranks disagree about {what}: {values}")
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        dist.barrier(group=self.side)
-
     def peak_memory(self) -> int:
         """Bytes this rank has needed at most: device memory allocated by torch, or resident memory on CPU."""
         if self.device.type == "cuda":

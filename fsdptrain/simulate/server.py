@@ -54,7 +54,7 @@ def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing
     step = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful = model_flops(skeleton(config, plan.recipe.model), step, plan.recipe.data.seq_len)
     return Forecast(
-        **memory(plan, trace, device, hardware),
+        **memory(trace, device, hardware),
         **communication(plan, trace, config),
         **time(plan, trace, hardware, step, useful),
         model_flops=useful,
@@ -74,7 +74,7 @@ def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
     )
 
 
-def memory(plan: Plan, trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
+def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     """The peak and its parts, and whether it fits beside what torch does not see."""
     blocks = 1 if hardware.is_cpu else GPU_BLOCK
     top = ledger.peak(trace, device, blocks)
