@@ -1,4 +1,4 @@
-"""A small Llama and its plans, and a step of it on fake tensors: what the tests of forecasts and simulation share."""
+"""Shared by the tests of forecast and simulation: a small Llama, plans for it, and its step on fake tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(plan: Plan) -> Any:
 
 
 def on_fake(plan: Plan) -> Trace:
-    """The trace of a step on a fake CPU device, in this process."""
+    """Return the trace of a step on a fake CPU device, in this process."""
     return simulate.simulate(plan, config_of(plan), pretend=False)
 
 

@@ -1,4 +1,4 @@
-"""Memory by arithmetic: it is the simulated ledger's peak, and it moves the right way with every setting."""
+"""Memory by arithmetic: it agrees with the simulated peak, and every setting changes it in the right direction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "changes", [pytest.param(case, marks=pytest.mark.soak if i % 2 else ()) for i, case in enumerate(CASES)], ids=named
 )
-def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_it_agrees_with_the_simulated_peak(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **{"train__global_batch_size": 8} | changes)
     config = config_of(plan)
     found, simulated = peak_by_arithmetic(plan, config), ledger.peak(on_fake(plan), HOST)
@@ -69,8 +69,8 @@ def test_it_is_the_ledgers_peak(tmp_path: Path, changes: dict[str, Any]) -> None
     assert sum(found.by_category.values()) == found.allocated
 
 
-def test_it_is_the_ledgers_peak_on_a_gpu_too(tmp_path: Path) -> None:
-    """There another kernel takes masks; in a process of its own, for a pretended accelerator stays."""
+def test_it_agrees_with_the_simulated_peak_on_a_gpu(tmp_path: Path) -> None:
+    """On a GPU another kernel applies masks. A separate process, because a pretended accelerator cannot be removed."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],
         capture_output=True,
@@ -95,8 +95,7 @@ def on_a_gpu(folder: Path) -> None:
 CONFIG = SimpleNamespace(**SMALL)
 
 
-def made(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
-    """A plan without files."""
+def plan_without_files(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": size, "HYBRID_SHARD_ZERO2": size}.get(strategy, world)
     fsdp = dataclasses.replace(recipe.fsdp, strategy=strategy)
     recipe = dataclasses.replace(recipe, fsdp=fsdp)
@@ -106,7 +105,7 @@ def made(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
 
 
 def bytes_of(strategy: str, world: int, size: int, recipe: Recipe) -> int:
-    return peak_by_arithmetic(made(strategy, world, size, recipe), CONFIG).allocated
+    return peak_by_arithmetic(plan_without_files(strategy, world, size, recipe), CONFIG).allocated
 
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -126,33 +125,35 @@ RECIPES = st.builds(
 
 
 @given(RECIPES, st.sampled_from([2, 4, 8, 64]))
-def test_more_ranks_never_need_more_each(recipe: Recipe, world: int) -> None:
+def test_more_ranks_never_need_more_memory_each(recipe: Recipe, world: int) -> None:
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         assert bytes_of(strategy, 2 * world, 0, recipe) <= bytes_of(strategy, world, 0, recipe)
 
 
 @given(RECIPES, st.sampled_from([2, 4]), st.sampled_from([2, 4, 8]))
-def test_a_strategy_that_shards_more_never_needs_more(recipe: Recipe, size: int, copies: int) -> None:
-    """Two chains: by what is sharded, and by how widely. SHARD_GRAD_OP and HYBRID_SHARD come in either order."""
+def test_a_strategy_that_shards_more_never_needs_more_memory(recipe: Recipe, size: int, copies: int) -> None:
+    """Two orders: by what is sharded, and over how many ranks. SHARD_GRAD_OP and HYBRID_SHARD are not ordered."""
     world = size * copies
     need = {
         strategy: bytes_of(strategy, world, size, recipe)
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
     }
     assert need["FULL_SHARD"] <= need["SHARD_GRAD_OP"] <= need["HYBRID_SHARD_ZERO2"]
-    assert need["HYBRID_SHARD_ZERO2"] <= need["NO_SHARD"] or recipe.fsdp.cpu_offload  # then buffers are all there is
+    assert (
+        need["HYBRID_SHARD_ZERO2"] <= need["NO_SHARD"] or recipe.fsdp.cpu_offload
+    )  # with offload only buffers are on the device
     assert need["FULL_SHARD"] <= need["HYBRID_SHARD"] <= need["HYBRID_SHARD_ZERO2"]
 
 
 @given(RECIPES)
-def test_recomputing_more_and_offloading_never_need_more(recipe: Recipe) -> None:
+def test_more_recomputation_or_offload_never_needs_more_memory(recipe: Recipe) -> None:
     def need(**changes: Any) -> int:
         fsdp = dataclasses.replace(recipe.fsdp, **changes)
         return bytes_of("FULL_SHARD", 8, 0, dataclasses.replace(recipe, fsdp=fsdp))
 
     kinds: list[Any] = ["full", {"every": 2}, "none"]
     full, some, none = (need(activation_checkpointing=kind) for kind in kinds)
-    # What recomputation adds: the block's input, and the mask, which the other blocks have in their own dtype only.
+    # Recomputation adds the block's input, and the mask, which the other blocks keep in the compute dtype only.
     added = recipe.train.micro_batch_size * recipe.data.seq_len * (4 * SMALL["hidden_size"] + recipe.data.seq_len)
     assert full <= some + added and some <= none + added
     assert need(cpu_offload=True) <= need(cpu_offload=False)
@@ -167,15 +168,15 @@ def test_recomputing_more_and_offloading_never_need_more(recipe: Recipe) -> None
         ({"intermediate_size": None}, "has no intermediate_size"),
     ],
 )
-def test_another_architecture_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_another_architecture_is_rejected(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(FsdptrainError, match=says):
-        peak_by_arithmetic(made("FULL_SHARD", 8, 0, Recipe()), SimpleNamespace(**SMALL | changes))
+        peak_by_arithmetic(plan_without_files("FULL_SHARD", 8, 0, Recipe()), SimpleNamespace(**SMALL | changes))
 
 
-def test_other_units_are_refused() -> None:
+def test_other_units_are_rejected() -> None:
     for recipe in (Recipe(fsdp=Fsdp(wrap=["LlamaMLP"])), Recipe(model=Model(attn_implementation="eager"))):
         with pytest.raises(FsdptrainError, match="eager"):
-            peak_by_arithmetic(made("FULL_SHARD", 8, 0, recipe), CONFIG)
+            peak_by_arithmetic(plan_without_files("FULL_SHARD", 8, 0, recipe), CONFIG)
 
 
 if __name__ == "__main__":

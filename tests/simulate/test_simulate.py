@@ -1,4 +1,4 @@
-"""The forecast's foundation: what the engine does on fake tensors is what it does on real ones."""
+"""The basis of the forecast: a step on fake tensors allocates and communicates as a step on real ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fsdptrain.train.step import Engine
 
 
 def on_real(plan: Plan) -> int:
-    """The peak of the CPU allocator in a step on real tensors, as torch's profiler sees it; only the ranks are fake."""
+    """Return the CPU allocator's peak in a step on real tensors, by torch's profiler; only the ranks are fake."""
     packed = plan.recipe.data.packing != "none"
     with simulate.mends(packed), pretend_world(plan, torch.device(HOST)) as world:
         engine, _ = simulate.make_engine(plan, config_of(plan), world)
-        step(engine, plan, packed)  # the profiled step is not the first
+        step(engine, plan, packed)  # so that the profiled step is not the first one
         held = [*engine.model.parameters(), *engine.model.buffers()]
         held += [value for state in engine.optimizer.state.values() for value in state.values()]
         storages = {s.data_ptr(): s.nbytes() for s in map(storage_of, held)}
@@ -121,8 +121,8 @@ RANKED = {
 }
 
 
-def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
-    """Collectives exactly; memory within 3% of what the step itself allocates, gloo's own copies left out."""
+def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
+    """Collectives match exactly; memory within 3% of what the step allocates, without gloo's own copies."""
     recipe = write_recipe(
         tmp_path, model__config=SMALL, data__seq_len=128, data__packing="none", train__micro_batch_size=2,
         train__global_batch_size=4, fsdp__mixed_precision={"param_dtype": "float32"},
@@ -136,7 +136,9 @@ def test_a_step_of_real_ranks_is_the_one_forecast(tmp_path: Path) -> None:
         for kind, size in found[0][name]["calls"]:
             called[kind] += 1
             called[f"{kind} bytes"] += size or 0
-        called["all-gather bytes"] += 2 * min(gathered)  # of the step's statistics; its list hides their size
+        called["all-gather bytes"] += 2 * min(
+            gathered
+        )  # the gathers of the step's statistics, whose sizes are not in `calls`
         forecast = Counter()
         for collective in traffic(trace.repeated(plan.accumulation), 2):
             forecast[collective.kind] += collective.count
@@ -165,7 +167,7 @@ plan = Plan.from_json(sys.stdin.read())
 config = AutoConfig.from_pretrained(plan.recipe.model.id)
 with pretend_world(plan, pretend_accelerator()) as world:
     bare = skeleton(config, plan.recipe.model)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # but for the weights: those are real
+    with FakeTensorMode(allow_non_fake_inputs=True):  # everything is fake except the weights
         model = skeleton(config, plan.recipe.model)
         place_buffers(model, world.device, None)
         shard(model, units_of(model, "auto"), world, plan)
@@ -178,7 +180,7 @@ with pretend_world(plan, pretend_accelerator()) as world:
 """
 
 
-def test_offloaded_weights_are_read_to_the_host_and_stay_there(tmp_path: Path) -> None:
+def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Path) -> None:
     config = AutoConfig.for_model(**{"model_type": "llama", **{k: v for k, v in SMALL.items() if k != "model_type"}})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     plan = plan_of(
