@@ -13,8 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fsdptrain.errors import Problem, RecipeError
-
-GIB = 2**30
+from fsdptrain.text import GIB
 
 
 @dataclass(frozen=True)

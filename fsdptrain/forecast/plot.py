@@ -14,12 +14,10 @@ from rich.text import Text
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.memory import BEFORE, levels
 from fsdptrain.forecast.trace import Alloc, Category, Trace
+from fsdptrain.text import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-GIB = 2**30
 
 
 SUFFIXES = (".svg", ".png")

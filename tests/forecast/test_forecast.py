@@ -19,7 +19,7 @@ from rich.console import Console
 from simulated import SMALL, plan_of
 from support import TINY
 
-from fsdptrain.config.hardware import CPU, GIB, KNOWN, card, parse
+from fsdptrain.config.hardware import CPU, KNOWN, card, parse
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.topology import topology_of
@@ -34,6 +34,7 @@ from fsdptrain.page import Page
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
+from fsdptrain.text import GIB
 from fsdptrain.validate.dry_run import StepOptions, dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.summary import show_outcome

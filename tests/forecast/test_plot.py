@@ -14,7 +14,6 @@ import pytest
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.plot import (
-    GIB,
     MAX_POINTS,
     STYLES,
     Phase,
@@ -27,6 +26,7 @@ from fsdptrain.forecast.plot import (
     timeline,
 )
 from fsdptrain.forecast.trace import Alloc, Category, Event, Free, Moment, Storage, Trace
+from fsdptrain.text import GIB
 
 CARD = "card"
 
