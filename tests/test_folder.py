@@ -79,7 +79,7 @@ def fill(root: Path, *names: str) -> None:
         (["model/config.json", "recipe.yaml"], "model/, recipe.yaml"),
         ([".git/HEAD"], ".git/"),
         (["plan.json"], "plan.json"),
-        (["checkpoints/step-00000001/a", "export/b", "model/c", "logs/d"], "checkpoints/, export/, logs/, …"),
+        (["checkpoints/step-00000001/a", "export/b", "model/c", "logs/d"], "checkpoints/, export/, logs/, and 1 more"),
         ([".fsdptrain/cache"], ".fsdptrain/"),
     ],
 )

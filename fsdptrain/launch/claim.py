@@ -10,7 +10,6 @@ wait until the plan in the folder is theirs.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -25,7 +24,7 @@ from filelock import FileLock, Timeout
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import CheckpointError, Problem, RecipeError
+from fsdptrain.errors import CheckpointError, Problem, RecipeError, is_disk_full, listed
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -117,8 +116,9 @@ def check_output_dir(rundir: RunDir) -> None:
     with _readable_errors(rundir):
         found = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _entries(root))
     if found and not is_marked(root) and not _is_of_earlier_version(rundir):
-        names = ", ".join([*found[:3], *(["…"] if len(found) > 3 else [])])
-        raise RecipeError(f"output_dir: {root} holds files that no run of fsdptrain wrote ({names}); choose another")
+        raise RecipeError(
+            f"output_dir: {root} holds files that no run of fsdptrain wrote ({listed(found, 3)}); choose another"
+        )
     reject_external_symlinks(rundir)
 
 
@@ -244,6 +244,6 @@ def _readable_errors(rundir: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise CheckpointError(f"no space: {error}") from None
         raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None
