@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from fsdptrain.config.paths import HUB_ID, is_folder
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import FsdptrainError, NoModel, RecipeError, shortened
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, shortened
 from fsdptrain.events import Progress
 
 HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before we do without it
@@ -95,7 +95,7 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
         if not _is_unreachable(error):
             raise
         raise NoModel(
-            f"{field}: {name!r} is not in the cache, and the Hub cannot be reached. Name a local folder in model.id "
+            f"{field}: {name!r} is not in the cache, and {HUB_UNREACHABLE}. Name a local folder in model.id "
             "and model.tokenizer; or, to plan without it, give model_type, vocab_size and the dimensions in "
             "model.config"
         ) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.readers import Rows, Source, without_nulls
-from fsdptrain.errors import DataError, NoData, first_line, listed
+from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, first_line, listed
 
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -54,8 +54,7 @@ def open_hub_data(path: str) -> Source:
         opened = _load(data, commit)
     except ConnectionError:
         raise NoData(
-            f"data.path: the data set {path!r} is not in the cache, and the Hub cannot be reached; name a local file "
-            "or folder"
+            f"data.path: the data set {path!r} is not in the cache, and {HUB_UNREACHABLE}; name a local file or folder"
         ) from None
     except Exception as error:  # the Hub's failures have many classes; each means that there is no data
         raise DataError(f"data.path: cannot load the Hub data set {path!r}: {_root_cause(error)}") from None
@@ -64,7 +63,7 @@ def open_hub_data(path: str) -> Source:
     if commit and cached and commit not in cached:
         raise NoData(
             f"data.revision: commit {commit} of {data.name} is not in the cache (cached: {listed(sorted(cached))}), "
-            "and the Hub cannot be reached; set data.revision to a cached commit, or connect to the Hub"
+            f"and {HUB_UNREACHABLE}; set data.revision to a cached commit, or connect to the Hub"
         )
 
     def rows(columns: list[str]) -> Rows:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, DataError, DoesNotFit, FsdptrainError, NoData, NoModel, RecipeError
+from fsdptrain.errors import (
+    HUB_UNREACHABLE,
+    CheckpointError,
+    DataError,
+    DoesNotFit,
+    FsdptrainError,
+    NoData,
+    NoModel,
+    RecipeError,
+)
 
 # Exit codes, the most basic first.
 BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointError, DoesNotFit, FsdptrainError)]
@@ -86,7 +95,7 @@ class Findings:
             if only_here and self.elsewhere:
                 self.note(f"not checked here: {text}")
                 name = UNCHECKED.get(text.partition(":")[0], "build of torch")
-                name += " (no Hub)" if "the Hub cannot be reached" in text else ""
+                name += " (no Hub)" if HUB_UNREACHABLE in text else ""
                 self.unchecked += [name] if name not in self.unchecked else []
             elif text not in self.problems:
                 self.problems.append(text)
