@@ -21,7 +21,7 @@ from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_pa
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
-    from fsdptrain.config.reader import Written
+    from fsdptrain.config.reader import LoadedRecipe
     from fsdptrain.rundir import RunDir
 
 
@@ -359,7 +359,7 @@ def _written(dest: Path) -> Iterator[None]:
         raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
-def _load(recipe: str, overrides: list[str] | None) -> Written:
+def _load(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
     from fsdptrain.config.paths import data_kind
     from fsdptrain.config.reader import load
 
@@ -406,8 +406,8 @@ def _tell_finished(rundir: RunDir, step: int) -> None:
 
 def _path(written: Path) -> Path:
     """Return a path of the command line with `~` expanded; raise RecipeError for one that cannot be meant."""
-    from fsdptrain.config.paths import expanded, fault_of
+    from fsdptrain.config.paths import expanded, path_message
 
-    if fault := fault_of(str(written)):
-        raise RecipeError(fault)
+    if message := path_message(str(written)):
+        raise RecipeError(message)
     return Path(expanded(str(written)))

@@ -137,7 +137,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     for data, model, dest, code, says in [
         (odd, "org/name", recipe, 4, "look like no format (text: text; prompt_completion: prompt, completion; chat: "),
         (bad, "org/name", recipe, 4, "expected a list of messages"),
-        (tmp_path / "gone.jsonl", "org/name", recipe, 4, "nothing at"),
+        (tmp_path / "gone.jsonl", "org/name", recipe, 4, "was not found"),
         (rows, "no/such/folder", recipe, 2, "--model: 'no/such/folder' is neither a folder here nor a Hub id"),
         (rows, "org/name", rows / "recipe.yaml", 2, "cannot write"),
     ]:
@@ -154,7 +154,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "~/of/mine.yaml", HOME=str(tmp_path))
     assert done.returncode == 0 and (tmp_path / "of" / "mine.yaml").is_file(), done.stderr
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "$X/mine.yaml")
-    assert done.returncode == 2 and "variables like $HOME are not expanded" in done.stderr
+    assert done.returncode == 2 and "variables such as $HOME are not expanded" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 6), (errno.EDQUOT, 6), (errno.EIO, 1), (errno.EACCES, 1)])

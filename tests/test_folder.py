@@ -116,7 +116,7 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
         ("{tmp}/file", "{tmp}/file is a file; choose another"),
         ("{tmp}/file/run", "cannot write to {tmp}/file/run: Not a directory"),
         ("{tmp}/link", "{tmp}/link is a link to nowhere; choose another"),
-        ("$HOME/x", "output_dir: '$HOME/x': variables like $HOME are not expanded here; write the path out"),
+        ("$HOME/x", "output_dir: '$HOME/x': variables such as $HOME are not expanded; write the path out"),
         ("~nobody-here/x", "output_dir: '~nobody-here/x': there is no user 'nobody-here'"),
     ],
 )
@@ -786,7 +786,7 @@ def test_home_is_home_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )  # fmt: skip
 def test_a_variable_in_a_path_is_refused(override: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"command line: .*variables like \$HOME are not expanded here; write the"):
+    with pytest.raises(RecipeError, match=r"command line: .*variables such as \$HOME are not expanded; write the"):
         load(write_recipe(tmp_path), [override])
 
 
@@ -805,7 +805,7 @@ def test_home_is_home_on_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "new").is_dir()
     for words in (["export", "$X/run"], ["export", "~/run", "--out", "$X"], ["verify", "$X"], ["run", "$X.yaml"]):
         done = fsdptrain(*words, HOME=str(tmp_path))
-        assert done.returncode == 2 and "variables like $HOME are not expanded" in done.stderr
+        assert done.returncode == 2 and "variables such as $HOME are not expanded" in done.stderr
     for out, told in {"~/run/checkpoints/x": "which the run itself writes", "~/recipe.yaml": "is a file"}.items():
         done = fsdptrain("export", "~/run", "--out", out, HOME=str(tmp_path))
         assert done.returncode == 2 and told in done.stderr

@@ -1,61 +1,62 @@
-"""Names from other tools that people bring along, and where each lives in a recipe.
+"""Keys and values of other training tools, and the recipe key that replaces each of them.
 
-FSDP1, Accelerate, DeepSpeed, the Trainer, TRL, Axolotl, torchtune and LLaMA-Factory; `docs/from-fsdp1.md` has the same
-names in tables, and a test holds the two together.
+The tools are FSDP1, Accelerate, DeepSpeed, the Hugging Face Trainer, TRL, Axolotl, torchtune and LLaMA-Factory.
+`docs/from-fsdp1.md` has the same names in tables; a test compares the two.
 """
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
 
 
-_ADAPTERS = "not supported (yet): every parameter is trained, without adapters or quantised weights"
+_ADAPTERS = "not supported (yet): all parameters are trained; there are no adapters and no quantised weights"
 
 
 _CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
 
 
-_REPORTS = "not supported: metrics.jsonl holds every event, and log.tensorboard writes TensorBoard's"
+_REPORTS = "not supported: metrics.jsonl records every event, and log.tensorboard writes TensorBoard files"
 
 
 _CODE = (
-    "not a recipe key, for a recipe names no code: say --trust-remote-code, together with a model.revision that is a "
-    "full commit"
+    "not a recipe key, because a recipe cannot enable code: use --trust-remote-code, and set model.revision to a full "
+    "commit"
 )
 
 
-_SECRET = "not a recipe key, for a recipe is kept in the run folder: set HF_TOKEN in the environment"
+_SECRET = "not a recipe key, because recipes are copied to the run folder: set HF_TOKEN in the environment"
 
 
-# What stands here → the names of other tools for it. A text begins with a key or section of ours, or says in its first
-# words why there is none; `*` stands for any ending.
-HOMES = {
+# What replaces a foreign name → the foreign names it replaces. A text starts with a recipe key or section, or with the
+# reason why there is none ("not …", "always …", "derived …"). `*` matches any characters.
+FOREIGN_NAMES = {
     # model
     "model.id": "base_model model_name_or_path pretrained_model_name_or_path model_name checkpointer checkpoint_dir",
     "model.revision": "model_revision revision_of_model",
     "model.tokenizer": "tokenizer_config tokenizer_name tokenizer_name_or_path",
     "model.config": "overrides_of_model_config config_overrides rope_scaling rope_theta",
-    "model.config: {model_type: …}, and only for a model from scratch; else the model's own config says it": (
+    "model.config: {model_type: …}, only for a model from scratch; a pretrained one has it in its config.json": (
         "model_type config_name"
     ),
-    "model.dtype: that of the master weights; compute is in fsdp.mixed_precision.param_dtype": (
+    "model.dtype: the dtype of the master weights; compute uses fsdp.mixed_precision.param_dtype": (
         "torch_dtype model_dtype pure_bf16"
     ),
     "model.attn_implementation": (
         "flash_attention flash_attn attn_impl sdp_attention eager_attention flex_attention use_flash_attention "
         "use_flash_attention_2"
     ),
-    "not supported: the model's own attention kernels are model.attn_implementation": (
+    "not supported: choose one of the model's own attention kernels with model.attn_implementation": (
         "xformers_attention s2_attention shift_attn sparse_attention"
     ),
     "derived from the files of the model and its tokenizer: delete the line": (
         "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model"
     ),
-    "not needed: no unknown key is ever ignored": "strict",
-    "not supported (yet): the tokenizer is taken as it is": (
+    "not needed: an unknown key is always an error": "strict",
+    "not supported (yet): the tokenizer is used as it is": (
         "special_tokens added_tokens tokens resize_vocab resize_token_embeddings_to_32x add_tokens new_special_tokens"
     ),
     _ADAPTERS: (
@@ -63,18 +64,18 @@ HOMES = {
         "quantization_config quantizer bnb_4bit_* adapter_name_or_path additional_target apply_lora_to_* "
         "save_adapter_weights_only gptq* relora* freeze_* unfrozen_parameters"
     ),
-    "not supported (yet): it is always full, without adapters (LoRA) or frozen layers; delete the line": (
+    "not supported (yet): fine-tuning is always full, without adapters (LoRA) or frozen layers; delete the line": (
         "finetuning_type"
     ),
-    "not supported: a recipe names no Python object": "_component_ plugins custom_sharded_layers",
-    "not supported: with train.loss: chunked (the default) the logits of a whole batch never exist": (
+    "not supported: a recipe cannot name Python objects": "_component_ plugins custom_sharded_layers",
+    "not supported: train.loss: chunked (the default) already avoids the logits of a whole batch": (
         "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_* cut_cross_entropy"
     ),
     # data
     "data.path": "datasets dataset dataset_name dataset_path dataset_dir train_file train_files data_files data_path",
     "data.path: org/name:config:split": "dataset_config dataset_config_name dataset_split train_split",
     "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
-    "data.format: chat is rendered with the tokenizer's own template; delete the line": (
+    "data.format: chat uses the tokenizer's own template; delete the line": (
         "chat_template chat_template_path apply_chat_template template"
     ),
     "data.columns": "dataset_text_field text_column prompt_column response_column messages_column column_map",
@@ -82,11 +83,11 @@ HOMES = {
         "sequence_len max_seq_length max_seq_len cutoff_len max_length model_max_length block_size seq_length "
         "sequence_length max_sequence_length context_length"
     ),
-    "data.packing: bfd, concat or none; documents in one sequence never see one another": (
+    "data.packing: bfd, concat or none; documents in one sequence do not attend to each other": (
         "sample_packing packed neat_packing padding_free packing_strategy multipack_attn eval_sample_packing "
         "eval_packing group_by_length pretraining_sample_concatenation"
     ),
-    "always on: sequences are data.seq_len tokens long; delete the line": "pad_to_sequence_len pad_to_multiple_of",
+    "always on: every sequence is data.seq_len tokens long; delete the line": "pad_to_sequence_len pad_to_multiple_of",
     "data.train_on: all or completion": (
         "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train "
         "mask_history"
@@ -96,23 +97,23 @@ HOMES = {
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
         "validation_split_percentage max_eval_samples"
     ),
-    "not supported (yet): name one data set, a folder or a glob in data.path": "mix_strategy interleave_probs",
-    "always on: every epoch is another permutation, drawn from seed": (
-        "shuffle shuffle_merged_datasets shuffle_buffer_size"
-    ),
+    "not supported (yet): give one data set, a folder or a glob in data.path": "mix_strategy interleave_probs",
+    "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
     _CACHE: (
         "streaming dataset_num_proc dataset_processes dataset_prepared_path preprocessing_num_workers overwrite_cache "
         "tokenized_path buffer_size dataloader_* remove_unused_columns"
     ),
     # fsdp
-    "fsdp: what its keys are called here is in docs/from-fsdp1.md": "fsdp_config",
-    "fsdp: stage 3 is fsdp.strategy: FULL_SHARD, stage 2 SHARD_GRAD_OP; the rest is in docs/from-fsdp1.md": (
+    "fsdp: docs/from-fsdp1.md lists what each of its keys is called here": "fsdp_config",
+    "fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; docs/from-fsdp1.md lists the rest": (
         "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
     ),
     "fsdp.strategy": (
         "sharding_strategy fsdp_sharding_strategy reshard_after_forward fsdp_reshard_after_forward parallelism_config"
     ),
-    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": "stage",
+    "fsdp.strategy: DeepSpeed's stage 3 is FULL_SHARD, 2 is SHARD_GRAD_OP; LLaMA-Factory's stage is data.format": (
+        "stage"
+    ),
     "fsdp.shard_size: with fsdp.strategy: HYBRID_SHARD; the number of copies is derived": (
         "mics_shard_size dp_shard_size dp_replicate_size parallelism_config_dp_shard_size "
         "parallelism_config_dp_replicate_size data_parallel_shard_dim data_parallel_replicate_dim"
@@ -124,12 +125,12 @@ HOMES = {
     "fsdp.wrap: {min_params: …}": "min_num_params fsdp_min_num_params",
     "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
     "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
-    "not supported: bfloat16 (fsdp.mixed_precision.param_dtype) needs no loss scaling": (
+    "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
         "fp16 fp8 amp loss_scale* downcast_bf16 float8 float16"
     ),
-    "not supported: float32 products are full float32": "tf32",
+    "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
-    "fsdp.forward_prefetch: how many units ahead": "fsdp_forward_prefetch",
+    "fsdp.forward_prefetch: the number of units to prefetch": "fsdp_forward_prefetch",
     "fsdp.cpu_offload": (
         "offload_params fsdp_offload_params fsdp_cpu_offload cpu_offload_param offload_optimizer offload_param"
     ),
@@ -137,7 +138,7 @@ HOMES = {
         "gradient_checkpointing enable_activation_checkpointing fsdp_activation_checkpointing "
         "disable_gradient_checkpointing"
     ),
-    "not supported: recomputed activations are fsdp.activation_checkpointing, and not offloaded": (
+    "not supported: activations can be recomputed (fsdp.activation_checkpointing), but not offloaded": (
         "activation_offloading enable_activation_offloading gradient_checkpointing_kwargs"
     ),
     _ALWAYS: (
@@ -178,13 +179,15 @@ HOMES = {
     "optim.betas": "adam_beta1 adam_beta2",
     "optim.eps": "adam_epsilon",
     "optim.max_grad_norm": "gradient_clipping clip_grad_norm gradient_clip_val",
-    "not supported (yet): AdamW steps once, for all parameters alike": (
+    "not supported (yet): training uses plain AdamW, with one learning rate for all parameters": (
         "optimizer_in_bwd optim_target_modules embedding_lr embedding_lr_scale lr_groups loraplus_* galore_* "
         "use_galore use_badam neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor"
     ),
     "schedule": "lr_scheduler scheduler",
     "schedule.name: constant, linear, cosine or wsd": "lr_scheduler_type lr_scheduler_kwargs",
-    "schedule.warmup: below 1 a fraction, from 1 on steps": "warmup_ratio warmup_steps num_warmup_steps",
+    "schedule.warmup: a fraction of all steps if below 1, else a number of steps": (
+        "warmup_ratio warmup_steps num_warmup_steps"
+    ),
     "schedule.min_lr: a fraction of optim.lr": "cosine_min_lr_ratio min_lr_ratio min_lr_rate",
     # train
     "train.epochs": "num_train_epochs num_epochs",
@@ -193,8 +196,8 @@ HOMES = {
     "train.micro_batch_size": (
         "per_device_train_batch_size train_micro_batch_size_per_gpu device_batch_size per_gpu_train_batch_size"
     ),
-    "train.micro_batch_size: that of evaluation too": ("per_device_eval_batch_size eval_batch_size batch_size_val"),
-    "train.micro_batch_size: sequences of a rank; of a whole step train.global_batch_size": "batch_size",
+    "train.micro_batch_size: evaluation uses it too": ("per_device_eval_batch_size eval_batch_size batch_size_val"),
+    "train.micro_batch_size: sequences per rank; train.global_batch_size counts those of a whole step": "batch_size",
     "derived from train.global_batch_size and train.micro_batch_size": (
         "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches auto_find_batch_size"
     ),
@@ -208,12 +211,12 @@ HOMES = {
     "checkpoint.every": "save_steps save_strategy saves_per_epoch save_every_n_steps save_interval",
     "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
     "checkpoint.async": "enable_async_checkpointing",
-    "checkpoint.resume: auto (the default) goes on from the newest valid checkpoint in output_dir": (
+    "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
         "resume_from_checkpoint auto_resume_from_checkpoints"
     ),
-    "not supported: nothing is overwritten; name another output_dir": "overwrite_output_dir",
+    "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
     "export.at_end": "save_only_model",
-    "not supported (yet): the last weights are exported; checkpoints are chosen with fsdptrain export --step": (
+    "not supported (yet): the final weights are exported; use fsdptrain export --step for another checkpoint": (
         "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience"
     ),
     "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
@@ -226,7 +229,7 @@ HOMES = {
         "wall_clock_breakdown comms_logger flops_profiler profiler"
     ),
     # launch
-    "launch.nproc_per_node: workers of one node, num_processes / num_machines": "num_processes",
+    "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines hostfile num_nodes",
     "launch.rdzv_endpoint: host:port of the first node": (
         "main_process_ip main_process_port master_addr master_port rdzv_backend"
@@ -236,23 +239,24 @@ HOMES = {
         "machine_rank same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
         "gpu_memory_limit"
     ),
-    "derived (a run trains, and evaluates where data.eval is set): delete the line": "do_train do_eval",
+    "derived (a run trains, and evaluates if data.eval is set): delete the line": "do_train do_eval",
     _CODE: "trust_remote_code",
     _SECRET: "token hf_token use_auth_token hub_token",
-    "not supported: what is trained is the next token (data.format: text, chat or prompt_completion)": (
+    "not supported: training is next-token prediction (data.format: text, chat or prompt_completion)": (
         "rl reward_model beta dpo_* simpo_* kto_* reward_*"
     ),
 }
 
 
-RENAMED = {name: home for home, names in HOMES.items() for name in names.split()}
+# Foreign name → the text that replaces it.
+REPLACEMENTS = {name: text for text, names in FOREIGN_NAMES.items() for name in names.split()}
 
 
-_PATTERNS = {name: home for name, home in RENAMED.items() if "*" in name}
+_PATTERNS = {name: text for name, text in REPLACEMENTS.items() if "*" in name}
 
 
-# Values that people bring along: key → what they write → what it is called here. Suggested, never taken silently.
-MEANT: dict[str, dict[Any, Any]] = {
+# Key → foreign value → the recipe's value. A message suggests the value; it is never substituted silently.
+FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp.strategy": {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "fsdp": "FULL_SHARD"},
     "fsdp.mixed_precision.param_dtype": {"fp16": "bfloat16", "float16": "bfloat16", "mixed": "bfloat16"},
     "fsdp.backward_prefetch": {"no_prefetch": "NONE", None: "NONE", False: "NONE", True: "BACKWARD_PRE"},
@@ -275,18 +279,24 @@ MEANT: dict[str, dict[Any, Any]] = {
 }  # fmt: skip
 
 
-def home_of(word: str) -> str | None:
-    """Return where another tool's name lives here, as `HOMES` has it; None for a name that none of them uses."""
-    return RENAMED.get(word) or next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
+def replacement_of(word: str) -> str | None:
+    """Return the text of `FOREIGN_NAMES` for a foreign name; None for a name that no other tool uses."""
+    return REPLACEMENTS.get(word) or next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
 
 
-def key_in(home: str) -> str | None:
-    """Return the key or section that a text of `HOMES` begins with; None where it is a reason."""
-    key = home.partition(":")[0]
+def nearest_foreign_name(word: str) -> str | None:
+    """Return the foreign name that a word misspells; None if no foreign name is close. The first letter must match."""
+    candidates = [name for name in REPLACEMENTS if name[:1] == word[:1] and "*" not in name]
+    return next(iter(get_close_matches(word, candidates, n=1, cutoff=0.85)), None)
+
+
+def leading_key(text: str) -> str | None:
+    """Return the key or section that a text of `FOREIGN_NAMES` starts with; None if it starts with a reason."""
+    key = text.partition(":")[0]
     return None if " " in key else key
 
 
-def sentence(home: str) -> str:
-    """Return a text of `HOMES` as a message behind the name it is about."""
-    key = key_in(home)
-    return f"is {home}" if key is None else f"is called {key} here{home.removeprefix(key)}"
+def replacement_message(text: str) -> str:
+    """Return a text of `FOREIGN_NAMES` as the predicate of a sentence whose subject is the foreign name."""
+    key = leading_key(text)
+    return f"is {text}" if key is None else f"is called {key} here{text.removeprefix(key)}"

@@ -1,4 +1,4 @@
-"""Paths that a person writes, in a recipe or on the command line: `~` is their home, and `$` is refused. No torch."""
+"""Paths in a recipe or on the command line: `~` is the home folder, and `$` is refused."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fsdptrain.errors import DataError, NoData, Problem, shortened
 
 
 def expanded(path: str) -> str:
-    """Return the path with `~` and `~user` replaced by that home; unchanged where there is no such user."""
+    """Return a path with `~` or `~user` replaced by that home folder; unchanged if there is no such user."""
     return os.path.expanduser(path)  # noqa: PTH111  (Path's raises for an unknown user)
 
 
-def fault_of(path: str) -> str | None:
-    """Return why a path cannot be used as it is written, with the way out; None where it can."""
+def path_message(path: str) -> str | None:
+    """Return why a path cannot be used as it is written, with the way out; None if it can."""
     if "$" in path:
         return (
-            f"{path!r}: variables like $HOME are not expanded here; write the path out (~ is your home), or give it on "
-            "the command line without quotes, where the shell expands it"
+            f"{path!r}: variables such as $HOME are not expanded; write the path out (~ is your home folder), or pass "
+            "it on the command line without quotes, so that the shell expands it"
         )
     if expanded(path).startswith("~"):
         user = path.partition("/")[0]
-        return f"{path!r}: there is no user {user[1:]!r}; for a folder of that name write ./{path}"
+        return f"{path!r}: there is no user {user[1:]!r}; if it is a folder, write ./{path}"
     return None
 
 
 def paths_of(recipe: Recipe) -> dict[str, str]:
-    """Return everything in a recipe that is a path or may be one, by its key."""
+    """Return the values of a recipe that are paths or may be paths: key → value."""
     held_out = recipe.data.eval or {}
     found: dict[str, Any] = {
         "output_dir": recipe.output_dir,
@@ -47,14 +47,17 @@ def paths_of(recipe: Recipe) -> dict[str, str]:
 
 
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for every path in a recipe that cannot be used as it is written."""
+    """Yield a problem for each path in a recipe that cannot be used as it is written."""
     for key, path in paths_of(recipe).items():
-        if fault := fault_of(path):
-            yield Problem(fault, key)
+        if message := path_message(path):
+            yield Problem(message, key)
 
 
-def at_home(recipe: Recipe) -> Recipe:
-    """Return the recipe with `~` expanded where libraries would not; data paths stay, they identify a run to resume."""
+def with_expanded_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer, as libraries would not do it.
+
+    Data paths stay as written, because a run to resume is identified by them.
+    """
     names: dict[str, Any] = {"id": recipe.model.id, "tokenizer": recipe.model.tokenizer}
     names = {key: expanded(name) if isinstance(name, str) else name for key, name in names.items()}
     return dataclasses.replace(
@@ -63,7 +66,7 @@ def at_home(recipe: Recipe) -> Recipe:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is a folder of this name; no text is so odd a name that asking fails."""
+    """Return whether a path is a folder; False for a string that cannot be a path."""
     try:
         return Path(path).is_dir()
     except OSError:  # too long for a file name
@@ -73,35 +76,35 @@ def is_folder(path: str) -> bool:
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
 
 
-COMPRESSED = (".gz", ".bz2", ".zst")  # behind any of these but .parquet, which has compression of its own
+COMPRESSED = (".gz", ".bz2", ".zst")  # may follow any suffix above except .parquet, which is compressed inside
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
-MAX_FOLDERS = 10_000  # looked into behind one data.path: /** has no end
+MAX_FOLDERS = 10_000  # searched for one data.path: /** would search the whole disk
 
 
 def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
-    """Where `data.path` lies: the working folder is looked in first, then the recipe's own; else it is a Hub id.
+    """Return what `data.path` refers to: an absolute path or glob, or the Hub id as written.
 
-    Returns an absolute path or glob, or the Hub id as written. When it can be none of these: raises NoData, or returns
-    the path it would have in the working folder where files need not be here.
+    The working folder is searched first, then the recipe's `folder`. If nothing is found there and the path cannot be a
+    Hub id, raise NoData; with `elsewhere`, where the files need not be here, return the path in the working folder.
     """
     for base in (Path.cwd(), folder):
         candidate = str(base / expanded(path))
-        if matches(candidate):
+        if matching_paths(candidate):
             return candidate
     if HUB_ID.fullmatch(path.partition(":")[0]) and not data_kind(path):
         return path
     if elsewhere:
         return str(Path.cwd() / expanded(path))
     places = " and ".join(dict.fromkeys(map(str, (Path.cwd(), folder))))
-    raise NoData(f"data.path: nothing at {shortened(path)!r} (looked in {places})")
+    raise NoData(f"data.path: {shortened(path)!r} was not found (looked in {places})")
 
 
 def data_kind(path: str) -> str | None:
-    """Return the kind of a data file by its name (`.jsonl` for `rows.JSONL.gz`); None for a name of no known kind."""
+    """Return the kind of a data file by its name (`.jsonl` for `rows.JSONL.gz`); None for an unknown suffix."""
     name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
     if suffix in COMPRESSED:
         suffix = os.path.splitext(name)[1]  # noqa: PTH122
@@ -109,17 +112,19 @@ def data_kind(path: str) -> str | None:
     return suffix if suffix in DATA_SUFFIXES else None
 
 
-def matches(pattern: str) -> list[str]:
-    """The names behind a path or glob, sorted; an existing name is no pattern.
+def matching_paths(pattern: str) -> list[str]:
+    """Return the paths that match a path or glob, sorted. An existing path is never a pattern.
 
-    As in the shell, `**` is any number of folders, links are not followed by it, and names that begin with a dot have
-    to be asked for. Raises DataError for a folder that may not be read, and when more than
-    MAX_FOLDERS would have to be looked into.
+    As in the shell, `**` matches any number of folders but follows no links, and names that start with a dot match only
+    a pattern that does too. Raise DataError for a folder that cannot be read, or if more than MAX_FOLDERS would have to
+    be searched.
     """
     if os.path.lexists(pattern):
         return [pattern]
     found, opened = set(), 0
-    todo: list[tuple[str, tuple[str, ...]]] = [("", Path(pattern).parts)]  # texts: paths take five times as long
+    todo: list[tuple[str, tuple[str, ...]]] = [
+        ("", Path(pattern).parts)
+    ]  # strings: Path objects take five times as long
     while todo:
         folder, parts = todo.pop()
         first, rest = (parts[0], parts[1:]) if parts else ("", ())
@@ -129,8 +134,8 @@ def matches(pattern: str) -> list[str]:
             path = os.path.join(folder, first)  # noqa: PTH118
             todo += [(path, rest)] if os.path.lexists(path) else []
         elif (opened := opened + 1) > MAX_FOLDERS:
-            where = f"leads through more than {MAX_FOLDERS:,} folders: name a narrower place"
-            raise DataError(f"data.path: {shortened(pattern)!r} {where}")
+            reason = f"needs a search of more than {MAX_FOLDERS:,} folders: give a narrower pattern"
+            raise DataError(f"data.path: {shortened(pattern)!r} {reason}")
         else:
             names = [e for e in _entries(folder) if first.startswith(".") or not e.name.startswith(".")]
             todo += _below(folder, names, first, rest)
@@ -138,7 +143,7 @@ def matches(pattern: str) -> list[str]:
 
 
 def _below(folder: str, entries: list[os.DirEntry[str]], first: str, rest: tuple[str, ...]) -> Iterator[Any]:
-    """What is to be looked at next in a folder, as (path, pattern from there on); `first` is a pattern."""
+    """Yield what to search next in a folder, as (path, pattern below it). `first` is the pattern for its entries."""
     if first != "**":
         yield from ((e.path, rest) for e in entries if fnmatch.fnmatchcase(e.name, first))
         return
@@ -151,6 +156,7 @@ def _below(folder: str, entries: list[os.DirEntry[str]], first: str, rest: tuple
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder; none if it is not a folder. Raise DataError if it cannot be read."""
     try:
         with os.scandir(folder or ".") as entries:
             yield from entries

@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
-from fsdptrain.config.paths import HUB_ID, at_home, find_data, is_folder
-from fsdptrain.config.reader import Written
+from fsdptrain.config.paths import HUB_ID, find_data, is_folder, with_expanded_paths
+from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import Problem, RecipeError, shortened
@@ -172,7 +172,9 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def make_plan(written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False) -> Plan:
+def make_plan(
+    written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+) -> Plan:
     """Derive the plan of a recipe on a machine.
 
     Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
@@ -185,10 +187,10 @@ def make_plan(written: Written, topology: Topology, elsewhere: bool = False, tru
 
 
 def draft_plan(
-    written: Written, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+    written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
 ) -> tuple[Plan, list[Problem]]:
     """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
-    recipe = at_home(written.recipe)
+    recipe = with_expanded_paths(written.recipe)
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []

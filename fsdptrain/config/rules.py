@@ -1,4 +1,4 @@
-"""Check a recipe across its keys: combinations that cannot be honoured, keys without effect."""
+"""Check a recipe across its keys: contradictions, and keys that would have no effect."""
 
 from __future__ import annotations
 
@@ -7,47 +7,54 @@ from pathlib import Path
 
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe
-from fsdptrain.config.values import _show
+from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem
 
 
-def _relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Combinations that cannot be honoured, and keys that would have no effect here."""
+def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
     yield from path_problems(recipe)
     if "/" in recipe.name or recipe.name in (".", ".."):
-        yield Problem(f"{_show(recipe.name)} is no name of a folder: leave out `/`, or set output_dir", "name")
-    yield from _model_relations(recipe, where)
-    yield from _data_relations(recipe, where)
-    yield from _fsdp_relations(recipe, where)
+        yield Problem(
+            f"{value_text(recipe.name)} cannot name a folder: choose a name without `/`, or set output_dir", "name"
+        )
+    yield from _model_problems(recipe, where)
+    yield from _data_problems(recipe, where)
+    yield from _fsdp_problems(recipe, where)
     if recipe.train.steps is not None and "train.epochs" in where:
-        yield Problem("has no effect beside train.steps: keep one of the two", "train.epochs")
+        yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
     if recipe.train.on_nonfinite == "stop" and "train.max_skipped" in where:
         yield Problem("has no effect with train.on_nonfinite: stop", "train.max_skipped")
     if recipe.schedule.name == "constant" and "schedule.min_lr" in where:
         yield Problem("has no effect with schedule.name: constant", "schedule.min_lr")
     if recipe.eval.every is not None and recipe.data.eval is None:
-        yield Problem("there is nothing to evaluate on: set data.eval", "eval.every")
+        yield Problem("has no effect without evaluation data: set data.eval", "eval.every")
     if recipe.checkpoint.every is None and recipe.checkpoint.async_ and "checkpoint.async" in where:
         yield Problem(
-            "has no effect without checkpoint.every: the last checkpoint is always waited for", "checkpoint.async"
+            "has no effect without checkpoint.every: training waits for the last checkpoint", "checkpoint.async"
         )
     if recipe.launch.nnodes > 1 and recipe.launch.rdzv_endpoint is None:
-        yield Problem("several nodes need a meeting place: set launch.rdzv_endpoint to host:port", "launch.nnodes")
+        yield Problem(
+            "several nodes need a rendezvous: set launch.rdzv_endpoint to host:port of the first node", "launch.nnodes"
+        )
     if recipe.launch.nnodes == 1 and recipe.launch.rdzv_endpoint is not None:
-        yield Problem("has no effect with launch.nnodes: 1 (one node meets on loopback)", "launch.rdzv_endpoint")
+        yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
     if isinstance(recipe.launch.nproc_per_node, int) and recipe.launch.nproc_per_node < 1:
-        yield Problem("at least one worker", "launch.nproc_per_node")
+        yield Problem(f"{recipe.launch.nproc_per_node} is too small: must be at least 1", "launch.nproc_per_node")
 
 
-def _model_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems between keys of `model`."""
     model = recipe.model
     if model.id is None:
         if "model_type" not in model.config:
-            yield Problem("is not set: give a Hub id or folder, or a whole model.config with `model_type`", "model.id")
+            yield Problem("is not set: give a Hub id, a folder, or a whole model.config with `model_type`", "model.id")
         if model.tokenizer is None:
-            yield Problem("a model from scratch needs one: a folder, an id, or {train: 4096}", "model.tokenizer")
+            yield Problem(
+                "is not set: for a model from scratch give a folder, a Hub id, or {train: 4096}", "model.tokenizer"
+            )
         if model.init == "pretrained" and "model.init" in where:
-            yield Problem("there are no weights to read without model.id: use init: random", "model.init")
+            yield Problem("there are no weights to load without model.id: use init: random", "model.init")
         if model.revision is not None:
             yield Problem("has no effect without model.id", "model.revision")
     elif model.revision is not None and _exists(model.id):
@@ -55,35 +62,46 @@ def _model_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]
 
 
 def _exists(path: str) -> bool:
+    """Return whether a path exists on this machine."""
     try:
         return Path(expanded(path)).exists()
     except OSError:  # too long for a file name
         return False
 
 
-def _data_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems between keys of `data`."""
     data = recipe.data
     fields = (*FORMAT_FIELDS[data.format], *OPTIONAL_FIELDS.get(data.format, ()))
     if data.path is None:
-        yield Problem("is not set: a file, glob, folder, or Hub data set", "data.path")
+        yield Problem("is not set: give a file, a glob, a folder, or a Hub data set", "data.path")
     for name in data.columns:
         if name not in fields:
-            yield Problem(f"`{name}` is not a field of format {data.format}: {', '.join(fields)}", "data.columns")
+            yield Problem(
+                f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
+            )
     for name in ("messages", "tools"):
         if isinstance(data.columns.get(name), list):
-            yield Problem(f"{name}: is one column; only texts are joined", "data.columns")
+            yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
     if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
-        yield Problem("plain text has no completions: every token is trained", "data.train_on")
+        yield Problem(
+            "has no effect with format text: it has no completions, and every token is trained", "data.train_on"
+        )
     if data.separator and data.format != "prompt_completion":
-        yield Problem(f"has no effect with format {data.format}: there is no prompt and completion", "data.separator")
+        yield Problem(f"has no effect with format {data.format}: only prompt_completion uses it", "data.separator")
 
 
-def _fsdp_relations(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+def _fsdp_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems between keys of `fsdp`."""
     fsdp = recipe.fsdp
     if fsdp.shard_size is not None and not fsdp.strategy.startswith("HYBRID"):
-        yield Problem(f"has no effect with {fsdp.strategy}: only HYBRID_* shard in groups", "fsdp.shard_size")
+        yield Problem(
+            f"has no effect with {fsdp.strategy}: only HYBRID_* strategies shard in groups", "fsdp.shard_size"
+        )
     if fsdp.strategy == "NO_SHARD" and fsdp.forward_prefetch:
-        yield Problem("has no effect with NO_SHARD: nothing is gathered", "fsdp.forward_prefetch")
+        yield Problem("has no effect with NO_SHARD: no parameters are gathered", "fsdp.forward_prefetch")
     prefetch_wanted = "fsdp.backward_prefetch" in where and fsdp.backward_prefetch != "NONE"
     if prefetch_wanted and fsdp.strategy in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-        yield Problem(f"has no effect with {fsdp.strategy}: nothing is gathered in backward", "fsdp.backward_prefetch")
+        yield Problem(
+            f"has no effect with {fsdp.strategy}: no parameters are gathered in backward", "fsdp.backward_prefetch"
+        )

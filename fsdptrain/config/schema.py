@@ -1,4 +1,4 @@
-"""The recipe's schema: every key with its type, default, limits and one sentence."""
+"""The schema of a recipe: every key with its type, default, limits and a one-sentence description."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A recipe key: its default, one sentence, and its limits.
+    """Declare a recipe key: its default, a sentence that describes it, and its limits.
 
-    They are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`.
-    `forms` lists the shapes a key of several types may take: a string or None stands for itself, a type for any value
-    of it, `list[str]` for such a list, and a dict for a mapping with exactly these keys (or some of them, if `"?"` ends
-    their name). `values` does the same for each value of a mapping whose keys are free. `any_text`: a text that may be
-    empty, white space or control characters.
+    The limits are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`. `forms` lists what a key of several
+    types accepts: a string or None is that value, a type is any value of it, `list[str]` is such a list, and a dict is
+    a mapping with exactly these keys (those that end in `"?"` are optional). `values` is the same for the values of a
+    mapping whose keys are free. `any_text` allows strings that are empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -30,56 +29,60 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass
 class Model:
-    """Which model, from where, and in which master dtype."""
+    """The model, where it comes from, and the dtype of its master weights."""
 
-    id: str | None = key(None, "Hub id or local folder; null together with a whole `config` means from scratch")
+    id: str | None = key(None, "Hub id or local folder; null, with a whole `config`: a model from scratch")
     revision: str | None = key(None, "branch, tag or commit of a Hub id")
     tokenizer: Any = key(
         None,
         "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",
         forms=(None, str, {"train": int}),
     )
-    config: dict[str, Any] = key({}, "overrides of the architecture or, with `model_type`, a whole one")
-    init: Literal["pretrained", "random"] = key("pretrained", "read the weights, or draw them from `seed`")
-    dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer's state")
+    config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
+    init: Literal["pretrained", "random"] = key("pretrained", "load the weights, or draw random ones from `seed`")
+    dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer state")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
-        "the attention kernel, as transformers names it; auto: flash_attention_2 where it is installed and takes these "
-        "batches, else sdpa (on a CPU in tiles where these are faster), else eager",
+        "attention kernel, by its name in transformers; auto: flash_attention_2 if it is installed and supports these "
+        "batches, else sdpa (on a CPU in tiles if that is faster), else eager",
     )
 
 
-# The fields a row of each format has; `data.columns` maps them to the columns' own names.
+# Format → the fields that its rows have; `data.columns` maps them to the names of the columns.
 FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
 
 
-OPTIONAL_FIELDS = {"chat": ("tools",)}  # read where there is such a column
+OPTIONAL_FIELDS = {"chat": ("tools",)}  # read if there is such a column
 
 
 @dataclass
 class Data:
-    """What to train on and how rows become token blocks."""
+    """The training data, and how its rows become blocks of tokens."""
 
     path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
     revision: str | None = key(
-        None, "branch, tag or commit of a Hub data set; the commit of a run's first start is kept for its resumes"
+        None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"
     )
-    format: Literal["text", "chat", "prompt_completion"] = key("text", "what a row holds")
+    format: Literal["text", "chat", "prompt_completion"] = key(
+        "text", "what a row contains: plain text, a conversation, or a prompt with its completion"
+    )
     columns: dict[str, Any] = key(
         {},
-        "our field name → the column's name, where they differ; of several names the texts are joined by an empty line",
+        "field → name of its column, where they differ; a list of columns is joined with empty lines",
         values=(str, list[str]),
     )
-    seq_len: int = key(2048, "tokens of one sequence", at_least=8)
-    packing: Literal["bfd", "concat", "none"] = key("bfd", "best-fit decreasing, one long stream, or a row a sequence")
-    train_on: Literal["all", "completion"] = key("completion", "which tokens carry a loss (text: always all)")
+    seq_len: int = key(2048, "tokens per sequence", at_least=8)
+    packing: Literal["bfd", "concat", "none"] = key(
+        "bfd", "best-fit decreasing, one continuous stream, or one row per sequence"
+    )
+    train_on: Literal["all", "completion"] = key("completion", "which tokens count in the loss (text: always all)")
     separator: str = key(
-        "", 'between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
+        "", 'text between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
     )
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
     eval: Any = key(
         None,
-        "held-out data: {path, max_rows}, or {fraction} of the tokens, in whole rows chosen by `seed`",
+        "held-out data: {path, max_rows}, or {fraction} of the tokens, as whole rows chosen by `seed`",
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 
@@ -96,8 +99,8 @@ class MixedPrecision:
     """The dtypes of compute, of gradient reduction and of the model's buffers."""
 
     param_dtype: Dtype = key("bfloat16", "dtype of gathered parameters, activations and matrix products")
-    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (then kept in model.dtype)")
-    buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null leaves them as the model made them")
+    reduce_dtype: Dtype = key("float32", "dtype in which gradients are summed over ranks (afterwards model.dtype)")
+    buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
@@ -105,27 +108,27 @@ Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_
 
 @dataclass
 class Fsdp:
-    """How parameters, gradients and optimizer state are spread over the ranks."""
+    """How parameters, gradients and optimizer state are sharded over the ranks."""
 
     strategy: Strategy = key("FULL_SHARD", "what is sharded, and whether it is freed after forward")
-    shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: those of a node", at_least=1)
+    shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: the ranks of a node", at_least=1)
     wrap: Any = key(
         "auto",
-        "auto (the model's own blocks), a list of class names, or {min_params: N}",
+        "what becomes a unit: auto (the model's blocks), a list of class names, or {min_params: N}",
         forms=("auto", list[str], {"min_params": int}),
     )
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] = key(
-        "BACKWARD_PRE", "gather the next unit before, after, or not ahead of this unit's backward"
+        "BACKWARD_PRE", "gather the next unit before this unit's backward, after it, or only when it is needed"
     )
-    forward_prefetch: int = key(0, "extra units gathered ahead in forward", at_least=0, at_most=16)
+    forward_prefetch: int = key(0, "extra units to gather ahead in forward", at_least=0, at_most=16)
     accumulation: Literal["reduce", "hold"] = key(
-        "reduce", "reduce gradients every micro-batch (least memory) or hold them to the last (least traffic)"
+        "reduce", "reduce gradients every micro-batch (least memory), or only in the last one (least traffic)"
     )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",
-        "recompute in backward: none, full, selective (keep products and attention), or {every: n} blocks",
+        "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} blocks",
         forms=("none", "full", "selective", {"every": int}),
     )
 
@@ -147,28 +150,30 @@ class Schedule:
     """The learning rate as a function of the step."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape after the warm-up")
-    warmup: float = key(0.03, "below 1 a fraction of all steps, from 1 on a number of steps", at_least=0)
-    min_lr: float = key(0.1, "the floor, as a fraction of optim.lr", at_least=0, at_most=1)
+    warmup: float = key(
+        0.03, "length of the warm-up: a fraction of all steps if below 1, else a number of steps", at_least=0
+    )
+    min_lr: float = key(0.1, "lowest learning rate, as a fraction of optim.lr", at_least=0, at_most=1)
 
 
 @dataclass
 class Train:
-    """How long, and in which portions."""
+    """How long to train, and in what batches."""
 
     epochs: float = key(1.0, "passes over the data", above=0)
-    steps: int | None = key(None, "optimizer steps, instead of epochs", at_least=1)
+    steps: int | None = key(None, "optimizer steps; replaces epochs", at_least=1)
     global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
-    micro_batch_size: int = key(1, "sequences a rank computes at a time", at_least=1)
+    micro_batch_size: int = key(1, "sequences that a rank computes at a time", at_least=1)
     loss: Literal["chunked", "plain"] = key(
-        "chunked", "compute logits and their loss a chunk of tokens at a time, or for the whole micro-batch at once"
+        "chunked", "compute logits and loss for one chunk of tokens at a time, or for the whole micro-batch"
     )
-    compile: bool = key(False, "torch.compile every block")
+    compile: bool = key(False, "apply torch.compile to every block")
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",
-        "a step whose loss or gradient is not finite updates nothing; then the run stops, or goes on with the next",
+        "after a step whose loss or gradient is not finite, which changes no weights: stop, or skip the step",
     )
-    max_skipped: int = key(3, "with on_nonfinite: skip, as many steps in a row may be skipped", at_least=1)
+    max_skipped: int = key(3, "with on_nonfinite: skip, the most steps in a row that may be skipped", at_least=1)
 
 
 @dataclass
@@ -180,57 +185,62 @@ class Eval:
 
 @dataclass
 class Checkpoint:
-    """Sharded checkpoints to resume from."""
+    """Sharded checkpoints, from which a run resumes."""
 
-    every: int | None = key(500, "steps between checkpoints; null: only at a stop and at the end", at_least=1)
-    keep: int = key(2, "how many verified checkpoints stay", at_least=1)
+    every: int | None = key(500, "steps between checkpoints; null: only when the run is stopped or ends", at_least=1)
+    keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     async_: bool = key(True, "write in the background; training waits only for the copy to host memory")
-    resume: Literal["auto", "never"] = key("auto", "go on from the newest valid checkpoint in output_dir")
+    resume: Literal["auto", "never"] = key("auto", "auto: continue from the newest valid checkpoint in output_dir")
 
 
 @dataclass
 class Export:
-    """The Hugging Face folder."""
+    """The exported Hugging Face folder."""
 
-    at_end: bool = key(True, "write it when training is done")
+    at_end: bool = key(True, "export when training ends")
     dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
 
 
 @dataclass
 class Log:
-    """What is written down while the run goes."""
+    """What a run records."""
 
     every: int = key(1, "steps between `step` events", at_least=1)
-    tensorboard: bool = key(True, "write TensorBoard events as well")
-    forecast: bool = key(True, "on GPUs: forecast the run beside it, and compare at its end")
+    tensorboard: bool = key(True, "also write TensorBoard events")
+    forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
 
 
 @dataclass
 class Launch:
-    """The processes."""
+    """The worker processes and the nodes."""
 
-    nproc_per_node: Any = key("auto", "workers a node; auto: its visible GPUs, else 2 on CPU", forms=("auto", int))
-    nnodes: int = key(1, "machines; start the same command on each", at_least=1)
-    rdzv_endpoint: str | None = key(None, "host:port of the first machine, for nnodes > 1")
-    max_restarts: int = key(0, "restarts after a worker died; errors that would repeat are not retried", at_least=0)
+    nproc_per_node: Any = key("auto", "workers per node; auto: one per visible GPU, or 2 on a CPU", forms=("auto", int))
+    nnodes: int = key(1, "number of nodes; start the same command on each", at_least=1)
+    rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1")
+    max_restarts: int = key(
+        0, "restarts after a worker dies; errors that would happen again are not retried", at_least=0
+    )
     timeout_s: int = key(
         300,
-        "seconds without a micro-batch done before the run is called hung; before the first step three times as many",
+        "seconds without a finished micro-batch before a run counts as hung; three times that before the first step",
         at_least=1,
     )
     grace_s: int | None = key(
         None,
-        "seconds a stop may take, its checkpoint included, before all is killed; null: as long as it takes",
+        "seconds that a stop may take, checkpoint included, before the workers are killed; null: no limit",
         at_least=1,
     )
 
 
 @dataclass
 class Recipe:
-    """A whole recipe. Field names are the YAML keys (a trailing underscore stands for a Python keyword's)."""
+    """A training recipe.
 
-    name: str = key("run", "names the run folder")
-    seed: int = key(42, "of initial weights, data order and dropout", at_least=0, at_most=2**31 - 1)
+    Field names are the YAML keys; `async_` is the key `async`, which is a Python keyword.
+    """
+
+    name: str = key("run", "name of the run, used in output_dir")
+    seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
     output_dir: str = key("runs/${name}", "the run folder")
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -246,7 +256,7 @@ class Recipe:
 
 
 def key_of(spec: dataclasses.Field[Any]) -> str:
-    """The YAML key of a dataclass field: `async_` is written `async`."""
+    """Return the YAML key of a dataclass field: `async` for `async_`."""
     return spec.name.rstrip("_")
 
 
@@ -254,13 +264,13 @@ _hints = functools.cache(get_type_hints)
 
 
 def section_of(schema: type, name: str) -> type | None:
-    """The dataclass behind a field that is a section of the recipe, or None for a leaf."""
+    """Return the dataclass of a field that is a section of the recipe; None for a leaf."""
     annotation = _hints(schema)[name]
     return annotation if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) else None
 
 
 def all_fields(schema: type = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every leaf of the schema as (dotted YAML path, dataclass field)."""
+    """Yield every leaf of the schema as (dotted YAML path, dataclass field)."""
     for spec in dataclasses.fields(schema):
         section = section_of(schema, spec.name)
         if section is None:
@@ -270,12 +280,12 @@ def all_fields(schema: type = Recipe, prefix: str = "") -> Iterator[tuple[str, d
 
 
 def all_paths() -> list[str]:
-    """Every dotted path of the schema, in order."""
+    """Return every dotted YAML path of the schema, in order."""
     return [path for path, _ in all_fields()]
 
 
-def get(recipe: Recipe, path: str) -> Any:
-    """The value at a dotted YAML path."""
+def value_at(recipe: Recipe, path: str) -> Any:
+    """Return the value at a dotted YAML path."""
     value: Any = recipe
     for word in attribute(path).split("."):
         value = getattr(value, word)
@@ -283,24 +293,24 @@ def get(recipe: Recipe, path: str) -> Any:
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as one flat mapping from dotted path to value."""
-    return {path: get(recipe, path) for path in all_paths()}
+    """Return the recipe as one flat mapping from dotted YAML path to value."""
+    return {path: value_at(recipe, path) for path in all_paths()}
 
 
 def attribute(path: str) -> str:
-    """The dotted attribute path of a dotted YAML path: `checkpoint.async` is `checkpoint.async_`."""
+    """Return the attribute path of a dotted YAML path: `checkpoint.async_` for `checkpoint.async`."""
     return "checkpoint.async_" if path == "checkpoint.async" else path
 
 
-def fits(value: Any, form: Any) -> bool:
-    """Whether a value has one of the shapes that `key(forms=…)` describes."""
+def matches_form(value: Any, form: Any) -> bool:
+    """Return whether a value matches one of the forms that `key(forms=…)` declares."""
     if isinstance(form, dict):
         allowed = {name.rstrip("?"): kind for name, kind in form.items()}
         needed = {name for name in form if not name.endswith("?")}
         return (
             isinstance(value, dict)
             and needed <= value.keys() <= allowed.keys()
-            and all(fits(item, allowed[name]) for name, item in value.items())
+            and all(matches_form(item, allowed[name]) for name, item in value.items())
         )
     if get_origin(form) is list:
         return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
@@ -311,7 +321,7 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def form_words(forms: tuple[Any, ...]) -> str:
-    """The shapes of a key of several types, in words."""
+    """Return the forms of a key of several types, in words."""
 
     def show(form: Any) -> str:
         if isinstance(form, dict):
@@ -324,22 +334,22 @@ def form_words(forms: tuple[Any, ...]) -> str:
 
 
 _TYPE_WORDS: dict[Any, str] = {
-    int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping",
+    int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list", dict: "a mapping",
 }  # fmt: skip
 
 
 def limits_of(path: str) -> dict[str, Any]:
-    """Return the limits of a key (`at_least`, `above`, `at_most`, `forms`, `values`) with its sentence (`doc`)."""
+    """Return the limits of a key (`at_least`, `above`, `at_most`, `forms`, `values`) and its description (`doc`)."""
     return dict(_leaf(path)[0].metadata)
 
 
 def forms_of(path: str) -> tuple[Any, ...]:
-    """Return the shapes of a key of several types; () for any other."""
+    """Return the forms of a key of several types; () for any other key."""
     return tuple(limits_of(path).get("forms", ()))
 
 
-def words_of(path: str) -> list[str]:
-    """Return the words that a key takes: those of its enumeration, or of its shapes."""
+def choices_of(path: str) -> list[str]:
+    """Return the words that a key accepts: those of its enumeration or of its forms."""
     spec, annotation = _leaf(path)
     kinds = [annotation, *get_args(annotation)]
     literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
@@ -349,17 +359,17 @@ def words_of(path: str) -> list[str]:
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
-def spelled(path: str, value: Any) -> Any:
-    """Return a word of an enumeration (`full_shard`, `bf16`) as the schema spells it, and any other value as it is."""
+def canonical_spelling(path: str, value: Any) -> Any:
+    """Return a word of an enumeration (`full_shard`, `bf16`) in the spelling of the schema; other values unchanged."""
     if not isinstance(value, str):
         return value
     plain = value.strip().lower().removeprefix("torch.").lstrip("_").replace("-", "_")
     plain = _DTYPE_WORDS.get(plain, plain)
-    return next((word for word in words_of(path) if word.lower() == plain), value)
+    return next((word for word in choices_of(path) if word.lower() == plain), value)
 
 
 def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
-    """The field and the annotation of a key; of the open mapping above it for a key below model.config."""
+    """Return the field and the annotation of a key; for a key below model.config, those of model.config."""
     schema: type = Recipe
     for word in attribute(path).split("."):
         spec = next(f for f in dataclasses.fields(schema) if f.name == word)
@@ -371,7 +381,7 @@ def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
 
 
 def type_words(path: str) -> str:
-    """The type of a key in words: `a whole number or null`, `one of all, completion`."""
+    """Return the type of a key in words: `a whole number or null`, `one of all, completion`."""
     spec, annotation = _leaf(path)
     return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _words(annotation)
 
@@ -387,7 +397,7 @@ def _words(annotation: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The recipe as a JSON Schema (draft 2020-12), for completion and checking in editors."""
+    """Return the JSON Schema (draft 2020-12) of a recipe, for completion and checks in editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "fsdptrain recipe",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdptrain.config.paths import data_kind, matches
+from fsdptrain.config.paths import data_kind, matching_paths
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.readers import SUPPORTED, Source, conversion_advice, file_errors, open_file
@@ -21,7 +21,7 @@ def data_files(path: str) -> list[Path]:
     Raises DataError for a folder that cannot be read, and for a pipe, a device or a broken link with the name of a data
     file: a reader would wait for the first two, and rows would be missing without notice because of the third.
     """
-    found = {Path(name) for name in matches(path)}
+    found = {Path(name) for name in matching_paths(path)}
     files = {file for p in found for file in _files_in(p)}
     wanted = sorted(file for file in files if data_kind(file.name) or file in found)
     for file in wanted:
@@ -79,7 +79,7 @@ def open_sources(path: str) -> list[Source]:
     files = data_files(path)
     if Path(path).is_absolute():
         if not Path(path).exists() and not files:
-            raise NoData(f"data.path: nothing at {shortened(path)}")
+            raise NoData(f"data.path: {shortened(path)!r} was not found")
         if not files:
             raise DataError(f"data.path: no data files in {path} (supported: {SUPPORTED}){_conversion_hint(path)}")
         return [open_file(file) for file in files]

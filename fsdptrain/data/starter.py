@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from fsdptrain.config.paths import HUB_ID, find_data, is_folder
-from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment, words_of
+from fsdptrain.config.schema import FORMAT_FIELDS, Data, choices_of, long_row_treatment
 from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
 
@@ -76,7 +76,7 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
         columns=f"  columns: {columns_as_yaml(columns)}\n" if columns else "",
         seq_len=_sequence_length(model),
         long_rows=long_row_treatment(read_as),
-        strategies=", ".join(words_of("fsdp.strategy")),
+        strategies=", ".join(choices_of("fsdp.strategy")),
     )
 
 

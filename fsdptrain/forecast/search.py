@@ -20,7 +20,7 @@ from typing import Any
 
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.config.schema import Recipe, get
+from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
 
@@ -220,7 +220,7 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
         wanted["fsdp.forward_prefetch"] = 0
     if fsdp.strategy in RESHARDING and ladder.strategy not in RESHARDING:
         wanted["fsdp.backward_prefetch"] = "NONE"  # without effect there, so anything else somebody wrote is refused
-    return {path: value for path, value in wanted.items() if get(plan.recipe, path) != value}
+    return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 
 def hopeless(plan: Plan, parameters: int, memory: int) -> bool:

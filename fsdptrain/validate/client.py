@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fsdptrain.config.hardware import Hardware, parse
 from fsdptrain.config.plan import Plan, draft_plan
-from fsdptrain.config.reader import Written
+from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.topology import find_topology, topology_of
 from fsdptrain.errors import FsdptrainError, WorkerError
 from fsdptrain.processes import child_command, child_environment
@@ -56,7 +56,7 @@ class Request:
         return cls(**fields | {"plan": Plan.from_json(fields["plan"])})
 
 
-def request(written: Written, hardware: str | None, trust_remote_code: bool) -> Request:
+def request(written: LoadedRecipe, hardware: str | None, trust_remote_code: bool) -> Request:
     """What there is to ask about a recipe, on the machine here or on the `hardware` named.
 
     Raises RecipeError for hardware that is not known or does not fill its nodes.

@@ -142,7 +142,7 @@ def _without_absent_eval(plan: Plan, found: Findings) -> Plan:
     path = plan.eval_path
     if path is None or data_files(path) or not Path(path).is_absolute():
         return plan
-    found.fail(NoData(f"data.eval.path: nothing at {path}"))
+    found.fail(NoData(f"data.eval.path: {path!r} was not found"))
     data = dataclasses.replace(plan.recipe.data, eval=None)
     return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import ROOT
 
-from fsdptrain.config.names import RENAMED
+from fsdptrain.config.names import REPLACEMENTS
 from fsdptrain.config.plan import Plan, draft_plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import all_paths, flat
@@ -81,7 +81,14 @@ LINES = [
 
 sections = ["model", "data", "fsdp", "fsdp.mixed_precision", "optim", "train", "launch", "model.config", "data.columns"]
 paths = st.sampled_from(
-    [*all_paths(), *sections, *RENAMED, *(f"{section}.nope" for section in sections), "model.config.hidden_size", ""]
+    [
+        *all_paths(),
+        *sections,
+        *REPLACEMENTS,
+        *(f"{section}.nope" for section in sections),
+        "model.config.hidden_size",
+        "",
+    ]
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),

@@ -92,7 +92,7 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Pa
 
 def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    with pytest.raises(DataError, match=r"nothing at 'nope\.jsonl'"):
+    with pytest.raises(DataError, match=r"'nope\.jsonl' was not found"):
         plan_of(recipe, "data.path=nope.jsonl")
     with pytest.raises(RecipeError, match=r"model\.id: 'runs/nope/export' is neither a folder"):
         plan_of(recipe, "model.id=runs/nope/export")

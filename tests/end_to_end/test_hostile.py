@@ -441,10 +441,10 @@ NAMES = [
 def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path: Path, line: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(f"seed: x\n{line}\n")
-    with pytest.raises(RecipeError, match=r"recipe\.yaml:2: holds what looks like a secret") as caught:
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:2: seems to contain a secret") as caught:
         load(path)
     path.write_text("seed: 1\n")
-    with pytest.raises(RecipeError, match="command line: word 1 holds what looks like a secret") as other:
+    with pytest.raises(RecipeError, match="command line: override 1 seems to contain a secret") as other:
         load(path, [f"name={line}"])
     assert not any(part in str(error.value) for error in (caught, other) for part in ("a1B2", "password", "AKIA"))
 

@@ -205,7 +205,7 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     assert done.returncode == 4
     assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is an int; expected a text; put quotes around it"
     missing = fsdptrain("run", recipe, "data.path=nowhere.jsonl")
-    assert missing.returncode == 4 and "nothing at 'nowhere.jsonl'" in missing.stderr
+    assert missing.returncode == 4 and "'nowhere.jsonl' was not found" in missing.stderr
 
 
 def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
