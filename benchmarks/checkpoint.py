@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 WORLD = 2
@@ -95,7 +95,7 @@ def report(found: dict[str, Any]) -> None:
     print(f"the disk alone (plain): write {median('plain', 'write'):.2f} s, fsync {median('plain', 'fsync'):.2f} s")
 
 
-def measure(rounds: int, folder: Path) -> None:
+def measure(rounds: int, folder: Path) -> NoReturn:
     """Be one rank; rank 0 leaves the times in `found.json`."""
     import torch.distributed as dist
 
@@ -105,11 +105,13 @@ def measure(rounds: int, folder: Path) -> None:
     from fsdptrain.events import Reporter
     from fsdptrain.processes import StopRequest
     from fsdptrain.rundir import RunDir
-    from fsdptrain.train.setup import assemble
+    from fsdptrain.train.setup import Session
+    from fsdptrain.train.trainer import Trainer
     from fsdptrain.train.watchdog import Watchdog
 
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
-    run, bare = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    run = Trainer.set_up(session)
     ways = ways_of(run, folder)
     times: dict[str, list[Times]] = {way: [] for way in ways}
     first = 0.0
@@ -125,7 +127,7 @@ def measure(rounds: int, folder: Path) -> None:
                 times[way].append(slowest)
             elif way == "ours async":
                 first = slowest["blocked"]
-    parameters = sum(param.numel() for param in bare.parameters())
+    parameters = run.sizes.parameters
     if run.world.rank == 0:
         (folder / "found.json").write_text(
             json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from common import LLAMA, ROOT, machine, ranks, tell
 
@@ -76,25 +76,26 @@ def main() -> None:
     print(f"trace: {asked.out / 'trace.json'}")
 
 
-def measure(folder: Path, steps: int, out: Path) -> None:
-    """One rank: the rooms as the worker assembles them, a few steps, and then profiled ones."""
+def measure(folder: Path, steps: int, out: Path) -> NoReturn:
+    """Set up one rank as the worker does, make a few steps, and then profiled ones."""
     from torch.profiler import ProfilerActivity, profile
 
     from fsdptrain.config.plan import Plan
     from fsdptrain.events import Reporter
     from fsdptrain.processes import StopRequest
     from fsdptrain.rundir import RunDir
-    from fsdptrain.train.loop import one_step
-    from fsdptrain.train.setup import assemble
+    from fsdptrain.train.setup import Session
+    from fsdptrain.train.trainer import Trainer
     from fsdptrain.train.watchdog import Watchdog
 
     plan = Plan.from_json((folder / "plan.json").read_text())
-    run, _ = assemble(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
-    plainly = statistics.median(seconds(one_step, run, step) for step in range(FIRST + steps))
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.world.device.type == "cuda" else [])]
+    session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    trainer = Trainer.set_up(session)
+    plainly = statistics.median(seconds(trainer.step, step) for step in range(FIRST + steps))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:
-        profiled = [seconds(one_step, run, step) for step in range(FIRST + steps, FIRST + 2 * steps)]
-    if run.world.rank:
+        profiled = [seconds(trainer.step, step) for step in range(FIRST + steps, FIRST + 2 * steps)]
+    if trainer.world.rank:
         tell(None)
     recorded.export_chrome_trace(str(out / "trace.json"))
     averages = recorded.key_averages()

@@ -122,7 +122,7 @@ def watch_parent(parent: int) -> None:
     Use it in a process that a foreign program started: its starting thread may end long before the program does.
     """
 
-    def poll() -> None:
+    def poll() -> NoReturn:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
         os._exit(EXIT_ORPHANED)

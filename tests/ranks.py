@@ -33,7 +33,8 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate
-from fsdptrain.train.setup import Run, assemble
+from fsdptrain.train.setup import Session
+from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
@@ -42,21 +43,22 @@ loss_chunks = loss.loss_chunks
 loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch of a test is several chunks, of unequal lengths
 
 
-def build(recipe: str, overrides: list[str]) -> tuple[Run, Any]:
-    """The assembled run of a recipe on this process group, and the bare skeleton of its model."""
+def build(recipe: str, overrides: list[str]) -> Trainer:
+    """The trainer of a recipe on this process group."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
-    return assemble(plan, rundir, reporter_of(plan, rundir, rank, None), StopRequest(), Watchdog(plan, rank))
+    reporter, watchdog = reporter_of(plan, rundir, rank, None), Watchdog(plan, rank)
+    return Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), watchdog))
 
 
-def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
+def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     """[loss, gradient norm] of each step from `first` to `steps`."""
     made = []
     for step in range(first, steps):
         batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
-        lr = learning_rate(step, run.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
+        lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
         stats = run.engine.step(step, batches, tokens, lr)
         made.append([stats.loss, stats.grad_norm])
     return made
@@ -64,12 +66,12 @@ def curve(run: Run, steps: int, first: int = 0) -> list[list[float]]:
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """The curve of each variant (name → overrides), one after the other."""
-    return {name: curve(build(recipe, overrides)[0], steps) for name, overrides in variants.items()}
+    return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
     """The curve of a run that saves a checkpoint after `at` steps and goes on, and what it saw of the data."""
-    run, _ = build(recipe, overrides)
+    run = build(recipe, overrides)
     made = curve(run, at)
     run.engine.evaluate(run.stream.corpus, range(5))
     run.checkpointer.save(at, run.engine.model, run.engine.optimizer, wait=False)
@@ -80,7 +82,7 @@ def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict
 
 def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
     """The curve of a run that goes on from its newest checkpoint."""
-    run, _ = build(recipe, overrides)
+    run = build(recipe, overrides)
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
     return {"first": first, "curve": curve(run, steps, first), "samples": samples}
@@ -94,15 +96,18 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     """
     import broken_saves as injected
 
-    from fsdptrain.train import setup
+    from fsdptrain.train import trainer
 
     found: dict[str, Any] = {}
-    with injected.disk_is_full_already(), patch.object(setup, "fill", None):  # to be refused before it is called
+    with (
+        injected.disk_is_full_already(),
+        patch.object(trainer, "load_state", None),
+    ):  # to be refused before it is called
         try:
             build(recipe, [])
         except CheckpointError as refused:
             found["at the start"] = str(refused)
-    run, _ = build(recipe, [])
+    run = build(recipe, [])
     curve(run, 1)
     reports: list[int] = []
     run.checkpointer.write_event = lambda _, **facts: reports.append(facts["step"])
@@ -119,7 +124,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
         found[name] = {"error": error, "there": sorted(p.name for p in folder.iterdir()), "reported": step in reports}
         dist.barrier(run.world.side)
     with injected.newest_is_damaged(run.checkpointer), injected.disk_is_full_already():
-        found["resumed"] = build(recipe, [])[0].engine.steps_made  # past its last step: no more room is needed
+        found["resumed"] = build(recipe, []).engine.steps_made  # past its last step: no more room is needed
     return found
 
 
@@ -128,11 +133,10 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
     wrong = {}
     for name, overrides in variants.items():
         try:
-            run, bare = build(recipe, overrides)
+            run = build(recipe, overrides)
             curve(run, steps)
-            export_live(
-                run.engine.model, bare, run.checkpointer.rundir, run.plan, run.checkpointer, run.reporter, steps
-            )
+            bare, rundir = run.inputs.ready.bare, run.session.rundir
+            export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
         except Exception:
             wrong[name] = traceback.format_exc()
     return wrong
@@ -143,7 +147,7 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, overrides in variants.items():
         try:
-            curve(build(recipe, overrides)[0], 1)
+            curve(build(recipe, overrides), 1)
             found[name] = []
         except Exception as error:
             traceback.print_exc()
@@ -171,7 +175,7 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
     group_module.FSDPParamGroup.post_backward = logged_reduce
     found = {}
     for name, overrides in variants.items():
-        run, _ = build(recipe, overrides)
+        run = build(recipe, overrides)
         for number, layer in enumerate(run.engine.model.model.layers):
             names |= {id(module): str(number) for module in layer.modules()}
             layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))
@@ -189,7 +193,7 @@ def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
     """Facts about the sharded model of each variant, after one step, and that step's loss and norm."""
     found = {}
     for name, overrides in variants.items():
-        run, _ = build(recipe, overrides)
+        run = build(recipe, overrides)
         made = curve(run, 2)
         model, optimizer = run.engine.model, run.engine.optimizer
         found[name] = {
@@ -212,7 +216,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
     `again`: what is found in a step that is sound, as when a fault has passed.
     """
-    run, _ = build(recipe, overrides)
+    run = build(recipe, overrides)
     curve(run, 1)
     params = list(run.engine.model.parameters())
     before = [p.detach().to_local().clone() for p in params]
@@ -245,7 +249,7 @@ def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
 
 def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Gradients with and without a micro-batch that has no label, and the loss of a batch that has none at all."""
-    run, _ = build(recipe, overrides)
+    run = build(recipe, overrides)
     micros = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
     grads = []
@@ -267,7 +271,7 @@ def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
 
 def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """The engine's gradient norm beside that of the gathered gradients (pytorch#170862)."""
-    run, _ = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
+    run = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
     batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
     run.engine.accumulate(0, batches, tokens)
@@ -312,7 +316,7 @@ def read_slices(recipe: str) -> dict[str, int]:
             return Counting(self._opened.get_slice(name))
 
     weights.safe_open = CountingFile
-    run, _ = build(recipe, [])
+    run = build(recipe, [])
     return {"read": read, "held": sum(p.to_local().numel() for p in run.engine.model.parameters())}
 
 
@@ -325,7 +329,7 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
     found = {}
     loss.loss_chunks = loss_chunks
     for name, overrides in variants.items():
-        run, _ = build(recipe, overrides)
+        run = build(recipe, overrides)
         curve(run, 1)
         held = [*run.engine.model.parameters(), *run.engine.model.buffers()]
         held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
@@ -398,7 +402,7 @@ def digests(recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
     """SHA-256 of all weights at the start, by name."""
     found = {}
     for name, overrides in variants.items():
-        run, _ = build(recipe, overrides)
+        run = build(recipe, overrides)
         digest = hashlib.sha256()
         for param in run.engine.model.parameters():
             digest.update(param.detach().full_tensor().numpy().tobytes())
@@ -460,26 +464,26 @@ def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, 
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
     found = {}
     for name, overrides in variants.items():
-        weights = {n: p.detach().full_tensor() for n, p in build(recipe, overrides)[0].engine.model.named_parameters()}
+        weights = {n: p.detach().full_tensor() for n, p in build(recipe, overrides).engine.model.named_parameters()}
         found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
     return found
 
 
 def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
     """What is said of copies that differ in one bit, of a weight or of a buffer of the last rank; by variant."""
-    from fsdptrain.train import setup
+    from fsdptrain.train import trainer
 
-    fill, found = setup.fill, {}
+    load_state, found = trainer.load_state, {}
     for name, overrides in variants.items():
 
         def spoilt(model: Any, *others: Any, what: str = name.split()[-1]) -> Any:
-            filled = fill(model, *others)
+            loaded = load_state(model, *others)
             tensors = {"weight": model.parameters, "buffer": model.buffers}
             if dist.get_rank() == dist.get_world_size() - 1 and what in tensors:
                 local(list(tensors[what]())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
-            return filled
+            return loaded
 
-        with patch.object(setup, "fill", spoilt):
+        with patch.object(trainer, "load_state", spoilt):
             try:
                 build(recipe, overrides)
                 found[name] = None

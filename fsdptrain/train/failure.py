@@ -8,6 +8,7 @@ import os
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def ours(error: BaseException) -> FsdptrainError:
     return WorkerError(words)
 
 
-def leave(plan: Plan, error: FsdptrainError) -> None:
+def leave(plan: Plan, error: FsdptrainError) -> NoReturn:
     """End this process for an error that a thread has found."""
     with contextlib.suppress(OSError):
         record_failure(plan, error)

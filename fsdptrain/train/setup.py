@@ -1,10 +1,10 @@
-"""Assemble one rank: data, world, model, weights, optimizer, engine."""
+"""The stages of setting up one rank, in the order in which `Trainer.set_up` calls them."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
 from fsdptrain.data.hub import go_offline_if_unreachable, safetensors_files
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import RecipeError, Stopped, WorkerLost
+from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model.assets import save_assets
@@ -26,184 +26,198 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.ownership import remove_leftovers
-from fsdptrain.parallel.pulse import Pulse
-from fsdptrain.parallel.replicas import check_replicas
-from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.train.failure import leave
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.preflight import load_checked
-from fsdptrain.train.step import Engine
-from fsdptrain.train.stragglers import Pace
+from fsdptrain.train.preflight import Ready, load_checked
 from fsdptrain.train.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-@dataclass
-class Run:
-    """Everything that one rank trains with."""
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank's process has from its first moment: the plan, the run folder, and how it reports and stops."""
 
     plan: Plan
-    world: World
-    engine: Engine
+    rundir: RunDir
+    reporter: Reporter
+    stop: StopRequest
+    watchdog: Watchdog
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Report how far a stage of the set-up is. Raises Stopped after a stop signal."""
+        if dist.is_initialized():
+            self.watchdog.beat()
+        if self.stop.count:
+            raise Stopped(f"stopped by {self.stop.by} before the first step; nothing was lost")
+        self.reporter.progress(stage, done, total)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`."""
+
+    ready: Ready
+    tokenizer: PreTrainedTokenizerBase
     stream: Stream
     held_out: list[int]
     eval_corpus: Corpus
-    checkpointer: Checkpointer
-    reporter: Reporter
-    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What follows from the plan, the model and the data together."""
+
+    parameters: int
     total_steps: int
-    flops_per_step: float
-    peak_flops: float
-    watchdog: Watchdog
     state_bytes: int  # of this rank's part of a checkpoint
-    pace: Pace = field(default_factory=Pace)
-    tokens: int = 0  # label tokens, positions and seconds of this process's steps so far
-    positions: int = 0
-    seconds: float = 0.0
-    skipped: int = 0  # steps in a row that were not finite
+    flops_per_step: float
 
-    def stops(self) -> bool:
-        """Whether any rank was asked to stop; collective."""
-        return self.world.any(self.stop.count)
+    @classmethod
+    def of(cls, plan: Plan, inputs: Inputs) -> Sizes:
+        """Compute the sizes of a run."""
+        recipe, bare = plan.recipe, inputs.ready.bare
+        positions = recipe.train.global_batch_size * recipe.data.seq_len
+        parameters = sum(param.numel() for param in bare.parameters())
+        return cls(
+            parameters=parameters,
+            total_steps=plan.total_steps(len(inputs.stream)),
+            state_bytes=3 * parameters * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size,
+            flops_per_step=model_flops(bare, positions, recipe.data.seq_len),
+        )
 
 
-def assemble(plan: Plan, rundir: RunDir, reporter: Reporter, stop: StopRequest, watchdog: Watchdog) -> tuple[Run, Any]:
-    """Build every room in order; returns the run and an unsharded skeleton of its model.
-
-    Data comes first, before any process group exists: tokenising may take longer than a collective may.
-    """
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if dist.is_initialized():
-            watchdog.beat()
-        if stop.count:
-            raise Stopped(f"stopped by {stop.by} before the first step; nothing was lost")
-        reporter.progress(stage, done, total)
-
-    recipe = plan.recipe
-    if recipe.train.deterministic:
+def prepare_process(session: Session) -> None:
+    """Set what must be set before anything is loaded: deterministic kernels, and whether the Hub is asked at all."""
+    if session.plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    go_offline_if_unreachable(plan, progress)
-    progress("checking the model", 0, 0)
-    with Pulse(plan, lambda words: leave(plan, WorkerLost(words))):
-        settled = pin_commits(plan, rundir)
-        tokenizer, ready = load_checked(settled, progress)
-        config, bare = ready.config, ready.bare
-        counting = long_positions(config, recipe.data.seq_len) is None
-        stream, held_out, eval_corpus = prepare(settled, tokenizer, progress, counting)
-        if plan.pretrained:
-            progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
-            safetensors_files(plan)  # downloads, if it must, while nobody waits in a collective
-        progress("building the model", 0, 0)
-        world = World.start(plan, stop)
-    watchdog.beat()
-    world.agree((ready.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
+    go_offline_if_unreachable(session.plan, session.progress)
+
+
+def prepare_inputs(session: Session) -> Inputs:
+    """Check the model, tokenise and pack the data, and download the weights.
+
+    Raises RecipeError or DataError where the model or the data is wrong.
+    """
+    plan, progress = session.plan, session.progress
+    # All ranks read the same commit of a Hub data set, and a resumed run the one that it began with.
+    pinned_plan = pin_commits(plan, session.rundir)
+    # The model is checked first: that takes seconds, tokenising may take hours.
+    tokenizer, ready = load_checked(pinned_plan, progress)
+    counting = long_positions(ready.config, plan.recipe.data.seq_len) is None
+    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, counting)
+    if plan.pretrained:
+        progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
+        safetensors_files(plan)  # a download must not happen while other ranks wait in a collective
+    return Inputs(ready, tokenizer, stream, held_out, eval_corpus)
+
+
+def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
+    """Remove leftovers of earlier attempts, write config and tokenizer, and return the checkpoints of the run.
+
+    Raises RecipeError if the checkpoints there are of other data or of another tokenizer.
+    """
+    plan, rundir, corpus = session.plan, session.rundir, inputs.stream.corpus
     if world.rank == 0:
         remove_leftovers(rundir)
-
-    content = {"data.content": stream.corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(tokenizer)}
-    checkpointer = Checkpointer(rundir, plan, world, content, reporter.event)
+    content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
+    checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
     checkpointer.reject_another_run()
     if world.rank == 0:
-        save_assets(plan, config, bare, tokenizer, rundir.model)
-    baseline = world.peak_memory()
-    model, units = build(ready.plan, config, world)  # with the kernel that `attn_implementation: auto` stands for
-    home = torch.device("cpu") if recipe.fsdp.cpu_offload else world.device
-
-    total_steps = plan.total_steps(len(stream))
-    params = sum(param.numel() for param in bare.parameters())
-    newest = checkpointer.newest_step()
-    if newest > total_steps:
-        raise RecipeError(too_few_steps(newest, total_steps))
-    if newest < total_steps:  # asked now, not after hours of training
-        short = disk_problems(plan, disk_facts(plan, params, total_steps)) if world.rank == 0 else iter(())
-        checkpointer.raise_on_every_rank(next(short, None))
-    state_bytes = 3 * params * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size
-    watchdog.beat(disk_bytes=2 * state_bytes)  # to verify a checkpoint, and to read it
-    if checkpointer.newest_step():
-        reporter.progress("reading the checkpoint", 0, 0)
-    optimizer, resumed = fill(model, bare, plan, rundir, home, checkpointer, stop, progress)
-    check_replicas(model, world)
-    watchdog.beat()
-    facts = start_facts(ready.plan, world, stream, params, len(units), total_steps)
-    reporter.event("start", **facts, baseline_memory_bytes=baseline)
-    if world.rank == 0:
-        reporter.resume(resumed, changes_since(rundir, resumed, plan))
-    print(f"the first sequence, trained parts in ⟦ ⟧:\n{stream.corpus.show(tokenizer)}\n", flush=True)
-
-    engine = Engine(model, optimizer, world, plan, resumed, watchdog.beat)
-    tokens = recipe.train.global_batch_size * recipe.data.seq_len
-    run = Run(
-        plan, world, engine, stream, held_out, eval_corpus, checkpointer, reporter, stop, total_steps,
-        flops_per_step=model_flops(bare, tokens, recipe.data.seq_len),
-        peak_flops=world.size * world.peak_flops(getattr(torch, recipe.fsdp.mixed_precision.param_dtype)),
-        watchdog=watchdog, state_bytes=state_bytes,
-    )  # fmt: skip
-    return run, bare
+        save_assets(plan, inputs.ready.config, inputs.ready.bare, inputs.tokenizer, rundir.model)
+    return checkpointer
 
 
-def fill(
-    model: Any,
-    bare: Any,
-    plan: Plan,
-    rundir: RunDir,
-    home: torch.device,
-    checkpointer: Checkpointer,
-    stop: StopRequest,
-    progress: Any,
-) -> tuple[torch.optim.AdamW, int]:
-    """Weights and optimizer state: from the newest checkpoint, else the pretrained files, else drawn from the seed.
+def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) -> None:
+    """Raise before any training what would otherwise end the run after hours of it; on every rank.
 
-    Returns the optimizer and the number of steps already made. Raises Stopped, on every rank, when one was asked to.
+    RecipeError: more steps were made than the recipe asks for. CheckpointError: the disk is too small for the rest.
     """
+    newest = checkpointer.newest_step()
+    if newest > sizes.total_steps:
+        raise RecipeError(too_few_steps(newest, sizes.total_steps))
+    if newest < sizes.total_steps:
+        problem = None
+        if checkpointer.world.rank == 0:  # one rank measures, so that all decide the same
+            problem = next(disk_problems(plan, disk_facts(plan, sizes.parameters, sizes.total_steps)), None)
+        checkpointer.raise_on_every_rank(problem)
+
+
+def load_state(
+    model: Any, session: Session, inputs: Inputs, checkpointer: Checkpointer
+) -> tuple[torch.optim.AdamW, int]:
+    """Load weights and optimizer state: from the newest checkpoint, else the pretrained files, else from the seed.
+
+    Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
+    """
+    plan, world, bare = session.plan, checkpointer.world, inputs.ready.bare
+    device = torch.device("cpu") if plan.recipe.fsdp.cpu_offload else world.device
     resuming = bool(checkpointer.newest_step())
+    if resuming:
+        session.reporter.progress("reading the checkpoint", 0, 0)
     try:
         if resuming or not plan.pretrained:
-            allocate(model, home)
+            allocate(model, device)
         if not resuming and plan.pretrained:
-            read_weights(model, bare, plan, home, progress)
+            read_weights(model, bare, plan, device, session.progress)
         elif not resuming:
-            draw_weights(model, bare, plan.recipe, progress)
-    except Exception:  # libraries wrap our Stopped in errors of theirs
-        if not stop.count:
+            draw_weights(model, bare, plan.recipe, session.progress)
+    except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
+        if not session.stop.count:
             raise
-    heard = checkpointer.world.any(stop.count)
-    if not heard:
-        optimizer = make_optimizer(model, plan.recipe.optim)
-        start_state(optimizer)
-        step = checkpointer.load_newest(model, optimizer) if resuming else 0
-        set_step(optimizer, step)
-        heard = checkpointer.world.any(stop.count)
-    if heard:
+    # A signal may have reached some ranks only. All leave together, here or after the checkpoint is read.
+    leave_if_stopped(world, session.stop)
+    optimizer = make_optimizer(model, plan.recipe.optim)
+    start_state(optimizer)
+    steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
+    set_step(optimizer, steps_made)
+    leave_if_stopped(world, session.stop)
+    return optimizer, steps_made
+
+
+def leave_if_stopped(world: World, stop: StopRequest) -> None:
+    """Raise Stopped on every rank if any rank got a stop signal; collective."""
+    if world.any(stop.count):
         raise Stopped("stopped before the first step; nothing was lost")
-    return optimizer, step
 
 
-def start_facts(plan: Plan, world: World, stream: Stream, params: int, units: int, total_steps: int) -> dict[str, Any]:
-    """The `start` event: what is trained on what."""
+def report_start(session: Session, inputs: Inputs, world: World, steps_made: int, facts: dict[str, Any]) -> None:
+    """Write the events `start` and `resume`, and show in the log what is trained."""
+    session.reporter.event("start", **facts)
+    if world.rank == 0:
+        session.reporter.resume(steps_made, changes_since(session.rundir, steps_made, session.plan))
+    shown = inputs.stream.corpus.show(inputs.tokenizer)
+    print(f"the first sequence, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
+
+
+def start_facts(inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int) -> dict[str, Any]:
+    """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
+    recipe, stream = inputs.ready.plan.recipe, inputs.stream
     notes = stream.corpus.notes
-    said = {
+    texts = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
         "dropped": "rows were dropped: no trained token within {} tokens",
         "divided": "text was divided: its last part is held out for evaluation",
     }  # fmt: skip
     return {
-        "parameters": params,
+        "parameters": sizes.parameters,
         "units": units,
-        "strategy": plan.recipe.fsdp.strategy,
-        "attention": plan.recipe.model.attn_implementation,
+        "strategy": recipe.fsdp.strategy,
+        "attention": recipe.model.attn_implementation,
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),
-        "total_steps": total_steps,
+        "total_steps": sizes.total_steps,
         "blocks": len(stream),
-        "seq_len": plan.recipe.data.seq_len,
+        "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
         "data": notes,
-        "data_notes": [f"{notes[k]:,} {text.format(stream.corpus.seq_len)}" for k, text in said.items() if notes[k]],
+        "data_notes": [f"{notes[k]:,} {text.format(stream.corpus.seq_len)}" for k, text in texts.items() if notes[k]],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "baseline_memory_bytes": baseline_memory,
     }

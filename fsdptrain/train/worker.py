@@ -1,7 +1,7 @@
 """One rank of a run: set it up, train, and leave the process with the right exit code.
 
-plan → data → world → model → shard → weights → engine → resume;
-while steps remain: evaluate? save? done? step → report.
+set up: plan → data → world → model → shard → resume → engine
+train:  while steps remain: evaluate? save? done? step → report
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 import transformers
@@ -24,8 +25,8 @@ from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.train.failure import leave_record, ours, record_failure
-from fsdptrain.train.loop import export, loop
-from fsdptrain.train.setup import assemble
+from fsdptrain.train.setup import Session
+from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 
 
@@ -37,16 +38,18 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
     ):
         try:
-            run, bare = assemble(plan, rundir, reporter, stop, watchdog)
+            # plan → data → world → model → shard → resume → engine
+            trainer = Trainer.set_up(Session(plan, rundir, reporter, stop, watchdog))
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise
-        stopped = loop(run)
-        if stopped is None and plan.recipe.export.at_end:
-            stopped = export(run, bare)
-        if stopped is not None:
-            reporter.event("stop", step=stopped, signal=stop.name or "another rank")
-            raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped}, with a checkpoint")
+        # while steps remain: evaluate? save? done? step → report
+        stopped_at = trainer.train()
+        if stopped_at is None and plan.recipe.export.at_end:
+            stopped_at = trainer.export()
+        if stopped_at is not None:
+            reporter.event("stop", step=stopped_at, signal=stop.name or "another rank")
+            raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped_at}, with a checkpoint")
 
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
@@ -59,7 +62,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def work(plan: Plan) -> None:
+def work(plan: Plan) -> NoReturn:
     """Be one rank, and leave the process with the right exit code.
 
     Leaves by `os._exit`: an interpreter that shuts down after FSDP and gloo aborts now and then (pytorch#179291).
@@ -93,7 +96,7 @@ def work(plan: Plan) -> None:
     os._exit(code)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Be one rank of the plan that the agent names, with the output in a file of its own."""
     try:
         plan = read_plan(Path(sys.argv[1]))
