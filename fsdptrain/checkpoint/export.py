@@ -23,6 +23,7 @@ from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import checkpoint_problems, fsync, read_manifest, reject_external_symlinks
 from fsdptrain.checkpoint.save import Checkpointer, save_tensors
+from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter
@@ -45,9 +46,6 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 Tensors = dict[str, torch.Tensor]
-
-
-INDEX = "model.safetensors.index.json"
 
 
 def names_by_block(model: Any) -> list[list[str]]:
@@ -105,7 +103,7 @@ class SafetensorsWriter:
         count = len(self._files)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._files, 1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
             self._path(number).rename(self.folder / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:

@@ -142,7 +142,7 @@ def safetensors_files(plan: Plan) -> list[str]:
     """
     model = plan.recipe.model
     where = {"revision": model.revision or "main"}
-    for name in ("model.safetensors.index.json", "model.safetensors"):
+    for name in (constants.SAFETENSORS_INDEX_FILE, constants.SAFETENSORS_SINGLE_FILE):
         with recipe_errors(f"model.id: cannot read {model.id}"):
             found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
         if found and name.endswith(".json"):

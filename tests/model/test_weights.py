@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import export
 from fsdptrain.checkpoint import save as checkpoint
-from fsdptrain.checkpoint.export import INDEX, check_export, names_by_block, write_folder
+from fsdptrain.checkpoint.export import check_export, names_by_block, write_folder
+from fsdptrain.checkpoint.verify import INDEX
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.model.skeleton import skeleton
