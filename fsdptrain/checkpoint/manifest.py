@@ -76,12 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     raw = _read_bytes(path)
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} is damaged: it is not an object")
+    fields = parse_object(path, raw)
     version = fields.get("format")
     if type(version) is int and version != FORMAT_VERSION:  # asked first: another version may seal otherwise
         raise OtherVersion(
@@ -95,6 +90,17 @@ def read_manifest(folder: Path) -> Manifest:
     if fault:
         raise CheckpointError(f"{path} is not as fsdptrain writes it: {fault}")
     return Manifest(**fields)
+
+
+def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return the JSON object that the bytes of a file hold. Raise CheckpointError when they hold anything else."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it is not an object")
+    return value
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import checkpoint_problems, reject_external_symlinks
+from fsdptrain.checkpoint.manifest import checkpoint_problems, parse_object, reject_external_symlinks
 from fsdptrain.errors import CheckpointError, OtherVersion
 from fsdptrain.ownership import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
@@ -101,7 +100,7 @@ def _export(folder: Path) -> dict[str, Any]:
 
 def _read_export(folder: Path) -> None:
     """Raise CheckpointError when something is missing from an export, cannot be opened, or hides what was exported."""
-    _object(folder / CONFIG)
+    _read_object(folder / CONFIG)
     if not (folder / INDEX).exists():
         _tensors(folder / WEIGHTS)
         return
@@ -110,7 +109,7 @@ def _read_export(folder: Path) -> None:
             f"{folder / WEIGHTS} lies beside {INDEX}: from_pretrained loads it instead of the files in the index; "
             "remove the one that is not of this export, or export again with `fsdptrain export`"
         )
-    where = _object(folder / INDEX).get("weight_map")
+    where = _read_object(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(
         isinstance(file, str) and file == Path(file).name for file in where.values()
     ):
@@ -121,14 +120,8 @@ def _read_export(folder: Path) -> None:
             raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} says is in it")
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_plain(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: it is not an object")
-    return found
+def _read_object(path: Path) -> dict[str, Any]:
+    return parse_object(path, _plain(path).read_bytes())
 
 
 def _tensors(path: Path) -> set[str]:
