@@ -31,16 +31,25 @@ CUSTOM_CODE = (
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
     """Keyword arguments that pin where transformers reads from; a tokenizer's own code is never run."""
-    revision = plan.recipe.model.revision if tokenizer is None else None
-    return {"revision": revision or "main", "trust_remote_code": False}
+    return {"revision": model_revision(plan) if tokenizer is None else "main", "trust_remote_code": False}
+
+
+def model_revision(plan: Plan) -> str:
+    """Return the branch, tag or commit of `model.id`."""
+    return plan.recipe.model.revision or "main"
+
+
+def _model_file(plan: Plan, name: str) -> str | None:
+    """Return the path of a file of `model.id`, downloaded where it must be; None if the model has no such file."""
+    where: dict[str, Any] = {"revision": model_revision(plan), "_raise_exceptions_for_missing_entries": False}
+    return cached_file(str(plan.recipe.model.id), name, **where)
 
 
 def read_json(plan: Plan, name: str) -> dict[str, Any]:
     """A JSON file of `model.id`; empty when there is none. Raises RecipeError for what is not a JSON object."""
     model = plan.recipe.model
     with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
-        where = {"revision": model.revision or "main"}
-        found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
+        found = _model_file(plan, name)
         value = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
     if not isinstance(value, dict):
         raise RecipeError(f"model.id: {name} of {model.id} is not a JSON object")
@@ -141,10 +150,9 @@ def safetensors_files(plan: Plan) -> list[str]:
     Raises RecipeError when there are none, or one of them is not what its name says.
     """
     model = plan.recipe.model
-    where = {"revision": model.revision or "main"}
     for name in (constants.SAFETENSORS_INDEX_FILE, constants.SAFETENSORS_SINGLE_FILE):
         with recipe_errors(f"model.id: cannot read {model.id}"):
-            found = cached_file(str(model.id), name, _raise_exceptions_for_missing_entries=False, **where)
+            found = _model_file(plan, name)
         if found and name.endswith(".json"):
             return _indexed_files(plan, found)
         if found:
@@ -160,7 +168,7 @@ def _indexed_files(plan: Plan, index: str) -> list[str]:
     if outside:
         raise RecipeError(f"model.id: {index} names files outside its folder")
     with recipe_errors(f"model.id: cannot read {model.id}"):
-        files, _ = get_checkpoint_shard_files(model.id, index, revision=model.revision or "main")
+        files, _ = get_checkpoint_shard_files(model.id, index, revision=model_revision(plan))
     return _check_headers(list(files))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import error_summary
+from fsdptrain.data.hub import error_summary, model_revision
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import set_token
 from fsdptrain.ownership import install_assets
@@ -61,9 +61,9 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
             if not keep:
                 set_token(part, name, wanted)
-    ends = [*_listed(tokenizer.eos_token_id), *_listed(turn_end)]
+    ends = [*_as_list(tokenizer.eos_token_id), *_as_list(turn_end)]
     if own:
-        ends += [*_listed(generation.eos_token_id), *_listed(config.get_text_config().eos_token_id)]
+        ends += [*_as_list(generation.eos_token_id), *_as_list(config.get_text_config().eos_token_id)]
     else:
         for name in GENERATION_TOKENS:
             setattr(generation, name, None)
@@ -85,7 +85,7 @@ def special_token_faults(folder: Path) -> list[str]:
     for name in SPECIAL_TOKENS:
         wanted = getattr(tokenizer, name)
         for file, part in files:
-            found = _listed(getattr(part, name, None))
+            found = _as_list(getattr(part, name, None))
             if wanted is not None and wanted not in found:
                 faults.append(f"{name}: the tokenizer has {wanted}, {file} {found[0] if len(found) == 1 else found}")
     return faults
@@ -95,7 +95,7 @@ def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
     """Raise RecipeError when `model.config` names a special token and the tokenizer defines another."""
     for name in SPECIAL_TOKENS:
         written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
-        if written is not None and wanted is not None and wanted not in _listed(written):
+        if written is not None and wanted is not None and wanted not in _as_list(written):
             raise RecipeError(
                 f"model.config.{name}: {written}: remove this key: the tokenizer's value ({wanted}) is used"
             )
@@ -123,7 +123,7 @@ def _parts(config: Any) -> list[Any]:
     return [text] if text is config else [config, text]
 
 
-def _listed(value: Any) -> list[int]:
+def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -133,7 +133,7 @@ def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
     if name is None:
         return plain
     try:
-        found = GenerationConfig.from_pretrained(name, revision=plan.recipe.model.revision or "main")
+        found = GenerationConfig.from_pretrained(name, revision=model_revision(plan))
         plain.eos_token_id = found.eos_token_id
         found.validate(strict=True)  # as it will be when it is saved
         return found
