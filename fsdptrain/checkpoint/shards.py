@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.model.units import saved_state
+from fsdptrain.parallel.patches import first_row
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,4 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(tensor.to_local(), offsets[0] if offsets else 0, tuple(tensor.shape))
+    return Shard(tensor.to_local(), first_row(tensor), tuple(tensor.shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from fsdptrain.config.paths import HUB_ID, is_folder
 from fsdptrain.config.plan import Plan
+from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, shortened
 from fsdptrain.events import Progress
 
@@ -41,8 +41,7 @@ def model_revision(plan: Plan) -> str:
 
 def _model_file(plan: Plan, name: str) -> str | None:
     """Return the path of a file of `model.id`, downloaded where it must be; None if the model has no such file."""
-    where: dict[str, Any] = {"revision": model_revision(plan), "_raise_exceptions_for_missing_entries": False}
-    return cached_file(str(plan.recipe.model.id), name, **where)
+    return cached_file_or_none(str(plan.recipe.model.id), name, model_revision(plan))
 
 
 def read_json(plan: Plan, name: str) -> dict[str, Any]:
@@ -133,8 +132,7 @@ def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
     question.start()
     question.join(HUB_TIMEOUT_S)
     if not answered.is_set():
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that forecast
+        go_offline()
         progress(f"the Hub did not respond within {HUB_TIMEOUT_S:g} s; continuing offline with the local cache", 0, 0)
 
 

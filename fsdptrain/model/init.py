@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ from fsdptrain.config.plan import seed_of
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.skeleton import parameters_on_meta, skeleton
+from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded, parameters_on_meta
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 
 
@@ -147,43 +147,15 @@ class Constructors:
     def value(self, name: str, key: str) -> torch.Tensor:
         """Return the value of parameter `key` of the module called `name`: NaN where the constructor sets none."""
         if self._twin is None:
-            with _arguments_kept({type(module) for module in self._mirror.modules()}):
+            with constructor_arguments_recorded({type(module) for module in self._mirror.modules()}):
                 self._twin = skeleton(self._mirror.config, self._recipe.model)
         module = self._twin.get_submodule(name)
-        args, kwargs = module.__dict__[ARGUMENTS]
+        args, kwargs = constructor_arguments(module)
         torch.manual_seed(seed_of(self._recipe.seed, name, "constructor"))
         dtype = getattr(torch, self._recipe.model.dtype)
         with parameters_on_meta(but=type(module)), local_torch_dtype(dtype), _unset_memory_is_nan():
             param = type(module)(*args, **kwargs)._parameters[key]
         return param.detach()
-
-
-ARGUMENTS = "_constructed_with"
-
-
-@contextlib.contextmanager
-def _arguments_kept(classes: set[type[nn.Module]]) -> Iterator[None]:
-    """Inside, instances of these classes keep (args, kwargs) of their constructor in `__dict__`."""
-
-    def keeping(init: Any) -> Any:
-        @functools.wraps(init)
-        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self.__dict__.setdefault(ARGUMENTS, (args, kwargs))  # the outermost call comes first
-            init(self, *args, **kwargs)
-
-        return wrapped
-
-    own = {cls: cls.__dict__.get("__init__") for cls in classes}
-    try:
-        for cls in classes:
-            cls.__init__ = keeping(cls.__init__)  # type: ignore[method-assign]
-        yield
-    finally:
-        for cls, init in own.items():
-            if init is None:  # inherited
-                del cls.__init__
-            else:
-                cls.__init__ = init  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fsdptrain.model.skeleton import torch_operators
+from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import blocks_of
 
 SMALL = 2**16  # elements of a weight with which a product is really computed

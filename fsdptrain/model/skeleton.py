@@ -17,13 +17,13 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-from transformers.integrations import hub_kernels
 from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.patches import parameters_on_meta
 from fsdptrain.model.units import saved_state
 
 LARGEST_BUFFER = 2**28  # elements
@@ -54,7 +54,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     """
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
     kernel = model.attn_implementation
-    with _building_errors(kernel), parameters_on_meta():
+    with _building_errors(kernel), parameters_on_meta(), _LargeOnMeta():
         made = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # it would get the dtype
             dtype=computed,
@@ -127,6 +127,11 @@ def flash_fits(plan: Plan) -> bool:
     return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
 
 
+def has_flash(model: Any) -> bool:
+    """Return whether a model's architecture can compute its attention by flash_attention_2."""
+    return bool(model._supports_flash_attn)
+
+
 def one_row_if_packed(plan: Plan) -> bool:
     """Return whether no micro-batch has several rows of packed documents: transformers refuses them."""
     return plan.recipe.data.packing == "none" or plan.recipe.train.micro_batch_size == 1
@@ -142,47 +147,6 @@ def _building_errors(kernel: str) -> Iterator[None]:
             reason = words.split(". ")[0]
             raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None
         raise RecipeError(f"model.config: no model can be built of it: {words}") from None
-
-
-@contextlib.contextmanager
-def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
-    """Inside, every parameter a module registers goes to the meta device at once; buffers stay as they are.
-
-    Parameters of modules of the class `but` stay real.
-    """
-    register = nn.Module.register_parameter
-
-    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta and type(self) is not but:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-
-    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
-    try:
-        with contextlib.nullcontext() if but else _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def use_torch_operators() -> None:
-    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
-
-    Where causal_conv1d, fla and mamba_ssm are installed, transformers calls them on any device, but they need a GPU. It
-    makes one exception: while a model is exported.
-    """
-    hub_kernels.is_torchdynamo_exporting = lambda: True
-
-
-@contextlib.contextmanager
-def torch_operators() -> Iterator[None]:
-    """Use them inside only."""
-    before = hub_kernels.is_torchdynamo_exporting
-    use_torch_operators()
-    try:
-        yield
-    finally:
-        hub_kernels.is_torchdynamo_exporting = before
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
@@ -22,6 +20,7 @@ from fsdptrain.data.hub import recipe_errors, safetensors_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.init import _joined
+from fsdptrain.model.patches import dtensors_stay_on_their_device
 
 
 def allocate(model: Any, device: torch.device) -> None:
@@ -81,7 +80,7 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
         dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
         weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
     )
-    with recipe_errors("model.id: cannot read the weights"), _wrapped_where_they_are():
+    with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     model.tie_weights()
     names: dict[int, list[str]] = {}  # a tied parameter has several, and is there when one of them is
@@ -115,21 +114,6 @@ class _Header:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
-
-
-@contextlib.contextmanager
-def _wrapped_where_they_are() -> Iterator[None]:
-    """transformers makes DTensors by `from_local`, which moves them to the mesh's device: offloaded ones stay here."""
-
-    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-        return DTensor(local.contiguous(), like._spec, requires_grad=False)
-
-    before = core_model_loading._dtensor_from_local_like
-    core_model_loading._dtensor_from_local_like = wrapped  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        core_model_loading._dtensor_from_local_like = before
 
 
 class _Counted:

@@ -6,7 +6,6 @@ gathered once in backward, before its recomputation, and parameter names stay as
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.config.plan import Plan
@@ -24,9 +21,11 @@ from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention
 from fsdptrain.model.loss import compute_in_chunks
-from fsdptrain.model.skeleton import skeleton, use_torch_operators
+from fsdptrain.model.patches import use_torch_operators
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
+from fsdptrain.parallel.patches import keep_float32, takes_two_dtypes
 from fsdptrain.parallel.world import World
 
 aten = torch.ops.aten
@@ -81,8 +80,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
             if world.device.type == "cpu":
                 module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
     if kept:
-        for state in {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}:
-            keep_float32(state, kept)
+        keep_float32(model, kept)
     set_prefetch([unit.modules[0] for unit in units], fsdp)
 
 
@@ -113,38 +111,13 @@ def check_dtypes(bare: Any, plan: Plan) -> None:
     """
     recipe = plan.recipe
     compute = recipe.fsdp.mixed_precision.param_dtype
-    if compute == "float32" or hasattr(FSDPState(), "_fsdp_param_groups"):
+    if compute == "float32" or takes_two_dtypes():
         return
     if names := skeleton(bare.config, recipe.model, compute).float32_names:
         raise RecipeError(
             f"fsdp.mixed_precision.param_dtype: {type(bare).__name__} keeps {min(names)} in float32, and torch "
             f"{torch.__version__} cannot compute in two dtypes in one unit: use torch 2.13 or newer, or float32"
         )
-
-
-def keep_float32(state: Any, kept: set[tuple[int, str]]) -> None:
-    """Let the parameters `kept` (id of their module, name) of a unit be computed with in float32.
-
-    FSDP computes with a group of parameters in one dtype, but a unit may have several groups: these get their own.
-    """
-    for group in list(state._fsdp_param_groups):
-        wide = [p for p in group.fsdp_params if (id(p._module_info.module), p._module_info.param_name) in kept]
-        if not wide:
-            continue
-        policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float32)
-        if len(wide) == len(group.fsdp_params):
-            group.mp_policy = policy
-            continue
-        other = FSDPParamGroup(
-            [], group.modules, group.mesh_info, group.post_forward_mesh_info, group.device, None, policy,
-            group.offload_policy,
-        )  # fmt: skip
-        other.gradient_divide_factor = group.gradient_divide_factor
-        other.force_sum_reduction_for_comms = group.force_sum_reduction_for_comms
-        other._reduce_scatter_comm = group._reduce_scatter_comm
-        other.fsdp_params = wide
-        group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
-        state._fsdp_param_groups.append(other)
 
 
 def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import World, make_mesh
+from fsdptrain.simulate.patches import DummyBackend, fake_store, register_accelerator
 
 PRETEND = "pretend"  # the accelerator's device type
 
@@ -91,48 +92,41 @@ class DeviceEvent:
         return True
 
 
-KERNELS = torch.library.Library("aten", "IMPL")
+class Backend(DummyBackend):
+    """The accelerator's module: what torch calls as `torch.pretend`."""
 
+    Stream, Event = PretendStream, DeviceEvent
 
-def _never_called(*args: Any, **kwargs: Any) -> Any:
-    """Fake tensors take only the shape of a result, from elsewhere."""
-    raise NotImplementedError
+    def current_stream(self, device: Any = None) -> PretendStream:
+        """Return the stream that work is given to."""
+        return PretendStream.current[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream: PretendStream) -> Iterator[None]:
+        """Give work to another stream."""
+        PretendStream.current.append(stream)
+        try:
+            yield
+        finally:
+            PretendStream.current.pop()
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is only one."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes of autocast: recomputation asks for them."""
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait."""
+        trace_event(Synchronize())
 
 
 def pretend_accelerator() -> torch.device:
-    """Register the accelerator (once a process) and send its attention to the kernels CUDA would choose."""
-    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
-
-    class Backend(_DummyBackendModule):
-        def current_stream(self, device: Any = None) -> PretendStream:
-            return PretendStream.current[-1]
-
-        @contextlib.contextmanager
-        def stream(self, stream: PretendStream) -> Iterator[None]:
-            PretendStream.current.append(stream)
-            try:
-                yield
-            finally:
-                PretendStream.current.pop()
-
-        def set_device(self, device: Any) -> None: ...
-
-        def get_amp_supported_dtype(self) -> list[torch.dtype]:  # asked for by recomputation
-            return [torch.bfloat16, torch.float16]
-
-        def synchronize(self, device: Any = None) -> None:
-            trace_event(Synchronize())
-
+    """Register the accelerator (once a process), with the attention kernels that CUDA would choose."""
     if not hasattr(torch, PRETEND):
-        Backend.Stream, Backend.Event = PretendStream, DeviceEvent  # type: ignore[attr-defined]
         PretendStream.current.append(PretendStream())
-        _setup_privateuseone_for_python_backend(PRETEND, backend_module=Backend())
-        attention = cuda_attention(torch.nn.functional.scaled_dot_product_attention)
-        torch.nn.functional.scaled_dot_product_attention = attention
-        for name in ("silu_backward", "mish_backward"):  # a device without a kernel of its own gets them in pieces
-            KERNELS.impl(name, _never_called, "PrivateUse1")
-        torch._C._nn.scaled_dot_product_attention = attention
-        torch.accelerator.current_stream = lambda device=None: PretendStream.current[-1]  # type: ignore[assignment,return-value]
+        register_accelerator(PRETEND, Backend(), lambda device=None: PretendStream.current[-1], cuda_attention)
     return torch.device(PRETEND)
 
 
@@ -180,11 +174,9 @@ class PretendWorld(World):
 @contextlib.contextmanager
 def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     """Rank 0 of the plan's world over torch's fake process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     size = plan.topology.world_size
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
-    dist.init_process_group(backend, rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group(backend, rank=0, world_size=size, store=fake_store())
     try:
         yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD)  # type: ignore[arg-type]
     finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fsdptrain.forecast.trace import (
 )
 from fsdptrain.model.attention import WORKSPACE
 from fsdptrain.simulate import device as pretend
+from fsdptrain.simulate.patches import resizes_watched
 
 LOSS_BACKWARD = "backward of the loss"
 
@@ -85,23 +87,26 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         pretend.write_down.append(self.write)
         self.entered = True
-        self._resize, recorder = torch.UntypedStorage.resize_, self
-
-        def resize(storage: Any, size: int) -> None:
-            recorder._resize(storage, size)
-            entry = recorder.known.get(storage)
-            if entry is not None:
-                recorder._sized(entry, storage.nbytes())
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        self._resizes = resizes_watched(self._resized)
+        self._resizes.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(None, None, None)
         pretend.write_down.remove(self.write)
         self.entered = False  # what is given back from now on is no part of the trace
+
+    @classmethod
+    @contextlib.contextmanager
+    def unrecorded(cls) -> Iterator[None]:
+        """Record nothing of what happens inside."""
+        Recorder.hidden += 1
+        try:
+            yield
+        finally:
+            Recorder.hidden -= 1
 
     def write(self, event: Event) -> None:
         """Add an event to the trace."""
@@ -202,6 +207,11 @@ class Recorder(TorchDispatchMode):
         self.known[storage] = entry
         self._sized(entry, storage.nbytes())
         weakref.finalize(storage, self._sized, entry, 0).atexit = False
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self.known.get(storage)
+        if entry is not None:
+            self._sized(entry, storage.nbytes())
 
     def _sized(self, entry: _Entry, size: int) -> None:
         """A storage now has this many bytes."""

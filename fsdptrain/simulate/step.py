@@ -6,69 +6,27 @@ the device, the process group and the numbers.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_iter
-from transformers import masking_utils
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Alloc, Trace
-from fsdptrain.model.skeleton import torch_operators
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
+from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train.optim import make_optimizer, start_state
 from fsdptrain.train.step import Engine
-
-
-@contextlib.contextmanager
-def mends(packed: bool) -> Iterator[None]:
-    """Where torch and transformers behave differently on fake tensors than on real ones, make them not."""
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    find_packed = masking_utils.find_packed_sequence_indices
-
-    def unseen(self: Any, schema: Any) -> Any:
-        Recorder.hidden += 1  # DTensor runs operators at *global* shape to learn the shapes of results
-        try:
-            return propagate(self, schema)
-        finally:
-            Recorder.hidden -= 1
-
-    def found(position_ids: torch.Tensor) -> torch.Tensor | None:  # on fake tensors it says packed, whatever they are
-        return find_packed(position_ids) if packed else None
-
-    def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:  # 512 fake chunks take a while
-        return [tensor.narrow(dim, 0, min(tensor.size(dim), -(-tensor.size(dim) // count)))]
-
-    with (
-        _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
-        _replaced(masking_utils, "find_packed_sequence_indices", found),
-        _replaced(_fsdp_param, "_chunk_with_empty", first_chunk),
-        torch_operators(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
@@ -79,7 +37,7 @@ def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
     """
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
-        mends(plan.recipe.data.packing != "none"),
+        fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
         pretend_world(plan, device) as world,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch import nn
 
 from fsdptrain.data.corpus import Batch
+from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine
 
 
@@ -59,13 +59,11 @@ def _watched_reductions(model: Any) -> Iterator[list[str]]:
     """The parameters whose gradients on this rank are not finite before they are reduced, in the order of backward."""
     spoilt: list[str] = []
     names = {id(param): name for name, param in model.named_parameters()}
-    reduce = _fsdp_param_group.foreach_reduce
 
-    def watched(params: Any, gradients: list[torch.Tensor], *rest: Any, **options: Any) -> Any:
+    def look(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         named = zip(params, gradients, strict=True)
-        bad = [names[id(param.sharded_param)] for param, grad in named if not grad.isfinite().all()]
+        bad = [names[id(param)] for param, grad in named if not grad.isfinite().all()]
         spoilt.extend(reversed(bad))
-        return reduce(params, gradients, *rest, **options)
 
-    with mock.patch.object(_fsdp_param_group, "foreach_reduce", watched):
+    with reductions_watched(look):
         yield spoilt

@@ -18,15 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from torch._C import _distributed_c10d
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
+from fsdptrain.train.patches import collective_of, recorded_collectives
 
 LOOK_S = 0.25  # how often the thread looks
 
@@ -114,11 +111,8 @@ def place() -> tuple[bool, str]:
     main = [*_stack(threads["MainThread"])]
     for stack in ([*_stack(frame)] for name, frame in threads.items() if name not in ("watchdog", "checkpoint")):
         for frame in stack:  # autograd runs FSDP's hooks on a thread of its own where there is a GPU
-            unit = frame.f_locals.get("self")
-            if isinstance(unit, FSDPParamGroup):
-                name = getattr(unit, "_module_fqn", None) or "the outermost unit"
-                what = "reduce-scatter" if "post_backward" in frame.f_code.co_name else "all-gather"
-                return True, f"{what} of {name}"
+            if collective := collective_of(frame):
+                return True, collective
     if "checkpoint" in threads and _innermost(main).startswith("save.wait "):
         main = [*_stack(threads["checkpoint"])]
     return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _innermost(main)
@@ -139,6 +133,5 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def last_collectives(count: int = 40) -> str:
     """The newest collectives of this rank as JSON, from torch's flight recorder (it records gloo and NCCL)."""
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    facts: dict[str, Any] = json.loads(dump()) if dump else {}
+    facts = recorded_collectives()
     return json.dumps({**facts, "entries": facts.get("entries", [])[-count:]}, indent=1)

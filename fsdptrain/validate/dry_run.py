@@ -43,7 +43,7 @@ from fsdptrain.forecast.render import (
 from fsdptrain.forecast.search import search
 from fsdptrain.model.assets import refuse_other_tokens
 from fsdptrain.model.config import load_config
-from fsdptrain.model.skeleton import flash_fits
+from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
 from fsdptrain.train import preflight
@@ -256,7 +256,7 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, found: Fi
 def kernel_note(plan: Plan, ready: preflight.Ready) -> str | None:
     """Return a note where `auto` is another attention kernel on a machine that has, or lacks, flash-attn."""
     kernel = ready.plan.recipe.model.attn_implementation
-    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and ready.bare._supports_flash_attn):
+    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and has_flash(ready.bare)):
         return None
     other = "sdpa without" if kernel == "flash_attention_2" else "flash_attention_2 with"
     return (

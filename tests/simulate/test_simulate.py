@@ -23,14 +23,15 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import pretend_world
-from fsdptrain.simulate.recorder import storage_of
+from fsdptrain.simulate.patches import fake_tensor_patches
+from fsdptrain.simulate.recorder import Recorder, storage_of
 from fsdptrain.train.step import Engine
 
 
 def on_real(plan: Plan) -> int:
     """Return the CPU allocator's peak in a step on real tensors, by torch's profiler; only the ranks are fake."""
     packed = plan.recipe.data.packing != "none"
-    with simulate.mends(packed), pretend_world(plan, torch.device(HOST)) as world:
+    with fake_tensor_patches(packed, Recorder.unrecorded), pretend_world(plan, torch.device(HOST)) as world:
         engine, _ = simulate.make_engine(plan, config_of(plan), world)
         step(engine, plan, packed)  # so that the profiled step is not the first one
         held = [*engine.model.parameters(), *engine.model.buffers()]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdptrain.config.hardware import parse
@@ -28,7 +27,7 @@ from fsdptrain.model.config import long_positions
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.parallel import shard
+from fsdptrain.parallel import patches
 from fsdptrain.train.preflight import load_checked, prepare_model
 from fsdptrain.validate.dry_run import check_model, dry_run
 from fsdptrain.validate.findings import Findings
@@ -206,12 +205,12 @@ def test_kernels_that_need_a_gpu_are_not_called_on_a_cpu(tmp_path: Path) -> None
 def test_two_dtypes_in_a_unit_are_refused_where_torch_cannot_have_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "_fsdp_param_groups" in vars(FSDPState()), "torch changed: see shard.keep_float32"
+    assert patches.takes_two_dtypes()
     small_config("glm4_moe").save_pretrained(tmp_path / "glm4_moe")
     listed = {"id": str(tmp_path / "glm4_moe"), "tokenizer": {"train": 512}, "init": "random"}
     plan = plan_of(tmp_path, {}, BF16, model=listed, data__packing="none")
     prepare_model(plan, 512)
-    monkeypatch.setattr(shard, "FSDPState", object)  # as in torch 2.11
+    monkeypatch.setattr(patches, "FSDPState", object)  # as in torch 2.11
     with pytest.raises(RecipeError, match=r"Glm4MoeForCausalLM keeps .* in float32.*use torch 2.13 or newer"):
         prepare_model(plan, 512)
     prepare_model(plan_of(tmp_path, {}, model=listed, data__packing="none"), 512)

@@ -1,0 +1,34 @@
+"""What this package changes in huggingface_hub, and what is private in transformers and used here all the same.
+
+`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
+when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+"""
+
+from __future__ import annotations
+
+import os
+
+from huggingface_hub import constants
+from transformers.utils.hub import cached_file
+
+RELIES_ON: dict[str, dict[str, str]] = {
+    "huggingface_hub.constants.is_offline_mode": {"2.4.0": "34319ec8b56a"},  # by `go_offline`
+    "transformers.utils.hub.cached_files": {"5.23.0": "fdf3cdfc7397"},  # by `cached_file_or_none`: a private keyword
+}
+
+
+def go_offline() -> None:
+    """Let huggingface_hub use its cache alone from now on, in this process and in those that it starts.
+
+    Sets `huggingface_hub.constants.HF_HUB_OFFLINE`, which is read from the environment once, at import.
+    """
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def cached_file_or_none(name: str, file: str, revision: str) -> str | None:
+    """Return the path of a file of a local folder or of the Hub (downloaded if it must be); None if it has none.
+
+    transformers' public functions raise for a file that is not there, as they do for a Hub that does not answer.
+    """
+    return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -1,0 +1,138 @@
+"""What this package replaces in torch and transformers, and the private functions of theirs that it relies on.
+
+`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
+when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import core_model_loading
+from transformers.integrations import hub_kernels
+
+RELIES_ON = {
+    # Replaced below.
+    "torch.nn.Module.register_parameter": {"2.13.0": "eefb7990f204"},
+    "transformers.core_model_loading._dtensor_from_local_like": {"5.23.0": "9eb29ea0e054"},
+    "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"5.23.0": "906fc60c30b3"},
+    # Used as they are: by skeleton and weights,
+    "torch.nn.Module.__init__": {"2.13.0": "eac5af286a7d"},  # `_parameters`, `_buffers`, `_modules` are plain dicts
+    "transformers.PreTrainedModel._initialize_weights": {
+        "5.23.0": "f61be38943fe"
+    },  # reads the flag `_is_hf_initialized`
+    "transformers.PreTrainedModel._get_dtype_plan": {"5.23.0": "9ef80238ec5a"},
+    "transformers.PreTrainedConfig._attn_implementation": {"5.23.0": "0ecad559168e"},
+    "transformers.PreTrainedModel._supports_flash_attn": {"5.23.0": "60a33e6cf515"},
+    # by units, init and assets,
+    "transformers.PreTrainedModel._no_split_modules": {"5.23.0": "dc937b598926"},
+    "transformers.PreTrainedModel._init_weights": {"5.23.0": "a315e7d7cb00"},
+    "transformers.PreTrainedModel._auto_class": {"5.23.0": "dc937b598926"},
+    # by loss (a view's base) and attention.
+    "torch.Tensor._base": {"2.13.0": "99b56a9ccdce"},
+    "torch.ops.aten._softmax_backward_data.default": {"2.13.0": "2827cddc7f79"},
+}
+
+
+@contextlib.contextmanager
+def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
+    """Send every parameter that a module registers to the meta device; buffers stay as they are.
+
+    Replaces `torch.nn.Module.register_parameter`, because `torch.device("meta")` would take the buffers too. The
+    parameters of modules of the class `but` stay real.
+    """
+    register = nn.Module.register_parameter
+
+    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta and type(self) is not but:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def dtensors_stay_on_their_device() -> Iterator[None]:
+    """Let transformers build DTensors from local tensors without moving them.
+
+    Replaces `transformers.core_model_loading._dtensor_from_local_like`, which calls `DTensor.from_local`: that moves
+    a tensor to the device of the mesh, but the weights of `fsdp.cpu_offload` must stay in host memory.
+    """
+
+    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+        return DTensor(local.contiguous(), like._spec, requires_grad=False)
+
+    original = core_model_loading._dtensor_from_local_like
+    core_model_loading._dtensor_from_local_like = wrapped  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        core_model_loading._dtensor_from_local_like = original
+
+
+def use_torch_operators() -> None:
+    """Let state space models and linear attention run transformers' own torch code from now on, in this process.
+
+    Replaces `transformers.integrations.hub_kernels.is_torchdynamo_exporting`. Where causal_conv1d, fla and mamba_ssm
+    are installed, transformers calls them on any device, although they need a GPU; only while a model is exported does
+    it call its own code.
+    """
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+
+
+@contextlib.contextmanager
+def torch_operators() -> Iterator[None]:
+    """Apply `use_torch_operators` inside the context only."""
+    original = hub_kernels.is_torchdynamo_exporting
+    use_torch_operators()
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = original
+
+
+CONSTRUCTOR_ARGUMENTS = "_fsdptrain_constructor_arguments"
+
+
+@contextlib.contextmanager
+def constructor_arguments_recorded(classes: set[type[nn.Module]]) -> Iterator[None]:
+    """Keep (args, kwargs) of the constructor of every new instance of `classes`: see `constructor_arguments`.
+
+    Replaces the `__init__` of each class.
+    """
+
+    def recording(init: Any) -> Any:
+        @functools.wraps(init)
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.__dict__.setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the outermost call comes first
+            init(self, *args, **kwargs)
+
+        return wrapped
+
+    originals = {cls: cls.__dict__.get("__init__") for cls in classes}
+    try:
+        for cls in classes:
+            cls.__init__ = recording(cls.__init__)  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls, init in originals.items():
+            if init is None:  # inherited
+                del cls.__init__
+            else:
+                cls.__init__ = init  # type: ignore[method-assign]
+
+
+def constructor_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the (args, kwargs) that a module was constructed with under `constructor_arguments_recorded`."""
+    found: tuple[tuple[Any, ...], dict[str, Any]] = module.__dict__[CONSTRUCTOR_ARGUMENTS]
+    return found

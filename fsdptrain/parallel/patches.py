@@ -1,0 +1,81 @@
+"""What of FSDP2 and DTensor is private in torch and used here all the same.
+
+`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
+when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+RELIES_ON = {
+    # By `keep_float32` and `takes_two_dtypes`: groups, their constructor, and when they read `mp_policy`.
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": {"2.13.0": "f2c8b4bf8e84"},
+    f"{FSDP}._fsdp_state.FSDPState.__init__": {"2.13.0": "a55009d8f690"},  # `_fsdp_param_groups`
+    f"{FSDP}._fsdp_state.FSDPState._lazy_init": {"2.13.0": "7e3dd80ccd33"},
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.__init__": {"2.13.0": "5904f00326c3"},
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup._init_mp_dtypes": {"2.13.0": "f3b2b91afa64"},
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.lazy_init": {"2.13.0": "3af1e3d2da0b"},
+    f"{FSDP}._fsdp_param.FSDPParam.__init__": {"2.13.0": "ccfc41ad32ca"},  # `_module_info`
+    f"{FSDP}._fsdp_param.ParamModuleInfo": {"2.13.0": "9cb02c67e2aa"},
+    # By `shard.GlooReduceScatter`, which has these methods.
+    f"{FSDP}._fsdp_api.Comm.allocate": {"2.13.0": "a06ddc12c6f3"},
+    f"{FSDP}._fsdp_api.ReduceScatter.__call__": {"2.13.0": "8b58259a4654"},
+    # By `shard.set_prefetch`: a list of units to prefetch switches FSDP's own choice off.
+    f"{FSDP}._fsdp_state.FSDPState._pre_backward": {"2.13.0": "e781b8ad56b7"},
+    # By `first_row`.
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
+}
+
+
+def takes_two_dtypes() -> bool:
+    """Return whether a unit can have several groups of parameters, each with its own dtype: torch 2.13 and newer."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
+def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:
+    """Compute with the parameters `kept` (id of their module, name) of a sharded model in float32.
+
+    FSDP2 computes with a group of parameters in one dtype, and `fully_shard` makes one group for each unit. But a unit
+    may have several: these parameters get a group of their own.
+    """
+    states = {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}
+    for state in states:
+        for group in list(state._fsdp_param_groups):
+            wide = [p for p in group.fsdp_params if (id(p._module_info.module), p._module_info.param_name) in kept]
+            if not wide:
+                continue
+            policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float32)
+            if len(wide) == len(group.fsdp_params):
+                group.mp_policy = policy
+                continue
+            other = FSDPParamGroup(
+                [], group.modules, group.mesh_info, group.post_forward_mesh_info, group.device, None, policy,
+                group.offload_policy,
+            )  # fmt: skip
+            other.gradient_divide_factor = group.gradient_divide_factor
+            other.force_sum_reduction_for_comms = group.force_sum_reduction_for_comms
+            other._reduce_scatter_comm = group._reduce_scatter_comm
+            other.fsdp_params = wide
+            group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
+            state._fsdp_param_groups.append(other)
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return which row of the whole tensor this rank's first one is; 0 for a scalar.
+
+    `torch.distributed.checkpoint` computes it with the same private function.
+    """
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets[0] if offsets else 0
