@@ -1,4 +1,4 @@
-"""What a run says, shown: records → the terminal, as a live line or as lines in a pipe."""
+"""Show the events of a run: on a terminal with a live line, in a pipe as plain lines."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
 from fsdptrain.text import GIB, counted, duration, rate, size, wrapped, wrapped_for
 
-PLAIN_INTERVAL_S = 1.0  # a piped run prints at most one step line a second
+PLAIN_INTERVAL_S = 1.0  # at least so long between two step lines in a pipe
 
 
-PACES = 32  # steps whose mean time makes the ETA
+ETA_STEPS = 32  # the ETA uses the mean time of so many steps
 
 
 class Screen:
-    """Shows records to the person: on a terminal with a live line below them, else as plain lines."""
+    """Shows records: on a terminal with a live line below them, otherwise as plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # Rich would take a pipe for a terminal where FORCE_COLOR is set, and fill it with a frame after the other.
+        # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
         self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty())
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.last: dict[str, Record] = {}  # the newest record of each kind
         self.peak_memory = 0
-        self._said_at = 0.0
-        self._resumed: list[int] = []  # of each start of the workers, the step it went on from
-        self._label_tokens: list[int] = []
-        self._paces: deque[float] = deque(maxlen=PACES)
+        self._last_step_line = 0.0
+        self._resumed: list[int] = []  # for each start of the workers: the step that it resumed from
+        self._label_tokens: list[int] = []  # for each start of the workers: trained so far
+        self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
         self._line = LiveLine()
         self._display = Live(self._line, console=self.console, refresh_per_second=5, transient=True)
 
@@ -61,28 +61,28 @@ class Screen:
             handler(record)
 
     def say(self, text: str) -> None:
-        """Print lines above the live line; on a terminal they are wrapped between words."""
-        if self.console.is_terminal:  # Rich takes a dumb terminal for 80 columns wide
+        """Print lines above the live line; on a terminal, wrapped between words."""
+        if self.console.is_terminal:  # for a dumb terminal Rich assumes 80 columns
             dumb = self.console.is_dumb_terminal
             text = wrapped_for(text, self.console.file) if dumb else wrapped(text, self.console.width)
         self.console.print(Text(text), soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
-        """Print a table: fitted to a terminal, and in full in a pipe."""
+        """Print a table, fitted to the width of a terminal."""
         Page(self.console).table(header, rows)
 
     @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Show on the live line that something takes a while."""
-        self.show_waiting(what)
+    def busy(self, work: str) -> Iterator[None]:
+        """Show work that takes a while on the live line, until the block ends."""
+        self.show_waiting(work)
         try:
             yield
         finally:
             self._line.clear()
 
-    def show_waiting(self, what: str) -> None:
-        """Show on the live line, with the seconds, what is waited for; until something else is shown there."""
-        self._line.show_work(what)
+    def show_waiting(self, work: str) -> None:
+        """Show work and its elapsed seconds on the live line, until something else is shown there."""
+        self._line.show_work(work)
 
     def _on_progress(self, record: Record) -> None:
         done, total, stage = record["done"], record["total"], record["stage"]
@@ -91,14 +91,14 @@ class Screen:
             self.say(f"{stage}: {done:,} of {total:,}")
 
     def _on_start(self, record: Record) -> None:
-        for kind in ("step", "resume"):  # of workers before these
+        for kind in ("step", "resume"):  # of the workers before a restart
             self.last.pop(kind, None)
         self._resumed.append(0)
         self._label_tokens.append(0)
         self.say(
             f"{record['parameters']:,} parameters on {record['device']}, attention {record['attention']} · "
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
-            f"{record['seq_len']:,} tokens, {record['fill']:.1%} of them real"
+            f"{record['seq_len']:,} tokens ({1 - record['fill']:.1%} padding)"
         )
         for line in record["data_notes"]:
             self.say(f"  {line}")
@@ -109,7 +109,7 @@ class Screen:
         self.say(
             f"resumed after step {record['step']}"
             if record["step"]
-            else "there is no checkpoint of the earlier attempt: training starts again from step 0"
+            else "the earlier attempt left no checkpoint: training starts again from step 0"
         )
         for key, (old, new) in record.get("changed", {}).items():
             self.say(f"  {key}: {old} → {new}")
@@ -117,10 +117,10 @@ class Screen:
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
         self._label_tokens[-1:] = [record["total_tokens"]]
-        self._paces.append(record["step_s"])
+        self._step_times.append(record["step_s"])
         step = record["step"]
         total = self.last["start"]["total_steps"] if "start" in self.last else step
-        eta = max(0, total - step) * statistics.fmean(self._paces)
+        eta = max(0, total - step) * statistics.fmean(self._step_times)
         parts = [
             Part(1, f"loss {record['loss']:.4f}"),
             Part(2, rate(record["positions_per_s"])),
@@ -130,8 +130,8 @@ class Screen:
             Part(7, f"{record['peak_memory_bytes'] / GIB:.2f} GiB"),
         ]
         self._line.show_step(step, total, parts)
-        if not self.live and (step >= total or time.monotonic() - self._said_at >= PLAIN_INTERVAL_S):
-            self._said_at = time.monotonic()
+        if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
+            self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
 
     def _on_eval(self, record: Record) -> None:
@@ -145,12 +145,12 @@ class Screen:
 
     def _on_straggler(self, record: Record) -> None:
         self.say(
-            f"rank {record['rank']} is slow: its {record['cause']} costs about {record['cost']:.0%} of each step, "
-            "and all others wait for it"
+            f"rank {record['rank']} is slow: all other ranks wait for its {record['cause']}, "
+            f"about {record['cost']:.0%} of each step"
         )
 
     def _on_set_aside(self, record: Record) -> None:
-        self.say(f"a damaged checkpoint was set aside as {record['path']}: {'; '.join(record['problems'])}")
+        self.say(f"a damaged checkpoint was renamed to {record['path']}: {'; '.join(record['problems'])}")
 
     def _on_save(self, record: Record) -> None:
         self.say(f"checkpoint: {Path(record['path']).name} ({size(record['bytes'])}, {record['seconds']:.1f} s)")
@@ -161,7 +161,7 @@ class Screen:
             self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
     def summary(self, seconds: float) -> None:
-        """The closing lines: what was trained, how fast, and how to load the result."""
+        """Print the closing lines: what was trained, how fast, and how to load the result."""
         self._line.clear()
         if "step" in self.last:
             self.say("\n" + self._trained(seconds))
@@ -172,19 +172,19 @@ class Screen:
                 "model = AutoModelForCausalLM.from_pretrained(folder)\n"
                 "tokenizer = AutoTokenizer.from_pretrained(folder)"
             )
-            self.console.print(Text(snippet), soft_wrap=True)  # to be copied: its lines stay whole
+            self.console.print(Text(snippet), soft_wrap=True)  # not wrapped, so that it can be copied
 
     def _trained(self, seconds: float) -> str:
-        """Steps, speed, memory and losses of this command; steps of earlier commands are counted apart."""
+        """Return the steps, speed, memory and losses of this command, and the steps of all commands in total."""
         step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
-        beside = [f"{step['step']:,} in all"] if before else []
-        beside += [counted(restarts, "restart")] if restarts else []
+        extras = [f"{step['step']:,} in total"] if before else []
+        extras += [counted(restarts, "restart")] if restarts else []
         losses = [f"training loss {step['loss']:.4f}"]
         losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
-        made = [
+        facts = [
             f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
-            + (f" ({', '.join(beside)})" if beside else ""),
+            + (f" ({', '.join(extras)})" if extras else ""),
             f"{rate(step['total_positions'] / step['total_s'])} while training",
-            f"peak {self.peak_memory / GIB:.2f} GiB a rank",
+            f"peak {self.peak_memory / GIB:.2f} GiB per rank",
         ]
-        return " · ".join(made) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
+        return " · ".join(facts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])

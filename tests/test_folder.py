@@ -31,7 +31,7 @@ from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
 from fsdptrain.events import Reporter, read_history, without_undone
 from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
-from fsdptrain.launch.claim import LOOKS_LIKE_DATA, _would_read, check_run_dir, claim_run_dir, lock_for_export
+from fsdptrain.launch.claim import DATA_LIKE_FILES, check_run_dir, claim_run_dir, lock_for_export, would_read_run_files
 from fsdptrain.launch.heading import heading
 from fsdptrain.ownership import (
     asset_names,
@@ -93,7 +93,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(
         with pytest.raises(RecipeError) as refusal, claim(recipe, fresh=fresh):
             pass
         assert str(refusal.value) == (
-            f"output_dir: {root} holds files that no run of fsdptrain wrote ({told}); choose another"
+            f"output_dir: {root} holds files that fsdptrain did not write ({told}); choose another"
         )
     assert contents(root) == before
 
@@ -103,7 +103,7 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
     recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model")})
     before = contents(tmp_path)
     done = fsdptrain("run", recipe, f"output_dir={tmp_path}")
-    assert done.returncode == 2 and "holds files that no run of fsdptrain wrote (model/, recipe.yaml, " in done.stderr
+    assert done.returncode == 2 and "holds files that fsdptrain did not write (model/, recipe.yaml, " in done.stderr
     assert contents(tmp_path) == before
 
 
@@ -115,7 +115,7 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
         ("~/.", "is the root or home folder"),
         ("{tmp}/file", "{tmp}/file is a file; choose another"),
         ("{tmp}/file/run", "cannot write to {tmp}/file/run: Not a directory"),
-        ("{tmp}/link", "{tmp}/link is a link to nowhere; choose another"),
+        ("{tmp}/link", "{tmp}/link is a broken link; choose another"),
         ("$HOME/x", "output_dir: '$HOME/x': variables such as $HOME are not expanded; write the path out"),
         ("~nobody-here/x", "output_dir: '~nobody-here/x': there is no user 'nobody-here'"),
     ],
@@ -179,7 +179,7 @@ def test_inputs_inside_the_run_folder_are_refused(override: str, key: str, tmp_p
     before = contents(root)
     override = override.format(run=root)
     more = ["model.config={}"] if key == "model.id" else []
-    with pytest.raises(RecipeError, match=rf"{key}: .* lies in output_dir \({root}\), which this run writes"):
+    with pytest.raises(RecipeError, match=rf"{key}: .* is inside output_dir \({root}\), which this run writes"):
         claim(recipe, override, *more).__enter__()
     assert contents(root) == before
 
@@ -193,9 +193,9 @@ def test_data_that_would_include_what_a_run_writes_is_known_before_it_is_written
 ) -> None:
     tmp = tmp_path_factory.mktemp("glob")
     pattern = str(Path(tmp, *parts))
-    foreseen = _would_read(pattern, str(tmp / root))
+    foreseen = would_read_run_files(pattern, str(tmp / root))
     (tmp / "a" / "b").mkdir(parents=True)
-    fill(tmp / root, *LOOKS_LIKE_DATA)
+    fill(tmp / root, *DATA_LIKE_FILES)
     read = any(path.resolve().is_relative_to(tmp / root) for path in data_files(pattern))
     shutil.rmtree(tmp)
     if not any(part == "run" for part in parts):  # a name that is there by now is no longer what it was
@@ -205,7 +205,7 @@ def test_data_that_would_include_what_a_run_writes_is_known_before_it_is_written
 def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     for path in (tmp_path, tmp_path / "**" / "*.jsonl", tmp_path / "*"):
-        with pytest.raises(RecipeError, match=r"data\.path: .* would include what is written to output_dir"):
+        with pytest.raises(RecipeError, match=r"data\.path: .* would include files that this run writes to output_dir"):
             claim(recipe, f"data.path={path}").__enter__()
     assert not (tmp_path / "run").exists()
     with claim(recipe, f"data.path={tmp_path}/*.jsonl"):
@@ -221,7 +221,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         before = contents(root)
         assert (root / "recipe.yaml").read_text() == recipe.read_text()
         for overrides in ([], ["optim.lr=1"]):
-            with pytest.raises(RecipeError, match=f"output_dir: another run is at work in {root}"):
+            with pytest.raises(RecipeError, match=f"output_dir: another run is using {root}"):
                 claim(recipe, *overrides).__enter__()
         with pytest.raises(RecipeError, match=r"is using .* use --out DIR"), lock_for_export(RunDir(root)):
             pass
@@ -247,7 +247,7 @@ def test_a_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-c", HOLDER, str(tmp_path / "plan")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(RecipeError, match="another run is at work"):
+        with pytest.raises(RecipeError, match="another run is using"):
             claim(recipe).__enter__()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -386,7 +386,7 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
             node("b").__enter__()
         with pytest.raises(RecipeError, match=r"matches this recipe \(optim\.lr: 0\.0003 → 0\.1\)"):
             node("b", "optim.lr=0.1").__enter__()
-        with pytest.raises(RecipeError, match="another run is at work"):
+        with pytest.raises(RecipeError, match="another run is using"):
             node("c", "launch.nnodes=1", "launch.rdzv_endpoint=null").__enter__()
         assert contents(root) == before
 
@@ -535,7 +535,7 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     rundir = made(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
     left = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert not left.finished and "all 6 steps done" in heading(plan_of(recipe), rundir, left)
+    assert not left.finished and "all 6 steps are trained" in heading(plan_of(recipe), rundir, left)
     assert inspect_earlier_attempts(rundir, plan_of(recipe, "export.at_end=false")).finished
     fill(rundir.export, "config.json")
     write_export_record(rundir, 4, file_stamps(rundir.export))  # of an earlier step
@@ -572,7 +572,7 @@ def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> N
     recipe = write_recipe(tmp_path, train__steps=6)
     rundir = made(recipe, steps=4, total=6)
     before = contents(rundir.root)
-    with pytest.raises(RecipeError, match=f"4 of 6 steps are made already, and the recipe asks for {steps}"):
+    with pytest.raises(RecipeError, match=f"4 of 6 steps are trained already, and the recipe asks for {steps}"):
         claim(recipe, f"train.steps={steps}").__enter__()
     assert contents(rundir.root) == before
     with claim(recipe, "train.steps=5") as found:

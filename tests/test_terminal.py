@@ -58,7 +58,8 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
     lost = re.search(r"Ctrl-C: stopping after this step, with a checkpoint \(Ctrl-C again: stop now(.*?)\)", said)
     assert lost and (not lost[1] or re.fullmatch(r" and lose the work since step \d*[05]", lost[1])), said
     assert (
-        f"fsdptrain: stopped by Ctrl-C after step {stopped}, with a checkpoint; run the same command to go on" in said
+        f"fsdptrain: stopped by Ctrl-C after step {stopped}, with a checkpoint; run the same command to continue"
+        in said
     )
 
     with Terminal("run", recipe, columns=120, NO_COLOR="1") as resumed:  # its window dragged, stopped twice
@@ -79,14 +80,15 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
     made, kept = events(run, "step")[-1]["step"], max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
     if f"step {made}, with a checkpoint" not in said:  # the second came before the first was done with
         assert "fsdptrain: stopped at once by a second Ctrl-C; " in said
-        assert f"the newest checkpoint is that of step {kept}; run the same command to go on" in said
+        assert f"the newest checkpoint is that of step {kept}; run the same command to continue" in said
 
     with Terminal("run", recipe, f"train.steps={kept + 12}") as last:  # to its end
         assert last.wait() == 0
         assert_tidy(last, 80)
     text = last.text()
     assert re.search(
-        rf"\n12 steps in \d:\d\d \({kept + 12} in all\) · [\d,]+ tok/s while training · peak [\d.]+ GiB a rank\n", text
+        rf"\n12 steps in \d:\d\d \({kept + 12} in total\) · [\d,]+ tok/s while training · peak [\d.]+ GiB per rank\n",
+        text,
     )
     assert "forecast" not in text and not (run / "forecast.json").exists()  # on a CPU nothing could be compared
     written = last.pieces()
@@ -115,7 +117,7 @@ def test_a_stop_before_the_first_step_on_a_dumb_terminal(tmp_path: Path) -> None
             assert terminal.wait() == 75
             assert_tidy(terminal, 60)
             assert b"\x1b" not in terminal.raw
-            assert "Ctrl-C: stopping; nothing has been trained yet" in terminal.text()
+            assert "Ctrl-C: stopping; no step has been trained yet" in terminal.text()
 
 
 def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
         output.seek(0)
         plain = output.read()
     assert "\x1b" not in plain and "starting" not in plain
-    assert plain.startswith("run    run: starts from the beginning (no checkpoint yet), in ") and plain.count("\n") == 6
+    assert plain.startswith("run    run: starts from step 0 (no checkpoint yet), in ") and plain.count("\n") == 6
     with Terminal("run", recipe, "optim.lr=fast", "model.tokeniser=x", columns=60) as terminal:  # the recipe is
         assert terminal.wait() == 2
         assert_tidy(terminal, 60)
@@ -164,7 +166,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
         for offline, asked in (("0", 1), ("1", 0)):
             cache = {"HF_ENDPOINT": there, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "hub")}
             with Terminal("run", recipe, columns=120, **cache) as terminal:
-                state = "asked for what is not cached" if asked else "from its cache (HF_HUB_OFFLINE)"
+                state = "downloaded if not cached" if asked else "from the cache only (HF_HUB_OFFLINE)"
                 terminal.wait_for(f"hub    nobody/nothing: {state}")
                 if asked:
                     terminal.wait_for("asking the Hub for nobody/nothing")

@@ -1,1 +1,1 @@
-"""The run folder is claimed, and the workers are started, watched and ended. No torch."""
+"""Claim the run folder, then start, watch and end the workers. No torch."""

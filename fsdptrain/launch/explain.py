@@ -1,4 +1,4 @@
-"""Turn what workers and watchdogs left behind into one message: who failed first, and who waits where."""
+"""Explain a failure in one message, from what workers and watchdogs wrote: which rank failed first, or which hang."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fsdptrain.rundir import RunDir
 
 
 def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainError:
-    """The error behind what the agent wrote: the first failing rank's own words, and where to read on."""
+    """Return the error of the first rank that failed, as the agent reported it, with its log file."""
     rank = failure["rank"]
     log = rundir.rank_log(int(str(rank)))
-    log = log if log.exists() else rundir.launcher_log  # it failed before it had a log of its own
+    log = log if log.exists() else rundir.launcher_log  # it failed before it opened its own log
     record = failure.get("record")
     if isinstance(record, dict):
         error = from_record(record)
@@ -23,31 +23,33 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainE
             return error
         return type(error)(f"rank {rank} failed {when}: {error}\n{_where(record, log)}")
     if failure.get("signal"):
-        hint = " (often: out of host memory)" if failure["signal"] == "SIGKILL" else ""
+        hint = " (often because the host memory is full)" if failure["signal"] == "SIGKILL" else ""
         return WorkerLost(f"rank {rank} was killed by {failure['signal']} {when}{hint}; its output: {log}")
-    return WorkerLost(f"rank {rank} exited with {failure['exitcode']} {when} and said nothing; its output: {log}")
+    return WorkerLost(
+        f"rank {rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}"
+    )
 
 
 def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
-    """Which ranks wait where, in one paragraph, made of what their watchdogs wrote."""
+    """Return one paragraph that says where each rank waits, from the reports of the watchdogs."""
     places: dict[str, list[int]] = {}
     for rank in range(plan.topology.world_size):
         report = rundir.hang_report(rank)
         if rank not in hung:
-            where = "does not answer: it is stopped, or its machine cannot be reached"
+            where = "does not respond: it is stopped, or its machine cannot be reached"
         elif report.exists():
             facts = json.loads(report.read_text(encoding="utf-8"))
             where = f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
         else:
             stacks = rundir.stack_dump(rank).read_text(encoding="utf-8", errors="replace")
-            where = f"is in {_stuck_in(stacks)}, in native code that lets no Python run"
+            where = f"is in {_innermost_function(stacks)}, in native code that blocks Python"
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
-    told = "; ".join(f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups)
-    patience = plan.recipe.launch.timeout_s
+    sentences = "; ".join(f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups)
+    timeout = plan.recipe.launch.timeout_s
     return (
-        f"the run hung {when}: nothing was done for {patience} s (launch.timeout_s; threefold for the first step). "
-        f"{told}. All stacks and the last collectives: {rundir.logs}"
+        f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step). "
+        f"{sentences}. All stacks and the last collectives: {rundir.logs}"
     )
 
 
@@ -61,8 +63,8 @@ def _plural(where: str) -> str:
     return f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}".replace("it is stopped", "they are stopped")
 
 
-def _stuck_in(dump: str) -> str:
-    """The innermost function of ours in what faulthandler wrote of the main thread (the last one it lists)."""
+def _innermost_function(dump: str) -> str:
+    """Return fsdptrain's innermost function in faulthandler's dump of the main thread (the last one it lists)."""
     main = dump.rpartition("Thread 0x")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\w+)', main)
     return own_frame((file, int(line), name) for file, line, name in frames) or "code outside fsdptrain"
@@ -70,4 +72,4 @@ def _stuck_in(dump: str) -> str:
 
 def _where(record: dict[str, str], log: Path) -> str:
     frames = [line.strip() for line in record.get("traceback", "").splitlines() if line.strip().startswith("File ")]
-    return (f"{frames[-1]}\n" if frames else "") + f"the whole traceback: {log}"
+    return (f"{frames[-1]}\n" if frames else "") + f"full traceback: {log}"

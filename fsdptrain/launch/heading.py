@@ -1,4 +1,4 @@
-"""The first lines of a run, shown before anything is imported or started: what will be trained, on what, where to."""
+"""The first lines of a run, shown before anything is imported or started: what is trained, on what, and where."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
 
-def heading(plan: Plan, rundir: RunDir, before: EarlierAttempts) -> str:
-    """Name and state of the run, model, data, ranks, batch, learning rate: one labelled line each."""
+def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
+    """Return one labelled line each for run, model, data, ranks, batch, learning rate and, if used, the Hub."""
     lines = {
-        "run": f"{plan.recipe.name}: {_state(rundir, before)}, in {short_path(rundir.root)}",
+        "run": f"{plan.recipe.name}: {_state(rundir, earlier)}, in {short_path(rundir.root)}",
         "model": _model(plan),
         "data": _data(plan),
         "ranks": _ranks(plan),
@@ -22,18 +22,18 @@ def heading(plan: Plan, rundir: RunDir, before: EarlierAttempts) -> str:
         "lr": _schedule(plan),
     }
     if names := plan.hub_names():
-        state = "from its cache (HF_HUB_OFFLINE)" if _offline() else "asked for what is not cached"
+        state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
         lines["hub"] = f"{', '.join(names)}: {state}"
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
 
 
-def _state(rundir: RunDir, before: EarlierAttempts) -> str:
-    """Say whether the run is new, goes on, or has only its last evaluation or its export to make."""
-    if not before.step:
-        return "starts from the beginning (no checkpoint yet)" if rundir.metrics.exists() else "new"
-    if before.trained:
-        return f"all {counted(before.step, 'step')} done; evaluation and export follow where missing"
-    return f"resumes after step {before.step}"
+def _state(rundir: RunDir, earlier: EarlierAttempts) -> str:
+    """Return whether the run is new, resumes, or only lacks its last evaluation or its export."""
+    if not earlier.step:
+        return "starts from step 0 (no checkpoint yet)" if rundir.metrics.exists() else "new"
+    if earlier.trained:
+        return f"all {counted(earlier.step, 'step')} are trained; evaluation or export is missing"
+    return f"resumes after step {earlier.step}"
 
 
 def _model(plan: Plan) -> str:
@@ -72,11 +72,11 @@ def _schedule(plan: Plan) -> str:
 
 
 def short_path(path: Path) -> str:
-    """A path for the eye: as seen from the working folder where it lies below that, else whole."""
+    """Return a path for display: relative if it is below the working folder, else absolute."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _offline() -> bool:
-    """Whether huggingface_hub, which takes a second to import, will stay offline."""
+    """Return whether huggingface_hub will stay offline, without importing it, which takes a second."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")

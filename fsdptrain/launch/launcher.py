@@ -1,11 +1,11 @@
-"""The workers of a run: start, watch, explain the first failure, stop, restart. No torch in this process.
+"""Start the workers of a run, watch and stop them, explain the first failure, restart. No torch in this process.
 
-    this process ── agent ────────────────────────── one worker a rank
-         │  SIGTERM once: stop at the next step, save       │
+    this process ── agent ────────────────────────── one worker per rank
+         │  SIGTERM once: save after this step, exit       │
          ├──────── a pipe: how the first worker failed ─────┤
          └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
 
-Nobody outlives this process: the agent ends with it, and the workers with the agent (see `processes`).
+No process outlives this one: the agent ends with it, and the workers end with the agent (see `processes`).
 """
 
 from __future__ import annotations
@@ -33,57 +33,56 @@ from fsdptrain.text import counted
 POLL_S = 0.1
 
 
-FRUITLESS = 2  # restarts without a new checkpoint, after which there is no further one
+MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
 
 
-HANG_REPORTS_S = 5.0  # how long after the first rank that hangs the others may take to say where they stand
+HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
-def launch(plan: Plan, screen: Screen, before: EarlierAttempts) -> None:
-    """Run the plan's workers to the end, restarting them when they were lost and not when they would fail again.
+def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
+    """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
-    `before` is what earlier attempts made, for the heading.
-    Raises the first failing rank's own error, Stopped after a stop signal, or WorkerError when a worker died. Restarts
-    that bring no new checkpoint are given up after two.
+    `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
+    WorkerError: when a worker died, or after two restarts without a new checkpoint.
     """
     rundir = RunDir(Path(plan.run_dir))
     restarts = fruitless = 0
     with StopRequest() as stop:
-        screen.say(heading(plan, rundir, before))  # from here on Ctrl-C has its answer
+        screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
-            kept = rundir.checkpoint_steps()
+            checkpoints = rundir.checkpoint_steps()
             try:
                 Attempt(plan, rundir, screen, stop).run()
                 return
             except WorkerLost as error:
-                fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == kept else 0
+                fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == checkpoints else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
                     raise
-                if fruitless == FRUITLESS:
+                if fruitless == MAX_FRUITLESS_RESTARTS:
                     raise WorkerError(
-                        f"given up after {FRUITLESS} restarts without a new checkpoint\n{error}"
+                        f"gave up after {MAX_FRUITLESS_RESTARTS} restarts without a new checkpoint\n{error}"
                     ) from None
                 restarts += 1
                 screen.say(f"{error}\nrestart {restarts} of {plan.recipe.launch.max_restarts}")
 
 
 class Attempt:
-    """One start of the workers."""
+    """One start of the workers, watched to their end."""
 
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
         self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
         cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
-        self._ended = ""  # why we ended the workers ourselves, if we did
+        self._killed_because = ""  # why this process killed the workers, if it did
 
     def run(self) -> None:
-        """Start the workers and watch them to their end; raises what `launch` does."""
+        """Start the workers and watch them to their end; raise what `launch` raises."""
         read, write = os.pipe()
         with (
             os.fdopen(read, "rb") as pipe,
             self.rundir.launcher_log.open("ab") as log,
-            ThreadPoolExecutor(1) as reader,  # meanwhile: a pipe holds 64 KiB, and whoever writes more waits
+            ThreadPoolExecutor(1) as reader,  # reads meanwhile: a pipe holds 64 KiB, then its writer waits
         ):
             agent = subprocess.Popen(
                 child_command("fsdptrain.launch.agent", self.rundir.plan, write),
@@ -96,107 +95,112 @@ class Attempt:
                 self.screen.show_waiting(f"starting {counted(self.plan.topology.world_size, 'worker')}")
                 self._watch(agent)
             finally:
-                if agent.poll() is None:  # the workers must not go on alone
+                if agent.poll() is None:  # after an error or a second Ctrl-C: the workers must not continue
                     agent.kill()
                     agent.wait()
-            self._show_news()
-            self._judge(agent.returncode, failure.result())
+            self._show_new_records()
+            self._raise_failure(agent.returncode, failure.result())
         if self.plan.topology.nnodes == 1 and not self.rundir.launcher_log.stat().st_size:
             self.rundir.launcher_log.unlink()
 
-    def _show_news(self) -> None:
-        news = [record for tail in self._tails for record in tail.read()]
-        for record in sorted(news, key=lambda record: float(record.get("at", 0))):
+    def _show_new_records(self) -> None:
+        records = [record for tail in self._tails for record in tail.read()]
+        for record in sorted(records, key=lambda record: float(record.get("at", 0))):
             self.screen.show(record)
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
-        """Show what the workers report and pass stop signals on, until they have ended or must be ended."""
-        grace, asked_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
+        """Show what the workers report and forward stop signals, until the workers have ended or must be killed."""
+        grace, stopped_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
         while agent.poll() is None:
-            self._show_news()
-            if self.stop.count and asked_at == float("inf"):
-                asked_at = time.monotonic()
-                self.screen.say(f"{self.stop.by}: {self._what_a_stop_does()}")
+            self._show_new_records()
+            if self.stop.count and stopped_at == float("inf"):
+                stopped_at = time.monotonic()
+                self.screen.say(f"{self.stop.by}: {self._stop_notice()}")
                 agent.terminate()
             if self.stop.count > 1:
-                self._ended = f"at once by a second {self.stop.by}"
+                self._killed_because = f"at once by a second {self.stop.by}"
                 return
-            if time.monotonic() - asked_at > grace:
-                self._ended = f"by {self.stop.by}, then killed: not done within launch.grace_s ({grace:g} s)"
+            if time.monotonic() - stopped_at > grace:
+                limit = f"launch.grace_s ({grace:g} s)"
+                self._killed_because = f"by {self.stop.by}, then killed: the workers did not exit within {limit}"
                 return
-            if self._hung() and self._wait_for_hung():
+            if self._hung_ranks() and self._still_hung():
                 return
             time.sleep(POLL_S)
 
-    def _hung(self) -> list[int]:
-        """Ranks that say they hang, or cannot even say so; what an earlier start left does not count."""
+    def _hung_ranks(self) -> list[int]:
+        """Return the ranks with a hang report or a stack dump that is newer than this start."""
 
-        def says_so(path: Path) -> bool:
+        def is_new(path: Path) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 facts = path.stat()
                 return facts.st_size > 0 and facts.st_mtime > self._started
             return False
 
         ranks, rundir = range(self.plan.topology.world_size), self.rundir
-        return [rank for rank in ranks if says_so(rundir.hang_report(rank)) or says_so(rundir.stack_dump(rank))]
+        return [rank for rank in ranks if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
 
-    def _wait_for_hung(self) -> bool:
-        """Give the other ranks time to tell where they stand; whether the run does hang."""
+    def _still_hung(self) -> bool:
+        """Wait for the hang reports of the other ranks; return whether any rank still hangs."""
         end = time.monotonic() + HANG_REPORTS_S
-        while time.monotonic() < end and len(self._hung()) < self.plan.topology.world_size:
+        while time.monotonic() < end and len(self._hung_ranks()) < self.plan.topology.world_size:
             time.sleep(POLL_S)
-        return bool(self._hung())  # after a pause of the whole machine there may be nobody left who hangs
+        return bool(self._hung_ranks())  # none, if the whole machine was only paused for a while
 
-    def _what_a_stop_does(self) -> str:
-        """What the first stop signal brings about, and what a second one would cost."""
-        made, kept, last = self._steps_made(), self._kept(), self.screen.last
+    def _stop_notice(self) -> str:
+        """Return what the first stop signal does, and what a second one would lose."""
+        step, saved, last = self._last_known_step(), self._saved_step(), self.screen.last
         if "step" not in last:
-            return f"stopping; nothing has been trained {f'since step {made}' if made else 'yet'}"
-        if made >= last["start"]["total_steps"]:
+            return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
+        if step >= last["start"]["total_steps"]:
             return "stopping: all steps are done; skipping the remaining evaluation and export"
-        cost = f" and lose the work {f'since step {kept}' if kept else 'so far'}" if made > kept else ""
+        cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
 
-    def _steps_made(self) -> int:
-        """The steps of this run that are known of: those reported, or those it went on from."""
+    def _last_known_step(self) -> int:
+        """Return the last step that the workers reported, or else the step that they resumed from."""
         last = self.screen.last
         return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("step", "resume"))
 
-    def _kept(self) -> int:
-        """The step of the newest checkpoint; 0 where there is none."""
+    def _saved_step(self) -> int:
+        """Return the step of the newest checkpoint, or 0 if there is none."""
         return max(self.rundir.checkpoint_steps(), default=0)
 
-    def _judge(self, code: int, failure: bytes) -> None:
-        """Raise what this attempt ended with, if it is not a finished run."""
-        if self._ended:
-            raise Stopped(f"stopped {self._ended}; {self._lost()}; run the same command to go on")
-        if hung := self._hung():
-            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._last_step()))
-        if failure and code >= 0:  # else the agent was killed, maybe while it wrote
-            raise explain(json.loads(failure), self.rundir, self._last_step())
+    def _raise_failure(self, code: int, failure: bytes) -> None:
+        """Raise the error that ended this attempt; return if the run is finished.
+
+        `code` is the agent's exit code, `failure` what it wrote into the pipe.
+        """
+        # Ends caused by this process come first, because they make the agent and the workers fail.
+        if self._killed_because:
+            raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
+        if hung := self._hung_ranks():
+            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when()))
+        if failure and code >= 0:  # if the agent was killed, its report may be incomplete
+            raise explain(json.loads(failure), self.rundir, self._when())
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
-            raise Stopped(f"stopped by {by} {when}; run the same command to go on")
-        if code == -signal.SIGTERM and self.stop.count:  # ours, before the agent could heed it, let alone start workers
+            raise Stopped(f"stopped by {by} {when}; run the same command to continue")
+        if code == -signal.SIGTERM and self.stop.count:  # sent by this process before the agent could handle it
             raise Stopped(
-                f"stopped by {self.stop.by} before the first step; nothing was lost; run the same command to go on"
+                f"stopped by {self.stop.by} before the first step; nothing was lost; run the same command to continue"
             )
         if code < 0:
             name = signal.Signals(-code).name
-            raise WorkerLost(f"the launcher's agent was killed by {name} {self._last_step()}; so the workers ended too")
+            raise WorkerLost(f"the launcher's agent was killed by {name} {self._when()}; the workers ended with it")
         if code:
             raise WorkerError(f"the launcher exited with {code}; see {self.rundir.launcher_log}")
 
-    def _lost(self) -> str:
-        """What of the work is in no checkpoint, and which one is the newest."""
-        made, kept = self._steps_made(), self._kept()
-        there_is = f"the newest checkpoint is that of step {kept}" if kept else "there is no checkpoint yet"
-        if made <= kept:
-            return there_is
-        steps = f"step {made} is" if made == kept + 1 else f"steps {kept + 1} to {made} are"
-        return f"{steps} lost, {there_is}"
+    def _lost_work(self) -> str:
+        """Return which steps are in no checkpoint, and the step of the newest checkpoint."""
+        step, saved = self._last_known_step(), self._saved_step()
+        newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+        if step <= saved:
+            return newest
+        steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
+        return f"{steps} lost, {newest}"
 
-    def _last_step(self) -> str:
+    def _when(self) -> str:
         step = self.screen.last.get("step", {}).get("step")
-        return f"after step {step}" if step else "before its first step was done"
+        return f"after step {step}" if step else "before the first step was done"

@@ -599,7 +599,7 @@ def test_a_stop_at_any_moment_loses_nothing(
         run_with(recipe, kill(UPDATE, rank=1, call=5))
     cache = tmp_path / "cache" if moment == "tokenising" else Path(os.environ["FSDPTRAIN_CACHE"])
     ended = run_with(recipe, *stop_in(moment, name, tmp_path / "stopped"), FSDPTRAIN_CACHE=str(cache))
-    problems = ended.problems(75, name, "run the same command to go on", within=15.0)
+    problems = ended.problems(75, name, "run the same command to continue", within=15.0)
     problems += run_with(recipe).problems(0) + differences(tmp_path / "run", whole_with_evaluation)
     assert not settle(fault_table, f"{name} in {moment}", problems, [ended.notice])
 

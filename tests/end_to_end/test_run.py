@@ -177,7 +177,7 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> Non
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
-    assert "run the same command to go on" in output and "Ctrl-C" in output
+    assert "run the same command to continue" in output and "Ctrl-C" in output
     assert children_of(run) == []
     stopped = events(run, "stop")[-1]["step"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
@@ -245,7 +245,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     wait_for_step(run, 1)
     before = [(run / name).read_bytes() for name in ("recipe.yaml", "plan.json")]
     second = fsdptrain("run", recipe, "optim.lr=1")
-    assert second.returncode == 2 and "another run is at work" in second.stderr
+    assert second.returncode == 2 and "another run is using" in second.stderr
     assert [(run / name).read_bytes() for name in ("recipe.yaml", "plan.json")] == before
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75

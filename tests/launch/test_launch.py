@@ -57,9 +57,9 @@ def test_a_hang_is_told_in_one_paragraph(tmp_path: Path) -> None:
         rundir.hang_report(rank).write_text(json.dumps(report))
     rundir.stack_dump(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
     told = explain_hang([0, 1, 2], plan, rundir, "after step 12")
-    assert "the run hung after step 12: nothing was done for 60 s" in told
+    assert "the run hung after step 12: no progress for 60 s" in told
     assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in told
-    assert "rank 3 does not answer" in told
+    assert "rank 3 does not respond" in told
 
 
 def test_the_place_of_a_rank_is_in_words_of_its_own_modules() -> None:

@@ -153,7 +153,7 @@ def test_a_folder_that_a_run_would_refuse_is_refused_by_a_dry_run_and_only_noted
     recipe = write_recipe(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.md").write_text("mine")
-    told = f"output_dir: {tmp_path / 'run'} holds files that no run of fsdptrain wrote (notes.md); choose another"
+    told = f"output_dir: {tmp_path / 'run'} holds files that fsdptrain did not write (notes.md); choose another"
     found, _ = validate(recipe, f"data.path={tmp_path}/*.jsonl")
     assert (found.problems, found.exit_code) == ([told], RecipeError.exit_code)
     found, _ = validate(recipe, elsewhere=True)
