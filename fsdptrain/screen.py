@@ -177,7 +177,7 @@ class Screen:
     def _trained(self, seconds: float) -> str:
         """Return the steps, speed, memory and losses of this command, and the steps of all commands in total."""
         step, before, restarts = self.last["step"], self._resumed[0], len(self._resumed) - 1
-        extras = [f"{step['step']:,} in total"] if before else []
+        extras = [f"{step['step']:,} total"] if before else []
         extras += [counted(restarts, "restart")] if restarts else []
         losses = [f"training loss {step['loss']:.4f}"]
         losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
@@ -185,6 +185,6 @@ class Screen:
             f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
             + (f" ({', '.join(extras)})" if extras else ""),
             f"{rate(step['total_positions'] / step['total_s'])} while training",
-            f"peak {self.peak_memory / GIB:.2f} GiB per rank",
+            f"peak {self.peak_memory / GIB:.2f} GiB/rank",
         ]
         return " · ".join(facts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])

@@ -391,7 +391,7 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
         assert contents(root) == before
 
 
-@pytest.mark.parametrize("what", ["BOOT_ID", "CONTAINER"])
+@pytest.mark.parametrize("what", ["BOOT_ID", "PID_NAMESPACE"])
 def test_nodes_of_one_name_are_told_apart(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 2, "rdzv_endpoint": "a:1", "timeout_s": 2})
     with claim(recipe):

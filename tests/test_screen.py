@@ -117,15 +117,15 @@ def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
     [
         (
             [STARTED, step(40)],
-            "40 steps in 1:15 · 1,024 tok/s while training · peak 1.00 GiB per rank\n20,000 label tokens",
+            "40 steps in 1:15 · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,000 label tokens",
         ),
         (
             [STARTED, {"event": "resume", "step": 16}, step(17), step(40, total_tokens=12_000)],
-            "24 steps in 1:15 (40 in total) · 1,024 tok/s while training · peak 1.00 GiB per rank\n12,000 label tokens",
+            "24 steps in 1:15 (40 total) · 1,024 tok/s while training · peak 1.00 GiB/rank\n12,000 label tokens",
         ),
         (
             [STARTED, step(7), STARTED, {"event": "resume", "step": 6}, step(40, total_tokens=17_000)],
-            "40 steps in 1:15 (1 restart) · 1,024 tok/s while training · peak 1.00 GiB per rank\n20,500 label tokens",
+            "40 steps in 1:15 (1 restart) · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,500 label tokens",
         ),
     ],
 )

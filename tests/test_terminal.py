@@ -87,7 +87,7 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         assert_tidy(last, 80)
     text = last.text()
     assert re.search(
-        rf"\n12 steps in \d:\d\d \({kept + 12} in total\) · [\d,]+ tok/s while training · peak [\d.]+ GiB per rank\n",
+        rf"\n12 steps in \d:\d\d \({kept + 12} total\) · [\d,]+ tok/s while training · peak [\d.]+ GiB/rank\n",
         text,
     )
     assert "forecast" not in text and not (run / "forecast.json").exists()  # on a CPU nothing could be compared
