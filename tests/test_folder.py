@@ -791,7 +791,7 @@ def test_a_variable_in_a_path_is_refused(override: str, tmp_path: Path) -> None:
 
 
 def test_a_reference_to_the_environment_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"output_dir: .* not for a variable of the environment \(~ is your home\)"):
+    with pytest.raises(RecipeError, match=r"output_dir: .* not to an environment variable \(~ is your home folder\)"):
         load(write_recipe(tmp_path), ["output_dir=${HOME}/x"])
 
 

@@ -117,11 +117,11 @@ def check_output_dir(rundir: RunDir) -> None:
     if os.path.lexists(root) and not root.is_dir():
         what = "a broken link" if root.is_symlink() else "a file"
         raise RecipeError(f"output_dir: {root} is {what}; choose another")
-    with _readable_errors(rundir):
-        found = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _entries(root))
-    if found and not is_marked(root) and not _is_of_earlier_version(rundir):
+    with _os_errors_as_recipe_errors(rundir):
+        entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _entries(root))
+    if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
         raise RecipeError(
-            f"output_dir: {root} holds files that no run of fsdptrain wrote ({listed(found, 3)}); choose another"
+            f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
     reject_external_symlinks(rundir)
 
