@@ -4,6 +4,7 @@ what is marked so imports no torch, and no module is left out."""
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,32 @@ def test_no_two_modules_define_the_same_name() -> None:
         for name in public_names(MODULES[module]) - {"main"}:
             homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+KINDS = {  # enum → its home: no other module mentions one of its members in an expression
+    "Strategy": "config.strategy",
+    "OptimizerKind": "config.optimizers",
+}
+
+
+def members_mentioned(path: Path, kind: str, words: set[str]) -> set[str]:
+    """The members of an enum that a module names, as `KIND.MEMBER` or as a text that is, begins or ends its word."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == kind:
+            found |= {node.attr} & words
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(text := node.value.strip("_")) > 4:
+            found |= {text for word in words if word.startswith(text) or word.endswith(text)}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strategy_or_an_optimizer_is_known_by_name_in_one_module(kind: str) -> None:
+    home = KINDS[kind]
+    words = {member.value for member in getattr(importlib.import_module(f"fsdptrain.{home}"), kind)}
+    found = {module: members_mentioned(path, kind, words) for module, path in MODULES.items() if module != home}
+    assert {module: names for module, names in found.items() if names} == {}
+    assert members_mentioned(MODULES[home], kind, words)
 
 
 def test_the_document_shows_the_packages_as_they_are() -> None:

@@ -10,6 +10,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.strategy import Strategy
+
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
 
 
@@ -257,7 +260,7 @@ _PATTERNS = {name: text for name, text in REPLACEMENTS.items() if "*" in name}
 
 # Key → foreign value → the recipe's value. A message suggests the value; it is never substituted silently.
 FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
-    "fsdp.strategy": {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "fsdp": "FULL_SHARD"},
+    "fsdp.strategy": {alias: strategy.value for strategy in Strategy for alias in strategy.aliases},
     "fsdp.mixed_precision.param_dtype": {"fp16": "bfloat16", "float16": "bfloat16", "mixed": "bfloat16"},
     "fsdp.backward_prefetch": {"no_prefetch": "NONE", None: "NONE", False: "NONE", True: "BACKWARD_PRE"},
     "fsdp.activation_checkpointing": {True: "full", False: "none", None: "none", "block": "full"},
@@ -270,7 +273,7 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
         "alpaca": "prompt_completion", "instruction": "prompt_completion", "completion": "text",
     },
     "data.train_on": {"assistant": "completion", "assistant_only": "completion", "prompt": "all", True: "all"},
-    "optim.name": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "optim.name": {alias: kind.value for kind in OptimizerKind for alias in kind.aliases},
     "schedule.name": {
         "constant_with_warmup": "constant", "cosine_with_warmup": "cosine", "cosine_with_min_lr": "cosine",
         "linear_with_warmup": "linear", "warmup_stable_decay": "wsd",

@@ -82,11 +82,6 @@ class Plan:
     trust_remote_code: bool = False  # of the command line, never of a recipe: the model's own code may be run
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
-        return self.recipe.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
-
-    @property
     def pretrained(self) -> bool:
         """Whether there are weights to read at the start."""
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
@@ -277,11 +272,8 @@ def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 
 def _shard_size(recipe: Recipe, topology: Topology) -> int:
-    if recipe.fsdp.strategy == "NO_SHARD":
-        return 1
-    if recipe.fsdp.strategy.startswith("HYBRID"):
-        return recipe.fsdp.shard_size or topology.nproc_per_node
-    return topology.world_size
+    fsdp = recipe.fsdp
+    return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
 
 
 def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:

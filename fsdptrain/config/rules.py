@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdptrain.config.paths import expanded, path_problems
-from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe
+from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
 from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem
 
@@ -93,15 +93,7 @@ def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
 
 def _fsdp_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield the problems between keys of `fsdp`."""
-    fsdp = recipe.fsdp
-    if fsdp.shard_size is not None and not fsdp.strategy.startswith("HYBRID"):
-        yield Problem(
-            f"has no effect with {fsdp.strategy}: only HYBRID_* strategies shard in groups", "fsdp.shard_size"
-        )
-    if fsdp.strategy == "NO_SHARD" and fsdp.forward_prefetch:
-        yield Problem("has no effect with NO_SHARD: no parameters are gathered", "fsdp.forward_prefetch")
-    prefetch_wanted = "fsdp.backward_prefetch" in where and fsdp.backward_prefetch != "NONE"
-    if prefetch_wanted and fsdp.strategy in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-        yield Problem(
-            f"has no effect with {fsdp.strategy}: no parameters are gathered in backward", "fsdp.backward_prefetch"
-        )
+    strategy = recipe.fsdp.strategy
+    for key in strategy.unused_keys():
+        if key.path in where and value_at(recipe, key.path) != key.unset:
+            yield Problem(f"has no effect with {strategy}: {key.reason}", key.path)

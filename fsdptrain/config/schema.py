@@ -6,8 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fsdptrain.config.dtypes import Dtype
+from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
@@ -22,9 +27,6 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass
@@ -103,14 +105,11 @@ class MixedPrecision:
     buffer_dtype: Dtype | None = key(None, "dtype of floating-point buffers; null: as the model creates them")
 
 
-Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
-
-
 @dataclass
 class Fsdp:
     """How parameters, gradients and optimizer state are sharded over the ranks."""
 
-    strategy: Strategy = key("FULL_SHARD", "what is sharded, and whether it is freed after forward")
+    strategy: Strategy = key(DEFAULT_STRATEGY, "what is sharded, and whether it is freed after forward")
     shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: the ranks of a node", at_least=1)
     wrap: Any = key(
         "auto",
@@ -137,7 +136,7 @@ class Fsdp:
 class Optim:
     """The optimizer."""
 
-    name: Literal["adamw"] = key("adamw", "AdamW, fused where the device has a kernel")
+    name: OptimizerKind = key(DEFAULT_OPTIMIZER, "AdamW, fused where the device has a kernel")
     lr: float = key(2e-5, "peak learning rate", at_least=0)
     betas: list[float] = key([0.9, 0.95], "decay of the first and second moments")
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
@@ -293,8 +292,9 @@ def value_at(recipe: Recipe, path: str) -> Any:
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as one flat mapping from dotted YAML path to value."""
-    return {path: value_at(recipe, path) for path in all_paths()}
+    """Return the recipe as one flat mapping from dotted YAML path to value; a member of an Enum is its value."""
+    values = {path: value_at(recipe, path) for path in all_paths()}
+    return {path: value.value if isinstance(value, Enum) else value for path, value in values.items()}
 
 
 def attribute(path: str) -> str:
@@ -352,8 +352,15 @@ def choices_of(path: str) -> list[str]:
     """Return the words that a key accepts: those of its enumeration or of its forms."""
     spec, annotation = _leaf(path)
     kinds = [annotation, *get_args(annotation)]
-    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    return literal or [form for form in spec.metadata.get("forms", ()) if isinstance(form, str)]
+    enumerated = [word for kind in kinds for word in _enumerated(kind)]
+    return enumerated or [form for form in spec.metadata.get("forms", ()) if isinstance(form, str)]
+
+
+def _enumerated(annotation: Any) -> list[str]:
+    """Return the words of a Literal or an Enum; [] for any other annotation."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word.value for word in annotation] if isinstance(annotation, type) and issubclass(annotation, Enum) else []
 
 
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
@@ -387,8 +394,8 @@ def type_words(path: str) -> str:
 
 
 def _words(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if words := _enumerated(annotation):
+        return "one of " + ", ".join(words)
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):
@@ -437,8 +444,8 @@ _JSON_TYPES: dict[Any, dict[str, Any]] = {
 
 def _type_schema(annotation: Any) -> dict[str, Any]:
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return {"enum": list(args)}
+    if words := _enumerated(annotation):
+        return {"enum": words}
     if origin is list:
         return {"type": "array", "items": _type_schema(args[0])}
     if origin is dict:

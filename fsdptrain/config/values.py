@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from difflib import get_close_matches
+from enum import Enum
 from typing import Any
 
 import yaml
@@ -104,6 +105,8 @@ def same_kind(written: Any, read: Any) -> bool:
         return written is read
     if isinstance(written, list) and not isinstance(read, str):
         return all(same_kind(a, b) for a, b in zip(written, read, strict=False))
+    if isinstance(read, Enum):  # OmegaConf accepts `Strategy.NO_SHARD` too
+        return bool(written == read)
     return not isinstance(read, (int, float)) or not isinstance(written, str)
 
 

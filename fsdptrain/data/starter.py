@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from fsdptrain.config.paths import HUB_ID, find_data, is_folder
-from fsdptrain.config.schema import FORMAT_FIELDS, Data, choices_of, long_row_treatment
+from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
 
@@ -35,7 +36,7 @@ data:
   # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
 
 fsdp:
-  strategy: FULL_SHARD # one of {strategies}
+  strategy: {strategy} # one of {strategies}
   activation_checkpointing: none # selective or full: less memory, more time
 
 optim: {{lr: 2e-5}}
@@ -76,7 +77,8 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
         columns=f"  columns: {columns_as_yaml(columns)}\n" if columns else "",
         seq_len=_sequence_length(model),
         long_rows=long_row_treatment(read_as),
-        strategies=", ".join(choices_of("fsdp.strategy")),
+        strategy=DEFAULT_STRATEGY,
+        strategies=", ".join(Strategy),
     )
 
 

@@ -40,7 +40,7 @@ def rows(options: list[Option]) -> list[list[str]]:
 
 
 def _cells(option: Option) -> list[str]:
-    hybrid = f" of {option.shard_size}" if option.strategy.startswith("HYBRID") else ""
+    hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     recomputed = option.activation_checkpointing
     marks = {
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,

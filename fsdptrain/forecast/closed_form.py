@@ -115,7 +115,7 @@ class _Step:
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1
         self.accumulates = plan.accumulation > 1
         self.holds = self.accumulates and fsdp.accumulation == "hold"
-        self.offload, self.reshards = fsdp.cpu_offload, plan.reshard_after_forward
+        self.offload, self.reshards = fsdp.cpu_offload, fsdp.strategy.reshards
         self.ahead = fsdp.backward_prefetch == "BACKWARD_PRE"
         self.kind, self.plain = fsdp.activation_checkpointing, recipe.train.loss == "plain"
 

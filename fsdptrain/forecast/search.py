@@ -21,6 +21,7 @@ from typing import Any
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import Recipe, value_at
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
 
@@ -28,9 +29,6 @@ Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
 
 SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
-
-
-RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
 
 
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
@@ -85,7 +83,7 @@ class Option:
     """
 
     overrides: dict[str, Any]
-    strategy: str
+    strategy: Strategy
     shard_size: int
     micro_batch_size: int
     accumulation: int
@@ -170,7 +168,7 @@ def _verified(options: list[Option], trials: _Trials, threads: ThreadPoolExecuto
 def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
     """What fits with bfloat16 master weights and all else that saves memory, with offload only if it must be."""
     for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
-        ladder = _Ladder("FULL_SHARD", [plan.topology.world_size], offload)
+        ladder = _ladders(plan, offload)[0]  # the strategy that shards most
         overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
         option = None if hopeless(varied(plan, overrides), parameters, trials.memory) else trials.option(overrides)
         if option is not None and option.fits:
@@ -182,21 +180,18 @@ def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
 class _Ladder:
     """A strategy, and the numbers of ranks to share one copy, in the order in which they are tried."""
 
-    strategy: str
+    strategy: Strategy
     sizes: list[int]
     offload: bool
 
 
 def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
     """The strategies worth trying. State in host memory is spread over as many ranks as there are."""
-    world, node, nodes = plan.topology.world_size, plan.topology.nproc_per_node, plan.topology.nnodes
-    groups = [node * count for count in range(1, nodes) if nodes % count == 0 and node * count > 1]
-    sizes = {"FULL_SHARD": [world], "HYBRID_SHARD": groups}
-    if world > 1:
-        sizes |= {"SHARD_GRAD_OP": [world], "HYBRID_SHARD_ZERO2": groups}
-    sizes["NO_SHARD"] = [1]
-    wanted = ("FULL_SHARD", "SHARD_GRAD_OP") if offload else tuple(sizes)
-    return [_Ladder(strategy, counts, offload) for strategy, counts in sizes.items() if counts and strategy in wanted]
+    nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
+    wanted = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
+    wanted.sort(key=lambda strategy: not strategy.reshards)  # those that need less memory first
+    ladders = [_Ladder(strategy, strategy.sizes_to_try(nodes, node), offload) for strategy in wanted]
+    return [ladder for ladder in ladders if ladder.sizes]
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
@@ -207,19 +202,20 @@ def micro_batches(recipe: Recipe, world: int) -> list[int]:
 
 
 def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
-    """What this choice changes in the recipe; keys that only mean something elsewhere are reset, or it is refused."""
+    """Return what this choice changes in the recipe.
+
+    Keys that lose their effect are unset: with their values the recipe would be refused.
+    """
     fsdp = plan.recipe.fsdp
     wanted = {
         "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
         "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,
     }  # fmt: skip
-    if ladder.strategy.startswith("HYBRID"):
-        same = fsdp.strategy.startswith("HYBRID") and plan.shard_size == ranks
+    if ladder.strategy.in_groups:
+        same = fsdp.strategy.in_groups and plan.shard_size == ranks
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
-    if ladder.strategy == "NO_SHARD":
-        wanted["fsdp.forward_prefetch"] = 0
-    if fsdp.strategy in RESHARDING and ladder.strategy not in RESHARDING:
-        wanted["fsdp.backward_prefetch"] = "NONE"  # without effect there, so anything else somebody wrote is refused
+    unused_before = fsdp.strategy.unused_keys()
+    wanted |= {key.path: key.unset for key in ladder.strategy.unused_keys() if key not in unused_before}
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 
@@ -227,7 +223,7 @@ def hopeless(plan: Plan, parameters: int, memory: int) -> bool:
     """Whether weights and moments, with the gathered weights that stay to the end of forward, exceed the memory."""
     recipe = plan.recipe
     state = 0 if recipe.fsdp.cpu_offload else 3 * BYTES[recipe.model.dtype] * parameters // plan.shard_size
-    copies = recipe.fsdp.strategy not in RESHARDING and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
+    copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
     gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * parameters if copies else 0
     return state + gathered > memory
 

@@ -68,7 +68,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
         "mp_policy": precision(fsdp),
         "offload_policy": CPUOffloadPolicy(world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
     }
-    reshard = plan.reshard_after_forward
+    reshard = fsdp.strategy.reshards
     for unit in units:
         # What runs last in forward runs first in backward: freeing the head in between would be for nothing.
         fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)

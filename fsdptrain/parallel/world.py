@@ -120,9 +120,9 @@ class World:
 
 def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """The ranks as the plan's strategy groups them: ("shard",), or ("replicate", "shard")."""
-    if plan.recipe.fsdp.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        return init_device_mesh(device_type, (plan.topology.world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
+    if plan.recipe.fsdp.strategy.replicates:
+        return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:

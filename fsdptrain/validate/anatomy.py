@@ -67,7 +67,7 @@ def unit_facts(plan: Plan, name: str, classes: list[str], params: list[nn.Parame
         "parameters": count,
         "shard_bytes": sum(_largest_shard(param, plan.shard_size) * param.itemsize for param in params),
         "gathered_bytes": count * compute,
-        "stays_gathered": not plan.reshard_after_forward or name in ("head", "root"),  # as `shard` has it
+        "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as `shard` has it
     }
 
 

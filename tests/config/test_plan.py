@@ -78,7 +78,7 @@ def test_strategies_become_meshes(tmp_path: Path) -> None:
     }
     for (strategy, *more), expected in shapes.items():
         plan = plan_of(recipe, f"fsdp.strategy={strategy}", *more)
-        assert (plan.replicas, plan.shard_size, plan.reshard_after_forward) == expected
+        assert (plan.replicas, plan.shard_size, plan.recipe.fsdp.strategy.reshards) == expected
         assert plan.accumulation == 8
 
 

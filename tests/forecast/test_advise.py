@@ -13,6 +13,7 @@ from support import write_recipe
 from fsdptrain.config.hardware import CPU, KNOWN
 from fsdptrain.config.plan import Plan, make_plan, varied
 from fsdptrain.config.reader import load
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as table
@@ -200,7 +201,7 @@ def test_what_is_shown_holds_every_strategy_and_nothing_that_only_loses(tmp_path
     option = advice(plan_of(tmp_path), Pretended(activations=1)).options[0]
 
     def made(strategy: str, step: float, need: int, own: bool = False) -> advise.Option:
-        return dataclasses.replace(option, strategy=strategy, step_s=step, needed_bytes=need, own=own)
+        return dataclasses.replace(option, strategy=Strategy[strategy], step_s=step, needed_bytes=need, own=own)
 
     full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
     late, loser, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)

@@ -18,6 +18,7 @@ from support import TESTS, environment, python_path
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Data, Fsdp, MixedPrecision, Model, Recipe, Train
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast import memory as ledger
@@ -97,7 +98,7 @@ CONFIG = SimpleNamespace(**SMALL)
 
 def plan_without_files(strategy: str, world: int, size: int, recipe: Recipe) -> Plan:
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": size, "HYBRID_SHARD_ZERO2": size}.get(strategy, world)
-    fsdp = dataclasses.replace(recipe.fsdp, strategy=strategy)
+    fsdp = dataclasses.replace(recipe.fsdp, strategy=Strategy[strategy])
     recipe = dataclasses.replace(recipe, fsdp=fsdp)
     count = recipe.train.global_batch_size
     topology = Topology("cuda", 1, world)

@@ -1,0 +1,10 @@
+"""The dtypes that a recipe can name, and their sizes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+BYTES = {"float32": 4, "bfloat16": 2}  # of one element

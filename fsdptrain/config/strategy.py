@@ -1,0 +1,111 @@
+"""What each sharding strategy means.
+
+No other module knows a strategy by its name: they ask for these properties. To add a strategy, add a row to `Strategy`
+and, if its ranks form a new kind of mesh, the mesh to `parallel.world`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
+
+
+class CopySpan(Enum):
+    """The ranks that share one copy of the model."""
+
+    WORLD = "all ranks"
+    GROUP = "groups of fsdp.shard_size ranks"
+    RANK = "each rank alone"
+
+
+class UnusedKey(NamedTuple):
+    """A key of the recipe that has no effect with a strategy, the value that means it is not set, and the reason."""
+
+    path: str
+    unset: Any
+    reason: str
+
+
+class Strategy(StrEnum):
+    """A sharding strategy; its value is the word in the recipe.
+
+    `span` says which ranks share a copy of the weights, gradients and optimizer state. `reshards`: gathered weights are
+    freed after forward and gathered again for backward; otherwise they stay. `aliases` are names that other tools use.
+    """
+
+    span: CopySpan
+    reshards: bool
+    meaning: str
+    aliases: tuple[str, ...]
+
+    FULL_SHARD = (
+        "FULL_SHARD", CopySpan.WORLD, True,
+        "weights, gradients, state sharded; weights freed after forward and gathered again for backward",
+        ("zero3", "fsdp"),
+    )  # fmt: skip
+    SHARD_GRAD_OP = (
+        "SHARD_GRAD_OP", CopySpan.WORLD, False,
+        "the same, but the gathered weights stay until backward; ZeRO-2 keeps them for good",
+        ("zero2",),
+    )  # fmt: skip
+    HYBRID_SHARD = (
+        "HYBRID_SHARD", CopySpan.GROUP, True,
+        "sharded within groups of `fsdp.shard_size` ranks, gradients summed over the groups",
+    )  # fmt: skip
+    HYBRID_SHARD_ZERO2 = (
+        "HYBRID_SHARD_ZERO2", CopySpan.GROUP, False,
+        "hybrid, and the gathered weights stay until backward",
+    )  # fmt: skip
+    NO_SHARD = (
+        "NO_SHARD", CopySpan.RANK, False,
+        "a whole copy on every rank",
+        ("ddp",),
+    )  # fmt: skip
+
+    def __new__(
+        cls, word: str, span: CopySpan, reshards: bool, meaning: str, aliases: tuple[str, ...] = ()
+    ) -> Strategy:
+        """Make the member of a row."""
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.span, member.reshards, member.meaning, member.aliases = span, reshards, meaning, aliases
+        return member
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there may be several copies of the model, over which gradients are summed: the mesh has two axes."""
+        return self.span is not CopySpan.WORLD
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether `fsdp.shard_size` says how many ranks share a copy."""
+        return self.span is CopySpan.GROUP
+
+    def ranks_per_copy(self, shard_size: int | None, world: int, node: int) -> int:
+        """Return how many of `world` ranks, `node` on each node, share one copy; `shard_size` is the recipe's."""
+        return {CopySpan.WORLD: world, CopySpan.GROUP: shard_size or node, CopySpan.RANK: 1}[self.span]
+
+    def sizes_to_try(self, nodes: int, node: int) -> list[int]:
+        """Return the numbers of ranks per copy worth trying on `nodes` × `node` ranks, smallest first.
+
+        Groups are of whole nodes. A size at which the strategy is the same as another one is left out.
+        """
+        if self.span is CopySpan.RANK:
+            return [1]
+        if self.span is CopySpan.GROUP:
+            return [node * count for count in range(1, nodes) if nodes % count == 0 and node * count > 1]
+        return [nodes * node] if self.reshards or nodes * node > 1 else []
+
+    def unused_keys(self) -> list[UnusedKey]:
+        """Return the keys of the recipe that have no effect with this strategy."""
+        unused = []
+        if not self.in_groups:
+            unused.append(UnusedKey("fsdp.shard_size", None, "only HYBRID_* strategies shard in groups"))
+        if self.span is CopySpan.RANK:
+            unused.append(UnusedKey("fsdp.forward_prefetch", 0, "no parameters are gathered"))
+        if not self.reshards:
+            unused.append(UnusedKey("fsdp.backward_prefetch", "NONE", "no parameters are gathered in backward"))
+        return unused
+
+
+DEFAULT_STRATEGY = Strategy.FULL_SHARD
