@@ -1,4 +1,4 @@
-"""Activation checkpointing → compile → `fully_shard`, in this order: the only file that knows a strategy.
+"""Activation checkpointing → compile → `fully_shard`, in this order.
 
 Recomputation and compilation replace a block's `forward`; FSDP's hooks sit around the block's `__call__`. So a block is
 gathered once in backward, before its recomputation, and parameter names stay as transformers has them.
