@@ -122,7 +122,7 @@ def run(
     """Train; goes on where the run in output_dir stopped, if there is one."""
     written = _load(recipe, overrides)  # before anything else is imported: a refusal should come at once
     from fsdptrain.config.plan import make_plan
-    from fsdptrain.config.topology import find_topology
+    from fsdptrain.config.topology import find_topology, writes_run_dir
     from fsdptrain.events import cut_partial_lines
     from fsdptrain.forecast.compare import ForecastComparison
     from fsdptrain.launch.claim import claim_run_dir
@@ -137,13 +137,13 @@ def run(
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as before, contextlib.ExitStack() as stack:
         if before.finished:
-            if not topology.joined or os.environ["RANK"] == "0":
+            if writes_run_dir(topology):
                 _tell_finished(rundir, before.step)
             return
         if topology.joined:
             from fsdptrain.train.worker import work
 
-            if os.environ["RANK"] == "0":
+            if writes_run_dir(topology):
                 cut_partial_lines(rundir)
                 Screen().say(heading(plan, rundir, before))
             work(plan)

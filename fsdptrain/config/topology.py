@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,11 @@ class Topology:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nnodes * self.nproc_per_node
+
+
+def writes_run_dir(topology: Topology) -> bool:
+    """Return whether this process writes the run folder: the command itself, or rank 0 under another torchrun."""
+    return not topology.joined or os.environ["RANK"] == "0"
 
 
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:

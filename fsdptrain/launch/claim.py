@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.topology import writes_run_dir
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, is_disk_full, listed
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
@@ -59,7 +60,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     """
     rundir = RunDir(Path(plan.run_dir))
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
-    writes = not plan.topology.joined or os.environ["RANK"] == "0"
+    writes = writes_run_dir(plan.topology)
     # Refuse whatever can be refused while nothing has been written.
     check_output_dir(rundir)
     check_inputs(plan, rundir)
