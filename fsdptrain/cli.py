@@ -82,7 +82,7 @@ def main() -> None:
         with _errors_of_the_system():
             app()
     except FsdptrainError as error:
-        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _listed(error.problems)
+        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
         print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
@@ -106,7 +106,7 @@ def _errors_of_the_system() -> Iterator[None]:
         ) from None
 
 
-def _listed(problems: Sequence[object]) -> str:
+def _problems_text(problems: Sequence[object]) -> str:
     if len(problems) == 1:
         return f"fsdptrain: {problems[0]}"
     return f"fsdptrain: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
@@ -214,7 +214,7 @@ def validate(
         show_outcome(outcome, Page(), verbose)
     if outcome.problems:
         apart = "\n" if sys.stderr.isatty() else ""
-        print(apart + wrapped_for(_listed(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+        print(apart + wrapped_for(_problems_text(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 

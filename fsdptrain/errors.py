@@ -168,6 +168,11 @@ def listed(names: Iterable[object], limit: int = MAX_LISTED) -> str:
     return ", ".join(words) if more <= 0 else f"{', '.join(words[:limit])}, and {more:,} more"
 
 
+def killed_by(signal_name: str) -> str:
+    """Return `killed by SIGTERM` for a message, with the usual cause of a SIGKILL."""
+    return f"killed by {signal_name}" + (" (often because the host memory is full)" if signal_name == "SIGKILL" else "")
+
+
 def own_frame(frames: Iterable[tuple[str, int, str]]) -> str | None:
     """Return the first frame (file, line, function) of this package as `corpus.batch (corpus.py:112)`."""
     own = ((Path(file), line, name) for file, line, name in frames if Path(file).is_relative_to(PACKAGE))

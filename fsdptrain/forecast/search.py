@@ -24,6 +24,7 @@ from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.closed_form import BYTES
 
 Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
@@ -32,9 +33,6 @@ SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
 
 
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
-
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 TIGHT_COST = 1.05  # what giving memory back and asking again makes of the time of a step

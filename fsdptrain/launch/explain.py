@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record, own_frame
+from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record, killed_by, own_frame
 from fsdptrain.rundir import RunDir
 
 
@@ -23,8 +23,7 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainE
             return error
         return type(error)(f"rank {rank} failed {when}: {error}\n{_where(record, log)}")
     if failure.get("signal"):
-        hint = " (often because the host memory is full)" if failure["signal"] == "SIGKILL" else ""
-        return WorkerLost(f"rank {rank} was killed by {failure['signal']} {when}{hint}; its output: {log}")
+        return WorkerLost(f"rank {rank} was {killed_by(str(failure['signal']))} {when}; its output: {log}")
     return WorkerLost(
         f"rank {rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}"
     )

@@ -18,7 +18,7 @@ from fsdptrain.config.hardware import Hardware, parse
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.topology import find_topology, topology_of
-from fsdptrain.errors import FsdptrainError, WorkerError
+from fsdptrain.errors import FsdptrainError, WorkerError, killed_by
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.screen import Screen
 from fsdptrain.validate.findings import Outcome
@@ -99,8 +99,7 @@ def ask(request: Request, screen: Screen) -> Outcome:
         process.wait()
         process.stdout.close()
     if process.returncode < 0:
-        hint = " (often: out of host memory)" if process.returncode == -signal.SIGKILL else ""
-        raise WorkerError(f"the dry run was killed by {signal.Signals(-process.returncode).name}{hint}")
+        raise WorkerError(f"the dry run was {killed_by(signal.Signals(-process.returncode).name)}")
     raise FsdptrainError(f"the dry run ended with exit code {process.returncode} and no result; its output is above")
 
 
