@@ -17,7 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fsdptrain.config.schema import Data, long_row_treatment
-from fsdptrain.data.chat import Conversations, Span
+from fsdptrain.data.chat import Conversations
+from fsdptrain.data.marks import Span
 from fsdptrain.errors import DataError
 
 TRAINED = 1  # in the flags of a row

@@ -229,8 +229,8 @@ def test_all_of_a_conversation() -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for m in messages %}{{ m.role + m.content | upper | reverse }}{% endfor %}", "changes words"),
-        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|changes|mixes|modifies"),
+        ("{% for m in messages %}{{ m.role + m.content | upper | reverse }}{% endfor %}", "transforms the content"),
+        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|transforms|mixes|modifies"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}</s>{% endfor %}", "repeats"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
@@ -248,7 +248,7 @@ def test_a_macro_that_shifts_the_templates_own_marks_is_refused() -> None:
         "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
     )
-    with pytest.raises(DataError, match="marks that miss what the assistant says"):
+    with pytest.raises(DataError, match="marks that do not cover the assistant"):
         trained(
             tokenizer_with(template, ("<|im_end|>", "<|im_start|>")), talk_of("Hi there, you", "Hello", "And?", "So")
         )
