@@ -34,13 +34,16 @@ SHAREGPT_ROLES = {
 }
 
 
-def peek(path: str, data: Data, rows: int = 8) -> tuple[list[str], list[dict[str, Any]]]:
+PEEKED_ROWS = 8
+
+
+def peek(path: str, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
     """The columns behind a path and its first rows, checked as `read` checks them; the rest is not read.
 
     Raises DataError as `open_sources` and `read` do.
     """
     source = first_source(path)
-    return source.columns, next(read_rows(source, data, rows), [])
+    return source.columns, next(read_rows(source, data, PEEKED_ROWS), [])
 
 
 def column_names(path: str) -> list[str]:

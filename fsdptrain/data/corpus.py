@@ -98,9 +98,9 @@ class Corpus:
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
-    def show(self, tokenizer: Any, number: int = 0) -> str:
-        """Block `number`'s first piece as text, with the trained parts in ⟦ ⟧."""
-        start, length, _ = (int(n) for n in self.pieces[self.blocks[number]])
+    def show(self, tokenizer: Any) -> str:
+        """The first piece of the first block as text, with the trained parts in ⟦ ⟧."""
+        start, length, _ = (int(n) for n in self.pieces[self.blocks[0]])
         shown = slice(start, start + min(length, 400))
         ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
         turns = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # starts and ends of what is trained

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.plan import Plan, loss_chunks, loss_rows
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.memory import Level
 from fsdptrain.forecast.trace import Category
-
-BYTES = {"float32": 4, "bfloat16": 2}
-
 
 LIKE_LLAMA = ("llama", "mistral", "qwen2")
 

@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.closed_form import BYTES
 
 Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
