@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,13 @@ from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import keep_float32, takes_two_dtypes
 from fsdptrain.parallel.world import World
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    class ShardedModel(FSDPModule, PreTrainedModel):
+        """A model of transformers after `fully_shard`, which gives it a class that is derived from both."""
+
+
 aten = torch.ops.aten
 
 
@@ -39,7 +46,7 @@ KEPT = [  # what selective checkpointing does not recompute: matrix products and
 ]  # fmt: skip
 
 
-def build(plan: Plan, config: Any, world: World) -> tuple[Any, list[Unit]]:
+def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
     """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
     recipe = plan.recipe
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)

@@ -36,6 +36,8 @@ from fsdptrain.train.watchdog import Watchdog
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fsdptrain.parallel.shard import ShardedModel
+
 
 @dataclass(frozen=True)
 class Session:
@@ -148,7 +150,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
 
 
 def load_state(
-    model: Any, session: Session, inputs: Inputs, checkpointer: Checkpointer
+    model: ShardedModel, session: Session, inputs: Inputs, checkpointer: Checkpointer
 ) -> tuple[torch.optim.AdamW, int]:
     """Load weights and optimizer state: from the newest checkpoint, else the pretrained files, else from the seed.
 

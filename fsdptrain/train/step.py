@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +22,9 @@ from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.parallel.world import World
 from fsdptrain.train.optim import assert_dtypes, set_step
 from fsdptrain.train.stragglers import BlockClock
+
+if TYPE_CHECKING:
+    from fsdptrain.parallel.shard import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         world: World,
         plan: Plan,
