@@ -1,4 +1,4 @@
-"""End a rank that failed, and leave its reason where the launcher looks for it."""
+"""Report why a rank failed where the launcher looks for it, and end the process."""
 
 from __future__ import annotations
 
@@ -29,38 +29,41 @@ from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 
 
-def ours(error: BaseException) -> FsdptrainError:
-    """Any exception as one of ours: what came of other ranks' silence, what came of a full disk, and the rest."""
+def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
+    """Convert any exception to an FsdptrainError.
+
+    A full disk becomes a CheckpointError, a lost connection or device a WorkerLost, anything else a WorkerError.
+    """
     if isinstance(error, FsdptrainError):
         return error
-    words = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if is_disk_full(error):
         return CheckpointError(f"no space: {error}")
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
-        return WorkerLost(words)
-    return WorkerError(words)
+        return WorkerLost(message)
+    return WorkerError(message)
 
 
-def leave(plan: Plan, error: FsdptrainError) -> NoReturn:
-    """End this process for an error that a thread has found."""
+def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:
+    """Report an error that a background thread has found, and end the process."""
     with contextlib.suppress(OSError):
         record_failure(plan, error)
     os._exit(error.exit_code)
 
 
-def leave_record(error: FsdptrainError) -> None:
-    """Leave the error where torchrun's agent looks for it.
-
-    In one piece: the agent may end us while we write, and torchrun fails over half a file.
-    """
-    words, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
-    record = {"py_callstack": stack, "timestamp": str(int(now)), **words, "traceback": stack, "at": now}
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        write_atomically(Path(path), json.dumps({"message": {"message": words["message"], "extraInfo": record}}))
-
-
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
-    """Leave the error where torchrun's agent looks for it, and an `error` event in the metrics."""
-    leave_record(error)
+    """Write the error to torchrun's error file, and as an `error` event to the metrics."""
+    write_error_file(error)
     with contextlib.closing(Reporter(RunDir(Path(plan.run_dir)))) as reporter:
         reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
+
+
+def write_error_file(error: FsdptrainError) -> None:
+    """Write the error and the current traceback to torchrun's error file, if there is one.
+
+    The write is atomic: the agent may kill this process meanwhile, and torchrun raises when the file is incomplete.
+    """
+    facts, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
+    record = {"py_callstack": stack, "timestamp": str(int(now)), **facts, "traceback": stack, "at": now}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        write_atomically(Path(path), json.dumps({"message": {"message": facts["message"], "extraInfo": record}}))

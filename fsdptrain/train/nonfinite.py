@@ -1,7 +1,7 @@
-"""After a step whose loss or gradient is not finite: which rank, which micro-batch, which samples, which parameter.
+"""Find what made a step non-finite: which rank, which micro-batch, which samples, which parameter.
 
-The reduced gradient is not finite everywhere, whoever spoilt it. So the step's micro-batches are made once more, one by
-one, and every rank looks at its own loss, and at its own gradients on their way into the reduction.
+After the reduction the gradient is non-finite on every rank, whichever rank caused it. So the micro-batches of the step
+are repeated one by one, and every rank checks its own loss, and its own gradients before they are reduced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdptrain.train.step import Engine
 
 @dataclass(frozen=True)
 class NonFiniteBatch:
-    """A micro-batch of a rank, and what of it is not finite."""
+    """A micro-batch of a rank, and what in it is not finite: `the loss is nan`, `the gradient of NAME`."""
 
     rank: int
     micro_batch: int
@@ -31,12 +31,12 @@ class NonFiniteBatch:
 
 
 def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_tokens: int) -> list[NonFiniteBatch]:
-    """Make the micro-batches of a step once more, and say where it is not finite; collective.
+    """Repeat the micro-batches of a step, and return those that are not finite, of all ranks; collective.
 
-    Empty when it is not seen again: then the hardware is to be suspected, not the data. Nothing is updated.
+    The list is empty if the failure is not reproducible: then suspect the hardware, not the data. Nothing is updated.
     """
     mine: list[tuple[int, str]] = []
-    with _watched_reductions(engine.model) as spoilt:
+    with _watched_reductions(engine.model) as bad_names:
         engine.seed(step)
         engine.model.set_requires_gradient_sync(True)
         for number, batch in enumerate(batches):
@@ -46,24 +46,23 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
             engine.beat()
             if not math.isfinite(loss.item()):
                 mine.append((number, f"the loss is {loss.item():g}"))
-            elif spoilt:  # autograd goes backwards: the first parameter is where it began
-                mine.append((number, f"the gradient of {spoilt[0]}"))
-            spoilt.clear()
+            elif bad_names:  # in the order of backward: the first one is the cause of the others
+                mine.append((number, f"the gradient of {bad_names[0]}"))
+            bad_names.clear()
     found: list[list[tuple[int, str]]] = [[]] * engine.world.size
     dist.all_gather_object(found, mine, group=engine.world.side)
     return [NonFiniteBatch(rank, number, what) for rank, ranks in enumerate(found) for number, what in ranks]
 
 
 @contextlib.contextmanager
-def _watched_reductions(model: Any) -> Iterator[list[str]]:
-    """The parameters whose gradients on this rank are not finite before they are reduced, in the order of backward."""
-    spoilt: list[str] = []
+def _watched_reductions(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the parameters whose gradients on this rank are not finite before reduction, in the order of backward."""
+    bad_names: list[str] = []
     names = {id(param): name for name, param in model.named_parameters()}
 
-    def look(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    def check(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         named = zip(params, gradients, strict=True)
-        bad = [names[id(param)] for param, grad in named if not grad.isfinite().all()]
-        spoilt.extend(reversed(bad))
+        bad_names.extend(reversed([names[id(param)] for param, grad in named if not grad.isfinite().all()]))
 
-    with reductions_watched(look):
-        yield spoilt
+    with reductions_watched(check):
+        yield bad_names

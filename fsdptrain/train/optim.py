@@ -15,11 +15,13 @@ WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW over a sharded model, fused: a foreach step would need another shard-sized temporary."""
-    spared = undecayed(model)
+    """Return a fused AdamW over a sharded model. A foreach step would need another temporary of a shard's size."""
+    undecayed = undecayed_ids(model)
     params = [param for param in model.parameters() if param.requires_grad]
-    decayed, plain = [p for p in params if id(p) not in spared], [p for p in params if id(p) in spared]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if id(p) not in undecayed], "weight_decay": optim.weight_decay},
+        {"params": [p for p in params if id(p) in undecayed], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=optim.lr,
@@ -29,16 +31,15 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
     )
 
 
-SPARED_NAMES = re.compile(
-    r"bias|norm|^(A_log|D|scale)$"
-)  # the last three: of state spaces, and of norms by other names
+# The last three: parameters of state space models, and scales of norms whose class is not called a norm.
+UNDECAYED_NAMES = re.compile(r"bias|norm|^(A_log|D|scale)$")
 
 
-def undecayed(model: nn.Module) -> set[int]:
-    """The ids of the parameters that weight decay does not reach: norms, biases, scales and embeddings.
+def undecayed_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters without weight decay: norms, biases, scales and embeddings.
 
-    The class and the name tell what a parameter is, not its number of dimensions: biases of experts and norms of heads
-    are tables, and some vectors have dimensions of size 1. A head that is tied to an embedding is one.
+    What a parameter is depends on class and name, not on its number of dimensions: biases of experts and norms of heads
+    have two dimensions, and some vectors have dimensions of size 1. A head that is tied to an embedding counts as one.
     """
     return {
         id(param)
@@ -46,13 +47,13 @@ def undecayed(model: nn.Module) -> set[int]:
         for name, param in module.named_parameters(recurse=False)
         if isinstance(module, nn.Embedding)
         or any("Norm" in cls.__name__ for cls in type(module).__mro__)
-        or SPARED_NAMES.search(name)
+        or UNDECAYED_NAMES.search(name)
         or sum(size > 1 for size in param.shape) < 2
     }
 
 
 def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `total`.
+    """Return the learning rate of optimizer step `step` (from 0) of `total`.
 
     Linear warm-up, then constant, linear or cosine decay to `min_lr`·lr at the last step, or WSD: constant, then
     linear decay over the last 20% (Hägele et al., arXiv:2405.18392).
@@ -63,18 +64,18 @@ def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> fl
     if schedule.name == "constant":
         return optim.lr
     first = max(warmup, round(total * (1 - WSD_DECAY))) if schedule.name == "wsd" else warmup
-    done = min(1.0, max(0.0, (step - first) / max(1, total - 1 - first)))
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
+    decayed = min(1.0, max(0.0, (step - first) / max(1, total - 1 - first)))  # from 0 to 1
+    shape = 0.5 * (1 + math.cos(math.pi * decayed)) if schedule.name == "cosine" else 1 - decayed
     return optim.lr * (schedule.min_lr + (1 - schedule.min_lr) * shape)
 
 
 def warmup_steps(total: int, schedule: Schedule) -> int:
-    """Warm-up as a number of steps: below 1 it is a fraction of `total`."""
+    """Return the length of the warm-up in steps; a setting below 1 is a fraction of `total`."""
     return min(total, round(schedule.warmup * total) if schedule.warmup < 1 else round(schedule.warmup))
 
 
 def start_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, all zeros, by one step with learning rate and gradients 0."""
+    """Make the optimizer create its state, all zeros, by one step whose learning rate and gradients are 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -87,7 +88,7 @@ def start_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Tell a started optimizer how many steps it has made (for the bias correction of its moments)."""
+    """Set the number of steps that a started optimizer has made; Adam corrects the bias of its moments by it."""
     for state in optimizer.state.values():
         state["step"].fill_(step)
 

@@ -1,7 +1,8 @@
-"""Who makes the others wait: each rank's own work, measured where no rank waits for another; and when to say so.
+"""Measure the work of each rank, and name a rank that slows the others down.
 
-In sharded training every rank is as slow as the slowest, for they meet in every unit; so a step's time tells nothing.
-What a rank does alone is to fetch its data, and to compute a block once its weights are there.
+In sharded training every rank is as slow as the slowest, since all meet in every unit: a step's time says nothing about
+a single rank. What a rank does without waiting for others is to fetch its data, and to compute a block once the weights
+of the block are gathered. Both are measured here.
 """
 
 from __future__ import annotations
@@ -11,39 +12,42 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdptrain.model.units import blocks_of
 
-COST = 0.1  # share of a step
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MIN_COST = 0.1  # share of a step that a rank must cost the others before it is named
 
 
-STEPS = 20
+WINDOW = 20  # steps that are judged together
 
 
-WHOLE_STEP = 3  # forward and backward take three times the forward alone
+STEP_PER_FORWARD = 3  # forward and backward take three times as long as forward alone
 
 
 class BlockClock:
-    """Seconds that this rank computes in the forward passes of its blocks, without the wait for their weights.
+    """Measures the seconds that this rank computes in the forward passes of its blocks, without waiting for weights.
 
-    FSDP's hooks stand before and behind ours, and recomputation happens inside `forward`: so a block is timed once,
-    when it is gathered. On a GPU events measure it, and they are read where the step waits for the GPU anyway.
+    FSDP's hooks run outside of these hooks, and recomputation runs inside `forward`, so each block is timed once, after
+    it is gathered. On a GPU it is timed with events, which are read where the step waits for the GPU anyway.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._running = True
-        self._spans: list[tuple[Any, Any]] = []
-        self._begun: Any = None
+        self._spans: list[tuple[Any, Any]] = []  # begin and end of each forward pass: seconds, or CUDA events
+        self._begin: Any = None
         for _, block in blocks_of(model):
-            block.register_forward_pre_hook(self._begin)
-            block.register_forward_hook(self._end)
+            block.register_forward_pre_hook(self._before_block)
+            block.register_forward_hook(self._after_block)
 
     def seconds(self) -> float:
-        """Seconds since the last call; on a GPU this waits for the work given to it so far."""
+        """Return the seconds measured since the last call; on a GPU, wait for the work queued so far."""
         spans, self._spans = self._spans, []
         if not self._cuda:
             return float(sum(end - begin for begin, end in spans))
@@ -53,30 +57,30 @@ class BlockClock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Evaluation is not timed."""
+        """Stop the clock inside this context: evaluation is not timed."""
         self._running = False
         yield
         self._running = True
 
-    def _now(self) -> Any:
+    def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _begin(self, *_: object) -> None:
+    def _before_block(self, *_: object) -> None:
         if self._running:
-            self._begun = self._now()
+            self._begin = self._now()
 
-    def _end(self, *_: object) -> None:
+    def _after_block(self, *_: object) -> None:
         if self._running:
-            self._spans.append((self._begun, self._now()))
+            self._spans.append((self._begin, self._now()))
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that makes the others wait: for its `input` or its `compute`, at `cost` of a step (a share)."""
+    """A rank that makes the others wait: `cause` is `input` or `compute`, `cost` the share of a step it takes."""
 
     rank: int
     cause: str
@@ -84,25 +88,26 @@ class Straggler:
 
 
 class Pace:
-    """Looks at every step, and names a rank that over twenty of them costs the others more than a tenth."""
+    """Compares the ranks over 20 steps at a time, and names one that costs the others more than a tenth of a step."""
 
     def __init__(self) -> None:
-        self._costs: list[dict[tuple[int, str], float]] = []  # of each step: (rank, cause) → share of it
+        self._costs: list[dict[tuple[int, str], float]] = []  # one for each step: (rank, cause) → share of the step
 
-    def see(self, data_s: list[float], compute_s: list[float], step_s: float) -> Straggler | None:
-        """Take note of a step (seconds by rank); the straggler when it is time to name it, else None.
+    def add(self, data_s: list[float], compute_s: list[float], step_s: float) -> Straggler | None:
+        """Add a step, measured in seconds by rank. Return a straggler every 20 steps if there is one, else None.
 
-        What counts is a rank's distance to the median rank, and of that the median step: a hiccup is no straggler.
+        A rank's cost is how far it is behind the median rank, in the median step: one slow step makes no straggler.
         """
         usual = {"input": statistics.median_low(data_s), "compute": statistics.median_low(compute_s)}
         costs = {(rank, "input"): (own - usual["input"]) / step_s for rank, own in enumerate(data_s)}
-        for rank, own in enumerate(compute_s):  # backward is taken to be as late; but no step is all lateness
-            late = own - usual["compute"]
-            costs[rank, "compute"] = min(WHOLE_STEP * late / step_s, late / own if own else 0.0)
+        for rank, own in enumerate(compute_s):
+            delay = own - usual["compute"]
+            # Backward is assumed to be as slow as forward; the cost is at most the rank's own share of delay.
+            costs[rank, "compute"] = min(STEP_PER_FORWARD * delay / step_s, delay / own if own else 0.0)
         self._costs.append(costs)
-        if len(self._costs) < STEPS:
+        if len(self._costs) < WINDOW:
             return None
         steps, self._costs = self._costs, []
         found = [Straggler(*key, statistics.median(costs[key] for costs in steps)) for key in steps[0]]
         worst = max(found, key=lambda straggler: straggler.cost)
-        return worst if worst.cost > COST else None
+        return worst if worst.cost > MIN_COST else None

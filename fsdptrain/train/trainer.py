@@ -18,7 +18,7 @@ from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
-from fsdptrain.train.failure import leave
+from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.setup import (
@@ -87,7 +87,7 @@ class Trainer:
         # Data first, without a process group: tokenising may take longer than a collective may. Until the ranks have
         # met, only the pulse notices that another node is lost.
         session.progress("checking the model", 0, 0)
-        with Pulse(plan, lambda reason: leave(plan, WorkerLost(reason))):
+        with Pulse(plan, lambda reason: exit_from_thread(plan, WorkerLost(reason))):
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(plan, session.stop)
@@ -189,7 +189,7 @@ class Trainer:
                 total_positions=self.totals.positions,
                 total_s=self.totals.seconds,
             )
-        if straggler := self.totals.pace.see(stats.data_s, stats.compute_s, stats.step_s):
+        if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
 
     def skip_or_raise(self, step: int, batches: list[Batch], label_tokens: int, error: NonFiniteError) -> bool:

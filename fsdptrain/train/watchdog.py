@@ -1,9 +1,9 @@
-"""Watches one rank from a thread of its own, and says where it stands when nothing moves.
+"""Watch one rank from a thread of its own, and report where the rank is when it makes no progress.
 
-`Watchdog.beat` says that something was done: a micro-batch, a tensor read, a block exported. When nothing was for
-`launch.timeout_s` seconds, every thread's stack goes to the rank's log, its last collectives to a file beside it, and
-the place where it stands to `logs/hang-rank-N.json`, from which the launcher makes one paragraph. A rank whose native
-code holds the interpreter cannot run this thread either: faulthandler's own then writes the stacks.
+The rank calls `Watchdog.beat` after every unit of work: a micro-batch, a tensor read, a block exported. After
+`launch.timeout_s` seconds without a beat the stacks of all threads go to the rank's log, its last collectives to a file
+beside it, and its place to `logs/hang-rank-N.json`, of which the launcher makes one paragraph. Native code that holds
+the interpreter lock stops this thread as well: then faulthandler's own thread writes the stacks.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from fsdptrain.ownership import write_atomically
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.patches import collective_of, recorded_collectives
 
-LOOK_S = 0.25  # how often the thread looks
+POLL_S = 0.25  # how often the thread compares the time with the deadline
 
 
-FIRST_STEP = 3  # before the first step is done, compilers and allocators warm up: so many times the patience
+FIRST_STEP_FACTOR = 3  # times the timeout until the first step is done: compilers and allocators warm up
 
 
-SLOWEST_DISK = 20e6  # bytes a second; a disk slower than that is a hang
+SLOWEST_DISK = 20e6  # bytes per second; a slower disk counts as a hang
 
 
-PAUSE_S = 3.0  # the thread was not scheduled for so long
+PAUSE_S = 3.0  # a longer gap between two polls means that the whole process was not scheduled
 
 
-LEAVE_S = 15.0  # a hung rank leaves by itself where no launcher ends it
+EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher did it before
 
 
-COLLECTIVES = "distributed_c10d.py"  # whoever has a frame of it on the stack waits for other ranks
+COLLECTIVES = "distributed_c10d.py"  # a stack with a frame of this file waits for other ranks
 
 
 class Watchdog:
-    """Inert until it is entered; `beat` may be called in any case."""
+    """Reports a hang of this rank. It does nothing until it is entered; `beat` may be called before."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._rundir, self._rank = RunDir(Path(plan.run_dir)), rank
-        self._patience = float(plan.recipe.launch.timeout_s)
+        self._timeout = float(plan.recipe.launch.timeout_s)
         self._warm = False
-        self._until = float("inf")  # until the first beat: preparing data may take any time
+        self._deadline = float("inf")  # there is none before the first beat: preparing data may take any time
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._rundir.logs.mkdir(parents=True, exist_ok=True)
         self._rundir.hang_report(self._rank).unlink(missing_ok=True)
-        self._stuck = self._rundir.stack_dump(self._rank).open("w")
+        self._dump = self._rundir.stack_dump(self._rank).open("w")
         self._thread.start()
         return self
 
@@ -65,54 +65,58 @@ class Watchdog:
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self._stuck.close()
-        stuck = self._rundir.stack_dump(self._rank)
-        if not stuck.stat().st_size:
-            stuck.unlink()
+        self._dump.close()
+        dump = self._rundir.stack_dump(self._rank)
+        if not dump.stat().st_size:
+            dump.unlink()
 
     def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
-        """Something was done. Reading or writing `disk_bytes` in one go is given the time of a slow disk."""
+        """Note progress. The next beat may take as long as a slow disk needs for `disk_bytes` in addition."""
         self._warm |= step_done
-        patience = self._patience * (1 if self._warm else FIRST_STEP)
-        self._until = time.monotonic() + patience + disk_bytes / SLOWEST_DISK
+        timeout = self._timeout * (1 if self._warm else FIRST_STEP_FACTOR)
+        self._deadline = time.monotonic() + timeout + disk_bytes / SLOWEST_DISK
 
     def _watch(self) -> None:
-        looked, armed = time.monotonic(), 0.0
-        while not self._ended.wait(LOOK_S):
+        polled, armed = time.monotonic(), 0.0
+        while not self._ended.wait(POLL_S):
             now = time.monotonic()
-            if now - looked > PAUSE_S:  # the whole process stood still: a scheduler's pause is not a hang
-                self._until += now - looked
-                self._stuck.truncate(0)
-            looked = now
-            if self._until < now:
+            # A process that was not scheduled does not hang: it gets the time back.
+            if now - polled > PAUSE_S:
+                self._deadline += now - polled
+                self._dump.truncate(0)
+            polled = now
+            if self._deadline < now:
                 self._report()
                 return
-            if self._until < float("inf") and now - armed > min(5.0, self._patience / 4):
+            # If native code stops this thread before the deadline, faulthandler writes the stacks a second after it.
+            if self._deadline < float("inf") and now - armed > min(5.0, self._timeout / 4):
                 armed = now
-                faulthandler.dump_traceback_later(self._until - now + 1, file=self._stuck)
+                faulthandler.dump_traceback_later(self._deadline - now + 1, file=self._dump)
 
     def _report(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        waits, where = place()
+        waits, where = current_place()
         print(f"fsdptrain: rank {self._rank} hangs: {where}", file=sys.stderr)
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
             self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
             report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
             write_atomically(self._rundir.hang_report(self._rank), report)
-        if not self._ended.wait(LEAVE_S):
+        if not self._ended.wait(EXIT_S):
             os._exit(WorkerLost.exit_code)
 
 
-def place() -> tuple[bool, str]:
-    """Whether this process waits for other ranks, and what its main thread does, in the words of training."""
+def current_place() -> tuple[bool, str]:
+    """Return whether this process waits for other ranks, and where it is: a collective of a unit, or a function."""
     frames = sys._current_frames()
     threads = {thread.name: frames[thread.ident] for thread in threading.enumerate() if thread.ident in frames}
     main = [*_stack(threads["MainThread"])]
+    # FSDP's own frames know the unit. On a GPU autograd runs its hooks in another thread than the main one.
     for stack in ([*_stack(frame)] for name, frame in threads.items() if name not in ("watchdog", "checkpoint")):
-        for frame in stack:  # autograd runs FSDP's hooks on a thread of its own where there is a GPU
+        for frame in stack:
             if collective := collective_of(frame):
                 return True, collective
+    # A main thread that waits for the save under way is where the thread that saves is.
     if "checkpoint" in threads and _innermost(main).startswith("save.wait "):
         main = [*_stack(threads["checkpoint"])]
     return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _innermost(main)
@@ -132,6 +136,6 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def last_collectives(count: int = 40) -> str:
-    """The newest collectives of this rank as JSON, from torch's flight recorder (it records gloo and NCCL)."""
+    """Return the newest collectives of this rank as JSON, from torch's flight recorder (it records gloo and NCCL)."""
     facts = recorded_collectives()
     return json.dumps({**facts, "entries": facts.get("entries", [])[-count:]}, indent=1)

@@ -1,4 +1,4 @@
-"""One rank of a run: set it up, train, and leave the process with the right exit code.
+"""One rank of a run: set it up, train, export, and end the process with the right exit code.
 
 set up: plan → data → world → model → shard → resume → engine
 train:  while steps remain: evaluate? save? done? step → report
@@ -24,14 +24,14 @@ from fsdptrain.events import Reporter
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
-from fsdptrain.train.failure import leave_record, ours, record_failure
+from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
-    """Run the plan on this rank. Raises Stopped when a stop signal ended it, another FsdptrainError when it failed."""
+    """Run the plan on this rank. Raises Stopped after a stop signal, another FsdptrainError if the run failed."""
     rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
     with (
         Watchdog(plan, rank) as watchdog,
@@ -53,19 +53,19 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
 
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
-    """The pen of the first rank; the others' do nothing."""
+    """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
     return Reporter(rundir, plan.recipe.log.tensorboard, screen) if rank == 0 else Reporter(None)
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' bars out of the log: loading has a bar of ours."""
+    """Keep the progress bars of transformers out of the log: the set-up reports its own progress."""
     transformers.utils.logging.disable_progress_bar()
 
 
 def work(plan: Plan) -> NoReturn:
-    """Be one rank, and leave the process with the right exit code.
+    """Train as one rank, then end the process with the right exit code.
 
-    Leaves by `os._exit`: an interpreter that shuts down after FSDP and gloo aborts now and then (pytorch#179291).
+    It ends by `os._exit`: an interpreter that shuts down after FSDP and gloo sometimes aborts (pytorch#179291).
     """
     faulthandler.enable()
     quiet_libraries()
@@ -73,7 +73,7 @@ def work(plan: Plan) -> NoReturn:
     code = 0
     try:
         with StopRequest(*(() if joined else (STOP_SIGNAL,))) as stop:
-            if joined and os.environ["RANK"] == "0":
+            if joined and os.environ["RANK"] == "0":  # under torchrun there is no launcher that shows the run
                 with Screen() as screen:
                     started = time.monotonic()
                     train(plan, stop, screen)
@@ -82,13 +82,13 @@ def work(plan: Plan) -> NoReturn:
                 train(plan, stop, None)
     except Stopped as stopped:
         print(f"fsdptrain: {stopped}", file=sys.stderr)
-        code = stopped.exit_code if joined else 0  # to torchrun, a worker that did what it was told has not failed
+        code = stopped.exit_code if joined else 0  # for torchrun, a worker that stopped on request has not failed
     except BaseException as error:
-        ending = ours(error)
-        with contextlib.suppress(OSError):  # a full disk must not hide why we end
-            record_failure(plan, ending)
+        failure = as_fsdptrain_error(error)
+        with contextlib.suppress(OSError):  # a full disk must not hide the failure itself
+            record_failure(plan, failure)
             traceback.print_exc()
-        code = ending.exit_code
+        code = failure.exit_code
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -97,11 +97,11 @@ def work(plan: Plan) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Be one rank of the plan that the agent names, with the output in a file of its own."""
+    """Train as one rank of the plan in the file argv[1], with the output in a log file of this rank."""
     try:
         plan = read_plan(Path(sys.argv[1]))
     except RecipeError as error:
-        leave_record(error)
+        write_error_file(error)
         sys.exit(error.exit_code)
     log = RunDir(Path(plan.run_dir)).rank_log(int(os.environ["RANK"]))
     with log.open("ab", buffering=0) as stream:

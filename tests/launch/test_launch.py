@@ -28,9 +28,9 @@ from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang
 from fsdptrain.rundir import RunDir
-from fsdptrain.train.failure import ours
-from fsdptrain.train.stragglers import COST, STEPS, WHOLE_STEP, BlockClock, Pace
-from fsdptrain.train.watchdog import Watchdog, place
+from fsdptrain.train.failure import as_fsdptrain_error
+from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace
+from fsdptrain.train.watchdog import Watchdog, current_place
 
 STACKS = """Timeout (0:00:05)!
 Thread 0x00007f7cabfff6c0 (most recent call first):
@@ -62,13 +62,13 @@ def test_a_hang_is_told_in_one_paragraph(tmp_path: Path) -> None:
     assert "rank 3 does not respond" in told
 
 
-def test_the_place_of_a_rank_is_in_words_of_its_own_modules() -> None:
+def test_the_place_of_a_rank_is_the_innermost_function_of_this_package() -> None:
     found = []
 
     class Words:
         def __str__(self) -> str:
-            with ThreadPoolExecutor() as pool:  # the watchdog's, as it were
-                found.append(pool.submit(place).result())
+            with ThreadPoolExecutor() as pool:  # another thread looks, as the watchdog does
+                found.append(pool.submit(current_place).result())
             return ""
 
     errors.to_record(errors.DataError(Words()))
@@ -87,7 +87,7 @@ def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
     def look() -> None:
         end = time.monotonic() + 30
         while not found[-1].startswith("errors.first_line (errors.py:") and time.monotonic() < end:
-            found.append(place()[1])
+            found.append(current_place()[1])
         saved.set()
 
     checkpointer = Checkpointer.__new__(Checkpointer)
@@ -151,8 +151,8 @@ def test_the_cause_is_told_and_not_its_consequence(tmp_path: Path) -> None:
     ],
 )
 def test_only_what_a_restart_can_mend_is_lost(error: Exception, kind: type) -> None:
-    assert type(ours(error)) is kind
-    assert type(errors.from_record(errors.to_record(ours(error)))) is kind
+    assert type(as_fsdptrain_error(error)) is kind
+    assert type(errors.from_record(errors.to_record(as_fsdptrain_error(error)))) is kind
 
 
 ranks = st.integers(2, 8)
@@ -162,19 +162,19 @@ ranks = st.integers(2, 8)
 def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
     world: int, rank: int, cause: str, excess: float
 ) -> None:
-    rank, pace, told = rank % world, Pace(), []
-    for step in range(2 * STEPS):
+    rank, pace, results = rank % world, Pace(), []
+    for step in range(2 * WINDOW):
         data, compute = [0.001] * world, [0.2] * world
-        (data if cause == "input" else compute)[rank] += excess / (1 if cause == "input" else WHOLE_STEP)
-        (data if step % STEPS == 3 else [0.0] * world)[0] += 0.9  # a hiccup of another rank
-        told.append(pace.see(data, compute, 1.0))
-    named = [found for found in told if found]
-    assert [step for step, found in enumerate(told) if found] == ([STEPS - 1, 2 * STEPS - 1] if named else [])
-    late = excess / (0.2 * WHOLE_STEP + excess)  # the share of its own work: what a rank that only computes costs
-    cost = excess if cause == "input" else min(excess, late)
+        (data if cause == "input" else compute)[rank] += excess / (1 if cause == "input" else STEP_PER_FORWARD)
+        (data if step % WINDOW == 3 else [0.0] * world)[0] += 0.9  # one slow step, maybe of another rank
+        results.append(pace.add(data, compute, 1.0))
+    named = [straggler for straggler in results if straggler]
+    assert [step for step, found in enumerate(results) if found] == ([WINDOW - 1, 2 * WINDOW - 1] if named else [])
+    own_share = excess / (0.2 * STEP_PER_FORWARD + excess)  # the most that a rank which only computes can cost
+    cost = excess if cause == "input" else min(excess, own_share)
     assert all((found.rank, found.cause) == (rank, cause) and abs(found.cost - cost) < 1e-6 for found in named)
-    if abs(cost - COST) > 1e-6:
-        assert bool(named) == (cost > COST)
+    if abs(cost - MIN_COST) > 1e-6:
+        assert bool(named) == (cost > MIN_COST)
 
 
 def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
