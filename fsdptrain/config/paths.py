@@ -85,6 +85,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
 MAX_FOLDERS = 10_000  # searched for one data.path: /** would search the whole disk
 
 
+def model_name_fault(name: str) -> str | None:
+    """Return what is wrong with the name of a model or tokenizer: nothing (None) for a folder here or a Hub id."""
+    if is_folder(name) or HUB_ID.fullmatch(name):
+        return None
+    return f"{shortened(name)!r} is neither a folder here nor a Hub id (org/name)"
+
+
 def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     """Return what `data.path` refers to: an absolute path or glob, or the Hub id as written.
 

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
-from fsdptrain.config.paths import HUB_ID, find_data, is_folder, with_expanded_paths
+from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
@@ -288,12 +288,9 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 def _model_problems(recipe: Recipe) -> list[Problem]:
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
     return [
-        Problem(
-            f"{shortened(name)!r} is neither a folder here nor a Hub id (org/name); if a run exports it, do that first",
-            path,
-        )
+        Problem(f"{fault}; if a run exports it, do that first", path)
         for path, name in names.items()
-        if isinstance(name, str) and not is_folder(name) and not HUB_ID.fullmatch(name)
+        if isinstance(name, str) and (fault := model_name_fault(name))
     ]
 
 

@@ -14,10 +14,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from fsdptrain.config.paths import HUB_ID, is_folder
+from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.patches import cached_file_or_none, go_offline
-from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, shortened
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError
 from fsdptrain.events import Progress
 
 HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before we do without it
@@ -93,10 +93,8 @@ def error_summary(error: BaseException) -> str:
 @contextlib.contextmanager
 def hub_errors(field: str, name: str) -> Iterator[None]:
     """Raise NoModel, with the ways out, when `name` is not here and not to be had either."""
-    if not is_folder(name) and not HUB_ID.fullmatch(name):
-        raise NoModel(
-            f"{field}: {shortened(name)!r} is neither a folder here nor a Hub id; if a run exports it, do that first"
-        )
+    if fault := model_name_fault(name):
+        raise NoModel(f"{field}: {fault}; if a run exports it, do that first")
     try:
         yield
     except Exception as error:

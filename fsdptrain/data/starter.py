@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from fsdptrain.config.paths import HUB_ID, find_data, is_folder
+from fsdptrain.config.paths import find_data, model_name_fault
 from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
@@ -54,10 +54,8 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
     Raises DataError for data that is not there, cannot be read, or whose columns look like no format, and RecipeError
     for a model that is neither a folder nor a Hub id.
     """
-    if not is_folder(model) and not HUB_ID.fullmatch(model):
-        raise RecipeError(
-            [Problem(f"{shortened(model)!r} is neither a folder here nor a Hub id (org/name)", "--model")]
-        )
+    if fault := model_name_fault(model):
+        raise RecipeError([Problem(fault, "--model")])
     found = find_data(data, Path.cwd())
     there = column_names(found)
     likely = guess_format(there)
