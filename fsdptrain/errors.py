@@ -20,7 +20,7 @@ the terminal shows the message of the rank that failed, and the shell gets the r
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +146,13 @@ def to_record(error: BaseException) -> dict[str, str]:
 def is_disk_full(error: BaseException) -> bool:
     """Return whether an error is a failed write because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one it was raised from or while handling, and so on to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.patches import cached_file_or_none, go_offline
-from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
 from fsdptrain.events import Progress
 
 HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before we do without it
@@ -107,12 +107,8 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
         ) from None
 
 
-def _is_unreachable(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _is_unreachable(error: BaseException) -> bool:
+    return any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes(error))
 
 
 def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:

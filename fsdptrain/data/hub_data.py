@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.readers import Rows, Source, without_nulls
-from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, first_line, listed
+from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_line, listed
 
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -101,6 +101,5 @@ def _commits_of(opened: Any) -> set[str]:
 
 
 def _root_cause(error: BaseException) -> str:
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return f"{type(error).__name__}: {first_line(error)}"
+    *_, first = causes(error)
+    return f"{type(first).__name__}: {first_line(first)}"
