@@ -189,20 +189,20 @@ def validate(
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
         from fsdptrain.screen import Screen
-        from fsdptrain.validate.client import ask, request
+        from fsdptrain.validate.client import make_request, run_dry_run
         from fsdptrain.validate.summary import show_outcome
 
         if plot is not None:
             plot = _path(plot)
             check_plot_path(plot)
-        asked = request(written, hardware, trust_remote_code)
-        if price is not None and asked.plan.topology.device == "cpu":
+        request = make_request(written, hardware, trust_remote_code)
+        if price is not None and request.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; name some with --hardware")
         drawing = str(plot) if plot else None
-        asked = dataclasses.replace(asked, plot=drawing, price=price, advise=advise, build=not no_build)
+        request = dataclasses.replace(request, plot=drawing, price=price, advise=advise, build=not no_build)
         console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
         with Screen(console) as screen:  # standard output is for what was found
-            outcome = ask(asked, screen)
+            outcome = run_dry_run(request, screen)
     except FsdptrainError as error:
         if as_json:
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))

@@ -62,7 +62,7 @@ def test_what_is_no_recipe_is_refused_in_clear_words(tmp_path: Path, command: st
         tmp_path: f"is a folder; its recipe is {tmp_path / 'recipe.yaml'}",
         tmp_path.parent: "is a folder",
         "rows.jsonl": "is data, not a recipe: fsdptrain init --data rows.jsonl --model ID writes one for it",
-        tmp_path / "rows.json": "rows.json:1: a recipe is a mapping of keys",
+        tmp_path / "rows.json": "rows.json:1: a recipe must be a mapping of keys",
         tmp_path / "recip.yaml": f"did you mean {tmp_path / 'recipe.yaml'}?",
         "shakespear": "did you mean shakespeare?",
         "nothing-like-it": "no such file, and no shipped recipe of that name; the shipped recipes: gsm8k-sft, ",

@@ -1,7 +1,7 @@
-"""A dry run, asked of a process of its own: `validate` is the other side.
+"""Run a dry run in a child process, `dry_run`, and show its progress.
 
-No torch here: the person sees at once what is being done while that process imports it. A request goes there as one
-JSON object; records of progress come back, a line each, and the outcome last.
+This module imports no torch, so that progress is shown while the child imports it. The request is sent as one JSON
+object; the child answers with records of progress, one per line, and the outcome last.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fsdptrain.validate.findings import Outcome
 
 @dataclass(frozen=True)
 class Request:
-    """What `validate` was asked on the command line. `problems` are those of the plan, which then is only a draft.
+    """The plan and the options of a `validate` command. `problems` are those of the plan, which is then only a draft.
 
-    `hardware` is None for the machine here; `price` is in dollars for one GPU and hour.
+    `hardware` is None for this machine; `price` is in dollars per GPU and hour.
     """
 
     plan: Plan
@@ -41,14 +41,14 @@ class Request:
     build: bool = True
 
     def to_json(self) -> str:
-        """The request as JSON text."""
+        """Return the request as JSON text."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         hardware = dataclasses.asdict(self.hardware) if self.hardware else None
         return json.dumps(fields | {"plan": self.plan.to_json(), "hardware": hardware})
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """The request that `to_json` wrote."""
+        """Return the request that `to_json` wrote."""
         fields = json.loads(text)
         if fields["hardware"]:
             fields["hardware"]["attention_share"] = tuple(fields["hardware"]["attention_share"])
@@ -56,26 +56,26 @@ class Request:
         return cls(**fields | {"plan": Plan.from_json(fields["plan"])})
 
 
-def request(written: LoadedRecipe, hardware: str | None, trust_remote_code: bool) -> Request:
-    """What there is to ask about a recipe, on the machine here or on the `hardware` named.
+def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: bool) -> Request:
+    """Return the request to validate a recipe, on this machine or on the given `hardware`.
 
-    Raises RecipeError for hardware that is not known or does not fill its nodes.
+    Raise RecipeError for hardware that is unknown, or if the GPUs do not fill the nodes.
     """
-    asked = parse(hardware) if hardware is not None else None
-    if asked:
-        topology = topology_of(written.recipe, asked.count, asked.hardware)
-    else:  # the levels themselves say what is not here, all of it at once
-        topology = find_topology(written.recipe, dict(os.environ), elsewhere=True)
-    plan, problems = draft_plan(written, topology, elsewhere=True, trust_remote_code=trust_remote_code)
-    notes = [asked.note] if asked and asked.note else []
-    return Request(plan, [str(problem) for problem in problems], notes, asked.hardware if asked else None)
+    target = parse(hardware) if hardware is not None else None
+    if target:
+        topology = topology_of(loaded.recipe, target.count, target.hardware)
+    else:  # `elsewhere`, because the levels report everything that this machine lacks
+        topology = find_topology(loaded.recipe, dict(os.environ), elsewhere=True)
+    plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
+    notes = [target.note] if target and target.note else []
+    return Request(plan, [str(problem) for problem in problems], notes, target.hardware if target else None)
 
 
-def ask(request: Request, screen: Screen) -> Outcome:
-    """Make a dry run and show what is being done. Raises FsdptrainError when its process ends without an outcome."""
+def run_dry_run(request: Request, screen: Screen) -> Outcome:
+    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
     process = subprocess.Popen(
         child_command("fsdptrain.validate.dry_run"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
-        env=child_environment(), start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends it
+        env=child_environment(), start_new_session=True,  # Ctrl-C reaches this process only, which kills the child
     )  # fmt: skip
     assert process.stdin and process.stdout
     try:
@@ -100,11 +100,11 @@ def ask(request: Request, screen: Screen) -> Outcome:
         process.stdout.close()
     if process.returncode < 0:
         raise WorkerError(f"the dry run was {killed_by(signal.Signals(-process.returncode).name)}")
-    raise FsdptrainError(f"the dry run ended with exit code {process.returncode} and no result; its output is above")
+    raise FsdptrainError(f"the dry run ended with exit code {process.returncode} and no result; see its output above")
 
 
 def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:
-    """Show what is being done; as a line on a terminal that can show no spinner."""
+    """Show what the dry run does: a spinner, or a line on a terminal that cannot show one."""
     if screen.console.is_terminal and not screen.live:
         screen.say(f"{what} …")
     return screen.busy(what)

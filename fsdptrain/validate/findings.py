@@ -1,4 +1,4 @@
-"""What a dry run finds, level by level: facts, what is shown of them, notes and problems."""
+"""What a dry run finds, level by level: facts, the text that shows them, notes and problems."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from fsdptrain.errors import (
     RecipeError,
 )
 
-# Exit codes, the most basic first.
+# Exit codes, that of the most basic problem first.
 BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointError, DoesNotFit, FsdptrainError)]
 
 
-UNCHECKED = {  # what cannot be checked on another machine, by the field that its message begins with
+# What a plan for another machine leaves unchecked here, by the field that starts the message.
+UNCHECKED = {
     "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model", "model.tokenizer": "tokenizer",
     "model.attn_implementation": "attention kernel", "launch.nproc_per_node": "number of GPUs",
     "launch.rdzv_endpoint": "rendezvous", "output_dir": "room on the disk",
 }  # fmt: skip
 
 
-Item = dict[str, Any]  # something to show: `kind` and the arguments of `summary`'s function of that name
+Item = dict[str, Any]  # something to show: its `kind`, and the arguments for the function in `summary.RENDERERS`
 
 
-SendRecord = Callable[[dict[str, Any]], None]  # takes the records of progress that `Screen.show` takes
+SendRecord = Callable[[dict[str, Any]], None]  # takes the progress records that `Screen.show` accepts
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a dry run. `facts` is what `--json` prints, `sections` the same for the person: heading and items.
+    """The result of a dry run. `facts` is what `--json` prints; `sections` shows it: (heading, items).
 
-    `unchecked` names what only the machine planned for can tell; `notes` has the reasons.
+    `unchecked` names what can be checked only on the machine that the plan is for; `notes` gives the reasons.
     """
 
     verdict: str
@@ -53,15 +54,15 @@ class Outcome:
 
 
 class Findings:
-    """Facts by level, sections, notes and problems. `send` takes records of what is being done.
+    """Collects the facts, sections, notes and problems of a dry run. `send` receives records of progress.
 
-    `elsewhere`: the plan is for another machine, and what this one lacks is a note.
+    With `elsewhere` the plan is for another machine: what this machine lacks is then a note, not a problem.
     """
 
     def __init__(self, send: SendRecord = lambda record: None, elsewhere: bool = False) -> None:
         self.send, self.elsewhere = send, elsewhere
         self.levels: dict[str, dict[str, Any]] = {}
-        self.step: dict[str, Any] = {}  # the forecast, whose names stand beside the levels' in the JSON
+        self.step: dict[str, Any] = {}  # facts of the forecast; in the JSON they are beside the levels
         self.forecast: str | None = None  # the forecast in one line
         self.sections: dict[str, list[Item]] = {}
         self.notes: list[str] = []
@@ -69,31 +70,31 @@ class Findings:
         self.problems: list[str] = []
         self._codes: dict[str, int] = {}
 
-    def passed(self, level: str, facts: dict[str, Any], heading: str, *lines: str) -> None:
-        """Keep a level's facts, and lines to be shown of them under a heading."""
+    def add_facts(self, level: str, facts: dict[str, Any], heading: str, *lines: str) -> None:
+        """Add facts of a level, and lines that show them under a heading."""
         self.levels.setdefault(level, {}).update(facts)
-        self.shown(heading, *lines)
+        self.add_lines(heading, *lines)
 
-    def shown(self, heading: str, *lines: str) -> None:
-        """Keep lines to be shown."""
+    def add_lines(self, heading: str, *lines: str) -> None:
+        """Add lines of text under a heading."""
         for line in lines:
-            self.draw(heading, "text", text=line)
+            self.add_item(heading, "text", text=line)
 
-    def draw(self, heading: str, kind: str, **arguments: Any) -> None:
-        """Keep something else to be shown: a table, bars, a command."""
+    def add_item(self, heading: str, kind: str, **arguments: Any) -> None:
+        """Add another item under a heading: a table, bars or a command, with its arguments."""
         self.sections.setdefault(heading, []).append({"kind": kind, **arguments})
 
-    def note(self, text: str) -> None:
-        """Keep what the person should know, though nothing is wrong with it."""
+    def add_note(self, text: str) -> None:
+        """Add a note: something worth knowing that is not a problem."""
         if text not in self.notes:
             self.notes.append(text)
 
-    def fail(self, error: FsdptrainError, only_here: bool = False) -> None:
-        """Keep a problem. What only this machine lacks (`only_here`) is a note for a plan for another."""
-        only_here = only_here or isinstance(error, (NoModel, NoData))
+    def add_problem(self, error: FsdptrainError, this_machine_only: bool = False) -> None:
+        """Add a problem. With `this_machine_only` it is just a note if the plan is for another machine."""
+        this_machine_only = this_machine_only or isinstance(error, (NoModel, NoData))
         for text in map(str, error.problems if isinstance(error, RecipeError) else [error]):
-            if only_here and self.elsewhere:
-                self.note(f"not checked here: {text}")
+            if this_machine_only and self.elsewhere:
+                self.add_note(f"not checked here: {text}")
                 name = UNCHECKED.get(text.partition(":")[0], "build of torch")
                 name += " (no Hub)" if HUB_UNREACHABLE in text else ""
                 self.unchecked += [name] if name not in self.unchecked else []
@@ -102,40 +103,40 @@ class Findings:
                 self._codes[text] = error.exit_code
 
     @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """What is raised inside is a problem, and no reason not to go on with the next level."""
+    def continue_on_error(self) -> Iterator[None]:
+        """Turn an exception raised inside into a problem, so that the next level still runs."""
         try:
             yield
         except FsdptrainError as error:
-            self.fail(error)
+            self.add_problem(error)
         except Exception as error:
             traceback.print_exc()
-            self.fail(FsdptrainError(f"internal error: {error!r} (please report it, with the traceback above)"))
+            self.add_problem(FsdptrainError(f"internal error: {error!r} (please report it, with the traceback above)"))
 
-    def busy(self, what: str) -> None:
-        """Say what is being done from now on."""
+    def send_busy(self, what: str) -> None:
+        """Report what the dry run does from now on."""
         self.send({"event": "busy", "what": what})
 
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is."""
+    def send_progress(self, stage: str, done: int, total: int) -> None:
+        """Report how far a stage is."""
         self.send({"event": "progress", "stage": stage, "done": done, "total": total})
 
     @property
     def exit_code(self) -> int:
-        """That of the most basic problem; 0 without one."""
+        """The exit code of the most basic problem; 0 if there is none."""
         return min(self._codes.values(), key=BASIC_FIRST.index, default=0)
 
     @property
     def verdict(self) -> str:
-        """What came of it, in one line."""
-        beside = [text for text in self.problems if self._codes[text] != DoesNotFit.exit_code]
+        """The result in one line."""
+        others = [text for text in self.problems if self._codes[text] != DoesNotFit.exit_code]
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)} (listed at the end)"
-        if not beside:
-            return self.forecast or "no problem found; memory and time were not forecast"
+        if not others:
+            return self.forecast or "no problems found; memory and time were not forecast"
         return f"{count}; memory forecast: {self.forecast}" if self.forecast else count
 
     def outcome(self) -> Outcome:
-        """Everything, to be shown or printed as JSON."""
+        """Return everything, to be shown or printed as JSON."""
         verdict = self.verdict
         facts = {**self.levels, **self.step, "verdict": verdict, "notes": self.notes, "problems": self.problems}
         sections = [*self.sections.items()]

@@ -1,4 +1,4 @@
-"""What this machine has of what a run needs: devices, backends, the attention kernel, a port, room on the disk."""
+"""The machine level of a dry run: devices, backends, the attention kernel, the rendezvous, the run folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,24 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.text import size
+from fsdptrain.validate.findings import Findings
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
 
 
+def check_machine(plan: Plan, findings: Findings) -> None:
+    """Record what this machine has, and what of the run's needs it lacks."""
+    facts = machine_facts(plan)
+    findings.add_facts("machine", facts, "This machine", machine_line(facts))
+    for error in machine_problems(plan, facts):
+        findings.add_problem(error, this_machine_only=True)
+    workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]
+    if plan.topology.device == "cpu" and workers > cores:
+        findings.add_note(f"{workers} workers share {cores} cores")
+
+
 def machine_facts(plan: Plan) -> dict[str, Any]:
-    """The devices and what torch and transformers can do with them here."""
+    """Return the devices of this machine, and what torch and transformers support on them."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     kernel = plan.recipe.model.attn_implementation
     return {
@@ -37,7 +49,9 @@ def machine_facts(plan: Plan) -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         },
         "backends": [
-            name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+            name
+            for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+            if available
         ],
         "attention": {"kernel": kernel, "available": attention_available(kernel)},
         "rendezvous": rendezvous(plan),
@@ -45,33 +59,33 @@ def machine_facts(plan: Plan) -> dict[str, Any]:
 
 
 def machine_line(facts: dict[str, Any]) -> str:
-    """Those facts for the person."""
+    """Return these facts as a line of text."""
     names = [f"{gpu['name']} {size(gpu['memory_bytes'])}" for gpu in facts["gpus"]]
     cpu = f"{facts['cpu']['cores']} cores, {size(facts['cpu']['memory_bytes'])} of RAM"
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return (
         f"{' + '.join([*kinds, cpu])}; torch {facts['torch']}, transformers {facts['transformers']}; "
-        f"{' and '.join(facts['backends'])}; ranks meet at "
+        f"{' and '.join(facts['backends'])}; rendezvous on "
         f"{facts['rendezvous']['endpoint']} ({facts['rendezvous']['state']})"
     )
 
 
 def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
-    """What the run needs and this machine lacks; another machine may have it."""
+    """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
     workers, gpus, kernel = plan.topology.nproc_per_node, len(facts["gpus"]), facts["attention"]["kernel"]
     if plan.topology.device == "cuda" and gpus < workers:
         yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
     for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
         if name not in facts["backends"]:
-            yield RecipeError(f"this build of torch has no {name}, in which {plan.topology.device} ranks talk")
+            yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
     if not facts["attention"]["available"]:
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
         )
     if facts["rendezvous"]["state"] in ("in use", "unknown host"):
         yield RecipeError(
-            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; name a host "
-            "that every node knows and a port that is free on it"
+            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; choose a "
+            "host that every node can resolve, and a free port on it"
         )
     folder = existing_parent(Path(plan.run_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -83,16 +97,16 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
 
 
 def attention_available(kernel: str) -> bool:
-    """Whether an attention kernel can be imported here: transformers' own checks."""
+    """Return whether an attention kernel can be imported here, by the checks of transformers."""
     if kernel == "flash_attention_2":  # transformers also takes it from the `kernels` package
         return bool(is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available()))
     return bool(kernel != "flex_attention" or is_torch_flex_attn_available())
 
 
 def rendezvous(plan: Plan) -> dict[str, str]:
-    """Where the ranks would meet, and whether they can: free, in use, another machine, unknown host.
+    """Return the rendezvous endpoint and its state: free, in use, another machine, or unknown host.
 
-    Raises RecipeError for an endpoint that is not host:port.
+    Raise RecipeError for an endpoint that is not host:port.
     """
     endpoint = plan.recipe.launch.rdzv_endpoint
     if plan.topology.nnodes == 1 or endpoint is None:
@@ -105,7 +119,7 @@ def rendezvous(plan: Plan) -> dict[str, str]:
 
 
 def _port_state(host: str, port: int) -> str:
-    """Only the machine that owns the address can listen on it, so trying to tells whose it is."""
+    """Return the state of an endpoint, by listening on it: only the machine with that address can."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:

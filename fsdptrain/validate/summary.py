@@ -1,4 +1,4 @@
-"""A dry run for the person: the verdict, the sections under their headings, notes; problems come last."""
+"""Show the outcome of a dry run: the verdict, the sections under their headings, and notes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fsdptrain.validate.findings import Outcome
 INDENT = 2
 
 
-PIPE_WIDTH = 80  # columns of what is drawn, where there is no terminal
+PIPE_WIDTH = 80  # columns of bars, if there is no terminal
 
 
-WIDEST = 120  # columns: a longer bar says no more
+WIDEST = 120  # columns of the memory bar: a longer one shows no more
 
 
 LONGEST_BAR = 32  # columns of a histogram's bar
 
 
 def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
-    """Print an outcome, but for its problems. `verbose`: with the reasons why something was not checked."""
+    """Print an outcome without its problems. With `verbose`, also why some things were not checked."""
     page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
     for heading, items in outcome.sections:
         page.say("")
         page.say(heading, style="bold")
         for item in items:
             arguments = {name: value for name, value in item.items() if name != "kind"}
-            SHOWN[item["kind"]](page, **arguments)
+            RENDERERS[item["kind"]](page, **arguments)
     notes = [note for note in outcome.notes if verbose or not note.startswith("not checked here")]
     if outcome.unchecked and not verbose:
-        notes.append(f"not checked here: {', '.join(outcome.unchecked)}; --verbose says why")
+        notes.append(f"not checked here: {', '.join(outcome.unchecked)}; --verbose shows why")
     if notes:
         page.say("")
         page.say("Notes", style="bold")
@@ -53,18 +53,18 @@ def _command(page: Page, words: list[str]) -> None:
 
 
 def _memory(page: Page, by_category: dict[Category, int], beside: dict[str, int], capacity: int) -> None:
-    """The bar of the peak, as wide as the terminal."""
+    """Draw the bar of the peak, as wide as the terminal."""
     width = PIPE_WIDTH if page.width is None else min(page.width, WIDEST)
     page.draw(memory_bar(by_category, beside, capacity, width - INDENT), INDENT)
 
 
 def _lengths(page: Page, bins: list[dict[str, int]], seq_len: int, beyond: str) -> None:
-    for line in bars(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
+    for line in histogram_lines(bins, seq_len, beyond, (page.width or PIPE_WIDTH) - INDENT):
         page.say(line, INDENT)
 
 
-def bars(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
-    """One line a bin, from the first that holds a row; `beyond` says what happens to rows longer than `seq_len`."""
+def histogram_lines(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> list[str]:
+    """Return a line per bin, from the first that has rows; `beyond` is what happens to rows longer than `seq_len`."""
     while len(bins) > 1 and not bins[0]["rows"]:
         bins = bins[1:]
     most = max(bin["rows"] for bin in bins)
@@ -79,7 +79,8 @@ def bars(bins: list[dict[str, int]], seq_len: int, beyond: str, width: int) -> l
     ]
 
 
-SHOWN: dict[str, Callable[..., None]] = {
+# Kind of an item → the function that prints it.
+RENDERERS: dict[str, Callable[..., None]] = {
     "text": _text,
     "table": _table,
     "command": _command,

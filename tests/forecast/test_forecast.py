@@ -35,8 +35,9 @@ from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import GIB
-from fsdptrain.validate.dry_run import StepOptions, dry_run
+from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.step import StepOptions
 from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
@@ -304,7 +305,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
         "Model",
         "Disk",
         "Memory of the worst rank",
-        "Communication a step",
+        "Communication per step",
         "Time",
     ):
         assert heading in rest

@@ -29,8 +29,9 @@ from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.train.preflight import load_checked, prepare_model
-from fsdptrain.validate.dry_run import check_model, dry_run
+from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.model import check_model
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {
@@ -235,7 +236,7 @@ def test_a_dry_run_for_other_machines_says_that_auto_depends_on_what_is_installe
     plan = make_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)
     found = Findings(elsewhere=True)
     check_model(plan, 512, 4, found)
-    assert any("flash_attention_2 with flash-attn there" in note for note in found.notes), found.notes
+    assert any("flash_attention_2 on a machine with flash-attn" in note for note in found.notes), found.notes
     set_already = varied(plan, {"model.attn_implementation": "sdpa"})
     found = Findings(elsewhere=True)
     check_model(set_already, 512, 4, found)

@@ -27,7 +27,7 @@ from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
 from fsdptrain.page import Page
-from fsdptrain.validate.client import Request, request
+from fsdptrain.validate.client import Request, make_request
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.summary import show_outcome
 
@@ -133,11 +133,11 @@ def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], said: 
 
 def test_the_first_line_says_how_many_problems_there_are() -> None:
     found = Findings()
-    assert found.verdict == "no problem found; memory and time were not forecast"
+    assert found.verdict == "no problems found; memory and time were not forecast"
     found.forecast = "does not fit 8×H100-80GB: 90.0 of 79.1 GiB a GPU"
-    found.fail(DoesNotFit(f"{found.forecast}; …"))
+    found.add_problem(DoesNotFit(f"{found.forecast}; …"))
     assert found.verdict == found.forecast
-    found.fail(RecipeError("a"))
+    found.add_problem(RecipeError("a"))
     assert found.verdict.startswith("2 problems (listed at the end); memory forecast: does not fit")
     page = page_of(60)
     show_outcome(found.outcome(), page)
@@ -145,7 +145,7 @@ def test_the_first_line_says_how_many_problems_there_are() -> None:
 
 
 def test_a_request_comes_out_as_it_went_in(tmp_path: Path) -> None:
-    asked = request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xA100", trust_remote_code=False)
+    asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xA100", trust_remote_code=False)
     assert asked.notes == ["--hardware 8xA100: taken as a100-80gb, not a100-40gb"] and asked.hardware
     for price, plot, problems in ((None, None, []), (2.5, "step.svg", ["recipe.yaml:3: x", "y"])):
         changed = dataclasses.replace(asked, price=price, plot=plot, problems=problems, advise=True, build=False)
@@ -157,7 +157,16 @@ def test_a_request_comes_out_as_it_went_in(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 ELSEWHERE = ("--hardware", "8xh100", "--price-per-gpu-hour", "2.5", "train.steps=100000")
-HEADINGS = ["Plan", "This machine", "Data", "Model", "Disk", "Memory of the worst rank", "Communication a step", "Time"]
+HEADINGS = [
+    "Plan",
+    "This machine",
+    "Data",
+    "Model",
+    "Disk",
+    "Memory of the worst rank",
+    "Communication per step",
+    "Time",
+]
 
 
 def test_on_a_terminal_everything_fits_and_what_is_done_is_shown_meanwhile(tmp_path: Path) -> None:
@@ -174,7 +183,7 @@ def test_on_a_terminal_everything_fits_and_what_is_done_is_shown_meanwhile(tmp_p
     assert [line for line in shown if line in HEADINGS] == HEADINGS
     bars = [line for line in lines if line.startswith("  |")]
     assert len(bars) == 1 and len(bars[0]) == 60, "the memory bar is as wide as the terminal"
-    assert f"drawn over the whole step in {picture}".replace(" ", "") in "".join(lines).replace(" ", "")
+    assert f"plotted over the step in {picture}".replace(" ", "") in "".join(lines).replace(" ", "")
     # Were a line too long, the terminal would have broken it: without an indent, unlike us.
     start, headings = shown.index("Model"), [*HEADINGS, "Other plans for the same job", "Notes"]
     broken = [line for line in shown[start:] if line not in headings and not line.startswith("  ")]

@@ -30,10 +30,11 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.anatomy import length_facts, model_facts, owned_by_unit
+from fsdptrain.validate.data import length_facts
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.summary import bars, show_outcome
+from fsdptrain.validate.model import model_facts, parameters_by_unit
+from fsdptrain.validate.summary import histogram_lines, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
 
@@ -133,7 +134,7 @@ def test_the_exit_code_is_the_most_basic_problems(tmp_path: Path, monkeypatch: p
 
 
 def test_a_defect_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdptrain.validate.dry_run.prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
     assert "model" in found.levels
@@ -183,8 +184,8 @@ def test_the_histogram_holds_every_row_once() -> None:
         assert [bin["rows"] for bin in facts["bins"]] == counted and sum(counted) == len(lengths)
         longer = sum(bin["rows"] for bin in facts["bins"] if bin["from"] > 300)
         assert longer == facts["over_seq_len"] == (lengths > 300).sum()
-        assert any("cut" in line for line in bars(facts["bins"], 300, "cut", 80)) == bool(longer)
-        assert all(len(line) <= 40 for line in bars(facts["bins"], 300, "cut", 40))
+        assert any("cut" in line for line in histogram_lines(facts["bins"], 300, "cut", 80)) == bool(longer)
+        assert all(len(line) <= 40 for line in histogram_lines(facts["bins"], 300, "cut", 40))
 
 
 def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
@@ -229,7 +230,9 @@ def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, 
 def test_units_of_several_sizes_are_not_thrown_together(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path), "fsdp.wrap=[LlamaMLP]")
     model = skeleton(load_config(plan, None), plan.recipe.model)
-    owned = {name: sum(p.numel() for p in params) for name, _, params in owned_by_unit(model, units_of(model, "auto"))}
+    owned = {
+        name: sum(p.numel() for p in params) for name, _, params in parameters_by_unit(model, units_of(model, "auto"))
+    }
     assert owned["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
     facts = model_facts(plan, model, units_of(model, ["LlamaMLP"]))
     assert [unit["unit"] for unit in facts["units"]] == ["model.layers.0-2.mlp", "root"]

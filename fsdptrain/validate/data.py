@@ -1,0 +1,177 @@
+"""The data level of a dry run: rows, tokenizer and packed sequences, read and cached as the run will read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
+from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
+from fsdptrain.data.columns import describe_columns, peek
+from fsdptrain.data.commits import pin_commits
+from fsdptrain.data.corpus import Stream, prepare
+from fsdptrain.data.sources import data_files
+from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
+from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
+from fsdptrain.model.assets import refuse_other_tokens
+from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted, size
+from fsdptrain.validate.findings import Findings
+
+HEADING = "Data"
+
+
+def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
+    """Check rows, tokenizer and sequences. Return the vocabulary size and the number of steps, None if unknown."""
+    tokenizer_spec = plan.recipe.model.tokenizer
+    to_train = isinstance(tokenizer_spec, dict)
+    vocab_size, steps = tokenizer_spec["train"] if to_train else None, plan.recipe.train.steps
+    plan = _without_missing_eval(plan, findings)
+    with findings.continue_on_error():
+        plan = pin_commits(plan, RunDir(Path(plan.run_dir)), keep=False)
+    findings.send_busy("reading the data")
+    readable, tokenizer = False, None
+    with findings.continue_on_error():
+        check_rows(plan, findings)
+        readable = True
+    # A tokenizer that is trained needs the rows; any other can be checked without them.
+    if readable or not to_train:
+        with findings.continue_on_error():
+            tokenizer = load_tokenizer(plan, findings.send_progress)
+            vocab_size = vocabulary_size(tokenizer)
+            refuse_other_tokens(plan, tokenizer)
+    if readable and tokenizer is not None:
+        with findings.continue_on_error():
+            steps = check_sequences(plan, tokenizer, findings)
+    return vocab_size, steps
+
+
+def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
+    """Return the plan without evaluation, and add a problem, if the evaluation data is missing.
+
+    The training data can then still be checked.
+    """
+    path = plan.eval_path
+    if path is None or data_files(path) or not Path(path).is_absolute():
+        return plan
+    findings.add_problem(NoData(f"data.eval.path: {path!r} was not found"))
+    data = dataclasses.replace(plan.recipe.data, eval=None)
+    return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
+
+
+def check_rows(plan: Plan, findings: Findings) -> None:
+    """Read the first rows, and record the columns they have and those that the format reads."""
+    data = plan.recipe.data
+    columns, first_rows = peek(plan.data_path, data)
+    needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
+    optional = {field: data.columns.get(field, field) for field in OPTIONAL_FIELDS.get(data.format, ())}
+    needed |= {field: column for field, column in optional.items() if column in columns}
+    facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": columns, "needed": needed}
+    reads = describe_columns(plan.data_path, data)
+    line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
+    findings.add_facts("data", facts, HEADING, line)
+    if data.format == "prompt_completion" and (seam := _seam_without_space(first_rows, data.separator)):
+        findings.add_note(
+            f"no white space between prompt and completion, for example in {seam}; set data.separator to add some"
+        )
+
+
+def _seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | None:
+    """Return the first place where no white space separates a prompt and its completion; None if there is none."""
+    for row in rows:
+        prompt, completion = row["prompt"] + separator, row["completion"]
+        if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
+            return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
+    return None
+
+
+def check_sequences(plan: Plan, tokenizer: Any, findings: Findings) -> int:
+    """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
+    try:
+        stream, held_out, _ = prepare(plan, tokenizer, findings.send_progress)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
+    is_chat = plan.recipe.data.format == "chat"
+    has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
+    facts = sequence_facts(plan, stream, len(held_out)) | {
+        "vocab_size": vocabulary_size(tokenizer),
+        "template": ("the tokenizer's" if has_template else "plain") if is_chat else None,
+        "example": stream.corpus.show(tokenizer),
+    }
+    findings.add_facts("data", facts, HEADING)
+    show_sequences(plan, facts, findings)
+    if is_chat and not has_template:
+        findings.add_note("the tokenizer has no chat template: a plain one is used (see the first sequence above)")
+    if facts["divided"]:
+        findings.add_note(
+            "one text is longer than the whole held-out share: its last part is used for evaluation, the rest for "
+            "training"
+        )
+    return int(facts["steps"])
+
+
+def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
+    """Return what the rows became: counts of rows, tokens, sequences and steps. `held_out` counts sequences."""
+    corpus, train = stream.corpus, plan.recipe.train
+    return {
+        **corpus.notes,
+        "lengths": length_facts(corpus.lengths, corpus.seq_len),
+        "sequences": len(stream),
+        "eval_sequences": held_out,
+        "fill": corpus.fill(),
+        "steps_per_epoch": len(stream) / train.global_batch_size,
+        "steps": plan.total_steps(len(stream)),
+        "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
+    }
+
+
+def length_facts(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
+    """Return a histogram of row lengths in tokens. A bin is {from, to, rows}, ends included.
+
+    The bins double in size, and one of them ends at `seq_len`.
+    """
+    longest = int(lengths.max())
+    edges = {2**power for power in range(int(lengths.min()).bit_length(), longest.bit_length())} | {seq_len}
+    tops = [*sorted(edge for edge in edges if edge < longest), longest]
+    counts = np.bincount(np.searchsorted(tops, lengths), minlength=len(tops))
+    bins = [
+        {"from": low, "to": top, "rows": int(count)}
+        for low, top, count in zip([0, *(top + 1 for top in tops)], tops, counts, strict=False)
+    ]
+    return {
+        "bins": bins,
+        "longest": longest,
+        "median": int(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "over_seq_len": int((lengths > seq_len).sum()),
+    }
+
+
+def show_sequences(plan: Plan, facts: dict[str, Any], findings: Findings) -> None:
+    """Add the lines of these facts: counts, a histogram of row lengths, and an example."""
+    data, lengths = plan.recipe.data, facts["lengths"]
+    treatment = long_row_treatment(data)
+    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}"}.get(treatment, treatment)
+    longer = f"longer than seq_len {data.seq_len:,}: {counted(lengths['over_seq_len'], 'row')} ({beyond})"
+    findings.add_lines(
+        HEADING,
+        f"{counted(facts['rows'], 'row')}, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
+        f"{facts['dropped']:,} rows dropped (no trained token)",
+        f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
+        + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
+    )
+    findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
+    findings.add_lines(
+        HEADING,
+        f"{facts['sequences']:,} sequences of {data.seq_len:,} tokens, {facts['fill']:.1%} filled; "
+        f"{facts['eval_sequences']:,} held out; {facts['steps_per_epoch']:,.1f} steps per epoch, {facts['steps']:,} in "
+        f"total; {size(facts['prepared_bytes'])} in the cache",
+        f"the first sequence, trained parts in ⟦ ⟧:\n{facts['example']}",
+    )

@@ -1,0 +1,183 @@
+"""The model level of a dry run: its units, what a rank keeps, gathers and recomputes, and room on the disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
+from fsdptrain.config.plan import Plan, varied
+from fsdptrain.model.skeleton import flash_fits
+from fsdptrain.model.units import Unit, blocks_of, tied
+from fsdptrain.text import size
+from fsdptrain.train import preflight
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.machine import attention_available
+
+HEADING = "Model"
+
+
+UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
+
+
+def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> None:
+    """Build the model without its weights, divide it into units as the run will, and compute its room on the disk."""
+    findings.send_busy("building the model")
+    if not attention_available(plan.recipe.model.attn_implementation):  # already a problem of the machine level
+        plan = varied(plan, {"model.attn_implementation": "auto"})
+    ready = preflight.prepare_model(plan, vocab_size)
+    if findings.elsewhere and (note := kernel_note(plan, ready)):
+        findings.add_note(note)
+    facts = model_facts(ready.plan, ready.bare, ready.units)
+    findings.add_facts("model", facts, HEADING, *model_lines(facts))
+    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))
+    disk = disk_facts(plan, facts["parameters"], steps)
+    findings.add_facts("model", {"disk": disk}, "Disk", disk_summary(disk))
+    for error in disk_problems(plan, disk):
+        findings.add_problem(error, this_machine_only=True)
+
+
+def kernel_note(plan: Plan, ready: preflight.Ready) -> str | None:
+    """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
+    kernel = ready.plan.recipe.model.attn_implementation
+    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and ready.bare._supports_flash_attn):
+        return None
+    other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
+    return (
+        f"model.attn_implementation: auto selects {kernel} here, and {other} flash-attn; set the kernel that the run "
+        "will use"
+    )
+
+
+def model_facts(plan: Plan, model: Any, units: list[Unit]) -> dict[str, Any]:
+    """Return the numbers of a skeleton and of its units."""
+    fsdp, blocks = plan.recipe.fsdp, blocks_of(model)
+    kind = fsdp.activation_checkpointing
+    every = kind["every"] if isinstance(kind, dict) else 1
+    owned = list(parameters_by_unit(model, units))
+    rows = [unit_facts(plan, *unit) for unit in owned]
+    embedding = model.get_input_embeddings().weight
+    embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
+    return {
+        "architecture": type(model).__name__,
+        "attention": plan.recipe.model.attn_implementation,
+        "parameters": sum(row["parameters"] for row in rows),
+        "shard_bytes": sum(row["shard_bytes"] for row in rows),
+        "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
+        "units": group_similar_units(rows),
+        "tied": {"tied": tied(model), "weights": tied_names(model), "unit": embedding_unit if tied(model) else None},
+        "dtypes": {
+            "master": plan.recipe.model.dtype,
+            "compute": fsdp.mixed_precision.param_dtype,
+            "reduce": fsdp.mixed_precision.reduce_dtype,
+            "buffers": fsdp.mixed_precision.buffer_dtype,
+        },
+        "blocks": len(blocks),
+        "recomputed_blocks": 0 if kind == "none" else len(blocks[::every]),
+    }
+
+
+def parameters_by_unit(model: Any, units: list[Unit]) -> Iterator[tuple[str, list[str], list[nn.Parameter]]]:
+    """Yield (name, classes, parameters) of each unit and of the root, which has the rest. A tied weight occurs once."""
+    seen: set[int] = set()
+    for name, modules in [*((unit.name, unit.modules) for unit in units), ("root", [model])]:
+        params = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
+        seen |= params.keys()
+        yield name, [type(module).__name__ for module in modules], list(params.values())
+
+
+def unit_facts(plan: Plan, name: str, classes: list[str], params: list[nn.Parameter]) -> dict[str, Any]:
+    """Return the facts of a unit: its parameters, its largest shard, and what a rank holds while it is gathered.
+
+    FSDP2 shards dimension 0 in chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
+    """
+    compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
+    count = sum(param.numel() for param in params)
+    return {
+        "unit": name,
+        "classes": classes,
+        "parameters": count,
+        "shard_bytes": sum(_largest_shard(param, plan.shard_size) * param.itemsize for param in params),
+        "gathered_bytes": count * compute,
+        "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
+    }
+
+
+def _largest_shard(param: nn.Parameter, ranks: int) -> int:
+    """Return the number of elements in the largest shard of a parameter."""
+    rows = param.shape[0] if param.ndim else 1
+    return -(-rows // ranks) * (param.numel() // rows)
+
+
+def group_similar_units(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row, with a count, for units that differ only by a number in their names; numbers are per unit."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = str({**row, "unit": re.sub(r"\d+", "*", row["unit"])})
+        groups.setdefault(key, []).append(row)
+    return [
+        {**group[0], "unit": _name_range([row["unit"] for row in group]), "count": len(group)}
+        for group in groups.values()
+    ]
+
+
+def _name_range(names: list[str]) -> str:
+    """Return `model.layers.0-79` for `model.layers.0`, `model.layers.1` …; `model.layers.*` if there are gaps."""
+    numbers = [re.findall(r"\d+", name) for name in names]
+    if len(names) == 1:
+        return names[0]
+    first, last = numbers[0], numbers[-1]
+    if len(first) == 1 and int(last[0]) - int(first[0]) == len(names) - 1:
+        return re.sub(r"\d+", f"{first[0]}-{last[0]}", names[0])
+    return re.sub(r"\d+", "*", names[0])
+
+
+def tied_names(model: Any) -> list[str]:
+    """Return the further names of tied parameters: `lm_head.weight = model.embed_tokens.weight`."""
+    first: dict[int, str] = {}
+    found = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            found.append(f"{name} = {first[id(param)]}")
+    return found
+
+
+def model_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the lines of these facts, without the table of units."""
+    dtypes, units = facts["dtypes"], facts["units"]
+    count = sum(unit["count"] for unit in units)
+    shared = facts["tied"]
+    tie = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
+    recomputed = facts["recomputed_blocks"]
+    return [
+        f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "
+        "and the root)",
+        f"embedding and head are {tie}",
+        f"a rank holds at most {size(facts['shard_bytes'])} of weights in {dtypes['master']}; compute in "
+        f"{dtypes['compute']} with {facts['attention']} attention, gradients summed in {dtypes['reduce']}"
+        + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
+        f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"
+        if recomputed
+        else f"activations of all {facts['blocks']} blocks are kept for the backward pass",
+    ]
+
+
+def unit_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """Return the table of units, with the columns of `UNIT_HEADER`."""
+    return [
+        [
+            unit["unit"],
+            " + ".join(unit["classes"]),
+            f"{unit['count']}",
+            f"{unit['parameters']:,}",
+            size(unit["shard_bytes"]),
+            size(unit["gathered_bytes"]),
+            "kept" if unit["stays_gathered"] else "freed",
+        ]
+        for unit in facts["units"]
+        if unit["parameters"]  # the root may have none
+    ]

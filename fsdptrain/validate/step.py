@@ -1,0 +1,161 @@
+"""The step level of a dry run: memory, communication, time and cost of a step, and other plans for the same job."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.forecast import advice as advice_table
+from fsdptrain.forecast import closed_form
+from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.render import (
+    TRAFFIC_HEADER,
+    does_not_fit_error,
+    memory_lines,
+    time_lines,
+    traffic_lines,
+    traffic_rows,
+    verdict,
+)
+from fsdptrain.forecast.search import search
+from fsdptrain.model.config import load_config
+from fsdptrain.text import size
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.machine import machine_facts
+
+MEMORY = "Memory of the worst rank"
+
+
+COMMUNICATION = "Communication per step"
+
+
+ADVICE = "Other plans for the same job"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour."""
+
+    forecaster: Forecaster
+    hardware: Hardware | None = None
+    plot: str | None = None
+    advise: bool = False
+    price: float | None = None
+
+
+def check_step(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings, options: StepOptions) -> None:
+    """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
+    hardware = options.hardware or hardware_here(plan)
+    if hardware is None:
+        findings.add_note(
+            f"this GPU is unknown: describe it with --hardware {','.join(f'{name}=…' for name in CUSTOM)} to forecast "
+            "memory and time"
+        )
+        return
+    if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
+        findings.add_problem(
+            RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
+        )
+        return
+
+    # If the simulation fails, the closed form still gives the memory.
+    findings.send_busy("simulating a step")
+    try:
+        forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
+    except RecipeError:
+        raise
+    except FsdptrainError as error:
+        findings.add_note(f"{error}; memory is estimated by formula, without fragments; no communication, no time")
+        check_memory_by_formula(plan, vocab_size, hardware, findings)
+        return
+
+    cost = run_cost(forecast, plan, steps, options.price)
+    findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
+    show_forecast(forecast, plan, cost, findings)
+    if not forecast.fits:
+        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), searched=options.advise))
+    if options.plot:
+        findings.step["plot"] = options.plot
+        findings.add_lines(MEMORY, f"plotted over the step in {options.plot}")
+    for note in forecast.notes:
+        findings.add_note(note)
+    if options.advise:
+        advise(plan, hardware, forecast, vocab_size, findings, options)
+
+
+def run_cost(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:
+    """Return seconds, GPU-hours and dollars of the whole run; nothing if the number of steps is unknown."""
+    if steps is None:
+        return {}
+    run_s = steps * forecast.step_s
+    hours = run_s / 3600 * plan.topology.world_size
+    cost = {"run_s": run_s, "gpu_hours": hours}
+    return cost if price is None else cost | {"price_per_gpu_hour": price, "dollars": hours * price}
+
+
+def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings: Findings) -> None:
+    """Add the lines, tables and bars of a forecast, and its one-line verdict."""
+    findings.add_lines(MEMORY, *memory_lines(forecast))
+    fragments = forecast.reserved_bytes - forecast.peak_bytes
+    beside = {"fragments": fragments, "outside torch": forecast.overhead_bytes}
+    findings.add_item(MEMORY, "memory", by_category=forecast.breakdown, beside=beside, capacity=forecast.memory_bytes)
+    rows = traffic_rows(forecast)
+    if rows:
+        findings.add_item(COMMUNICATION, "table", header=TRAFFIC_HEADER, rows=rows)
+    findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
+    findings.add_lines("Time", *time_lines(forecast, plan, cost))
+    findings.forecast = verdict(findings.step, plan)
+
+
+def check_memory_by_formula(plan: Plan, vocab_size: int | None, hardware: Hardware, findings: Findings) -> None:
+    """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
+    peak = closed_form.peak_by_arithmetic(plan, load_config(plan, vocab_size))
+    needed = peak.allocated + hardware.context + hardware.communicator
+    capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
+    findings.step = {
+        "fits": needed <= capacity, "peak_bytes": peak.allocated, "needed_bytes": needed, "memory_bytes": capacity,
+        "moment": peak.moment, "breakdown": peak.by_category, "hardware": hardware.name, "method": "closed form",
+    }  # fmt: skip
+    findings.add_lines(MEMORY, f"{size(peak.allocated)} allocated at the peak, in the {peak.moment}")
+    beside = {"outside torch": needed - peak.allocated}
+    findings.add_item(MEMORY, "memory", by_category=peak.by_category, beside=beside, capacity=capacity)
+    findings.forecast = verdict(findings.step, plan)
+    if needed > capacity:
+        findings.add_problem(does_not_fit_error(findings.forecast, searched=False))
+
+
+def advise(
+    plan: Plan, hardware: Hardware, own: Forecast, vocab_size: int | None, findings: Findings, options: StepOptions
+) -> None:
+    """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
+    config, parameters = load_config(plan, vocab_size).to_dict(), findings.levels["model"]["parameters"]
+
+    def progress(settled: int, total: int) -> None:
+        findings.send_progress("comparing plans", settled, total)
+
+    with Forecaster() as second:  # two processes, so that two plans are forecast at a time
+        forecasters = [options.forecaster.forecast, second.forecast]
+        advice = search(plan, hardware, own, forecasters, parameters, config, progress, vocab_size=vocab_size)
+    findings.levels["advice"] = dataclasses.asdict(advice)
+    findings.add_lines(ADVICE, *advice_table.lines(advice))
+    rows = advice_table.rows(advice.options)
+    findings.add_item(ADVICE, "table", header=advice_table.HEADER, rows=rows, titles=advice_table.TITLES)
+    commands = advice_table.commands(advice)
+    if commands:
+        findings.add_lines(ADVICE, "append the overrides of a plan to the command:")
+    for name, words in commands:
+        findings.add_lines(ADVICE, name)
+        findings.add_item(ADVICE, "command", words=words)
+
+
+def hardware_here(plan: Plan) -> Hardware | None:
+    """Return the hardware of this machine; None for a GPU that is not in the table."""
+    if plan.topology.device == "cpu":
+        return CPU
+    properties = torch.cuda.get_device_properties(0)
+    return card(properties.name, properties.total_memory)
