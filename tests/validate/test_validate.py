@@ -233,7 +233,7 @@ def test_units_of_several_sizes_are_not_thrown_together(tmp_path: Path) -> None:
     owned = {
         name: sum(p.numel() for p in params) for name, _, params in parameters_by_unit(model, units_of(model, "auto"))
     }
-    assert owned["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert counts["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
     facts = model_facts(plan, model, units_of(model, ["LlamaMLP"]))
     assert [unit["unit"] for unit in facts["units"]] == ["model.layers.0-2.mlp", "root"]
     assert {*facts["dtypes"].values()} == {"float32", None}
