@@ -230,7 +230,7 @@ def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, 
 def test_units_of_several_sizes_are_not_thrown_together(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path), "fsdp.wrap=[LlamaMLP]")
     model = skeleton(load_config(plan, None), plan.recipe.model)
-    owned = {
+    counts = {
         name: sum(p.numel() for p in params) for name, _, params in parameters_by_unit(model, units_of(model, "auto"))
     }
     assert counts["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
