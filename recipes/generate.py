@@ -1,4 +1,4 @@
-"""A few lines from a trained folder, with plain transformers: `python recipes/generate.py FOLDER PROMPT`."""
+"""Generate text from an exported folder with plain transformers: `python recipes/generate.py FOLDER PROMPT`."""
 
 import sys
 
@@ -9,7 +9,7 @@ disable_progress_bar()
 folder, prompt = sys.argv[1], sys.argv[2].replace("\\n", "\n")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)  # begins as rows in training do
+inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)  # starts as training rows do
 set_seed(1)
 output = model.generate(
     **inputs, max_new_tokens=70, do_sample=True, temperature=0.7, top_k=40, pad_token_id=tokenizer.eos_token_id
