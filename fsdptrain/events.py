@@ -26,6 +26,11 @@ class Display(Protocol):
         """Show one record."""
 
 
+def progress_record(stage: str, done: int, total: int) -> Record:
+    """Return the record of how far a stage is; a `total` of 0 means that the number is unknown."""
+    return {"event": "progress", "stage": stage, "done": done, "total": total}
+
+
 class Reporter:
     """Writes the events of a run, on rank 0. On other ranks (`rundir=None`) every call does nothing."""
 
@@ -79,7 +84,7 @@ class Reporter:
         if self._progress is None or (stage == last_stage and now - last_time < PROGRESS_INTERVAL_S and done < total):
             return
         self._last_progress = (stage, now)
-        record = {"event": "progress", "at": time.time(), "stage": stage, "done": done, "total": total}
+        record = {**progress_record(stage, done, total), "at": time.time()}
         self._progress.write(json.dumps(record) + "\n")
         if self._screen:
             self._screen.show(record)

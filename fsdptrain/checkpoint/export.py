@@ -26,7 +26,7 @@ from fsdptrain.checkpoint.save import Checkpointer, save_tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
-from fsdptrain.events import Progress, Reporter
+from fsdptrain.events import Progress, Reporter, progress_record
 from fsdptrain.model.assets import special_token_faults
 from fsdptrain.model.skeleton import in_dtype, skeleton
 from fsdptrain.model.units import blocks_of, saved_state
@@ -244,7 +244,7 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
     dtype = dtype or plan.recipe.export.dtype
 
     def progress(stage: str, done: int, total: int) -> None:
-        screen.show({"event": "progress", "stage": stage, "done": done, "total": total})
+        screen.show(progress_record(stage, done, total))
 
     with StoredCheckpoint(folder) as checkpoint:
         tensors = stored_tensors(checkpoint, bare, groups)
@@ -259,7 +259,13 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
 
 
 def _write_and_record(
-    rundir: RunDir, step: int, bare: Any, groups: list[list[str]], tensors: Iterator[Tensors], dtype: str, progress: Any
+    rundir: RunDir,
+    step: int,
+    bare: Any,
+    groups: list[list[str]],
+    tensors: Iterator[Tensors],
+    dtype: str,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
     _, before = read_export_record(rundir)

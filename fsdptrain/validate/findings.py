@@ -18,6 +18,7 @@ from fsdptrain.errors import (
     NoModel,
     RecipeError,
 )
+from fsdptrain.events import progress_record
 
 # Exit codes, that of the most basic problem first.
 BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointError, DoesNotFit, FsdptrainError)]
@@ -119,7 +120,7 @@ class Findings:
 
     def send_progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage is."""
-        self.send({"event": "progress", "stage": stage, "done": done, "total": total})
+        self.send(progress_record(stage, done, total))
 
     @property
     def exit_code(self) -> int:
