@@ -136,7 +136,7 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
             assert terminal.wait() == 4
             assert_tidy(terminal, 60)
             said = terminal.text().replace("\n", "").replace("  ", "")  # the terminal breaks the path
-            assert said.endswith("text.jsonl:2:'text' is an int; expected a text; put quotes around it"), said
+            assert said.endswith("text.jsonl:2:'text' is an int; expected text; put quotes around it"), said
         output.seek(0)
         plain = output.read()
     assert "\x1b" not in plain and "starting" not in plain

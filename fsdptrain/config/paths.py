@@ -86,10 +86,10 @@ MAX_FOLDERS = 10_000  # searched for one data.path: /** would search the whole d
 
 
 def model_name_fault(name: str) -> str | None:
-    """Return what is wrong with the name of a model or tokenizer: nothing (None) for a folder here or a Hub id."""
+    """Return what is wrong with the name of a model or tokenizer: nothing (None) for a folder or a Hub id."""
     if is_folder(name) or HUB_ID.fullmatch(name):
         return None
-    return f"{shortened(name)!r} is neither a folder here nor a Hub id (org/name)"
+    return f"{shortened(name)!r} is neither a folder nor a Hub id (org/name)"
 
 
 def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:

@@ -1,11 +1,11 @@
 """Rows → tokens → packed blocks, once, before any process group exists; then `batch(position)`, a pure function.
 
-The cache is a folder of flat, memory-mapped arrays named by the content that made it, so the ranks of a node share one
-copy and a second run starts at once. Words used here:
+The cache is a folder of flat, memory-mapped arrays, named by a digest of what they were made from. So the ranks of a
+node share one copy and a second run starts at once. Terms:
 
     row     one document or conversation, as tokens
-    piece   a run of tokens of one row that lies in one block; pieces of a block do not attend to one another
-    block   `seq_len` tokens: what the model sees as one sequence
+    piece   consecutive tokens of one row in one block; pieces of a block do not attend to one another
+    block   `seq_len` tokens: one sequence of a batch
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Batch = dict[str, torch.Tensor]
 class Corpus:
     """The cached token stream of one data set, cut into pieces and packed into blocks.
 
-    `tokens` uint32 [T]; `trained` bool [T], whether a token is to be predicted; `ends` int64 [R+1] offsets of rows;
-    `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
-    pieces; `labels` int64 [B] label tokens of each block; `notes` what was split, cut or dropped; `lengths` uint32 [R]
-    tokens of every row before anything was cut.
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `pieces`
+    int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into pieces;
+    `labels` int64 [B] label tokens of each block; `notes` counts of rows that were split, cut or dropped; `lengths`
+    uint32 [R] tokens of every row before it was cut.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -63,48 +63,49 @@ class Corpus:
     lengths: np.ndarray[Any, Any]
     ends: Ints
     name: str = ""
-    counting: bool = True  # whether the positions of padding go on from those of the last piece
+    count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
 
     def __len__(self) -> int:
         return len(self.blocks) - 1
 
     def fill(self) -> float:
-        """The share of real (not padding) tokens in all blocks."""
+        """Return the fraction of tokens, in all blocks, that are not padding."""
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Blocks `numbers` as int64 tensors [len(numbers), seq_len]: `input_ids`, `labels`, `position_ids`.
+        """Return blocks `numbers` as int64 tensors [len(numbers), seq_len]: `input_ids`, `labels`, `position_ids`.
 
-        Labels are already shifted: position i is to predict labels[i], or nothing where that is -100. Position ids
-        restart at every piece, which is how transformers knows that pieces do not attend to one another. Padding goes
-        on counting: nothing before it sees it, and a block of one piece needs no mask but the causal one, so that it
-        gets the flash kernel; where the highest position matters to all (`counting` is False) its positions are 0.
-        A number of -1 gives a block of padding.
+        Labels are already shifted: position i predicts labels[i], or nothing when that is -100. Position ids restart at
+        every piece, from which transformers derives that pieces do not attend to one another. Padding continues the
+        positions of the last piece: causal attention hides it from the tokens before it, and a block of one piece needs
+        no other mask, so that it gets the flash kernel. With `count_padding=False`, for models in which the highest
+        position affects every token, positions of padding are 0. The number -1 gives a block of padding.
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
         for row, number in enumerate(numbers):
-            at = length = 0
+            at = length = 0  # the next free position of the block; the length of its last piece
             for start, length, end in self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else ():
                 ids[row, at : at + length] = self.tokens[start : start + length]
                 positions[row, at : at + length] = np.arange(length)
                 targets = slice(start + 1, min(start + length + 1, end))
-                wanted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
-                labels[row, at : at + len(wanted)] = wanted
+                shifted = np.where(self.trained[targets], self.tokens[targets].astype(np.int64), IGNORED)
+                labels[row, at : at + len(shifted)] = shifted
                 at += length
-            if self.counting:
+            if self.count_padding:
                 positions[row, at:] = np.arange(length, length + self.seq_len - at)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def show(self, tokenizer: Any) -> str:
-        """The first piece of the first block as text, with the trained parts in ⟦ ⟧."""
+        """Return the first piece of the first block as text, with the trained parts in ⟦ ⟧."""
         start, length, _ = (int(n) for n in self.pieces[self.blocks[0]])
         shown = slice(start, start + min(length, 400))
         ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
-        turns = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # starts and ends of what is trained
-        places = [len(tokenizer.decode(ids[:turn])) for turn in turns]  # of the whole: a part may lose its first space
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # of the trained parts
+        # Decoded from the beginning each time: a part decoded alone may lose its first space.
+        places = [len(tokenizer.decode(ids[:edge])) for edge in edges]
         text = tokenizer.decode(ids)
         for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
             text = text[:place] + mark + text[place:]
@@ -115,30 +116,30 @@ class Corpus:
 class Stream:
     """An endless stream over some blocks of a corpus: epoch after epoch, each a new permutation.
 
-    What stands at a position depends on (seed, position) alone: not on the world size, nor on what was read before.
+    The block at a position depends on (seed, position) alone: not on the world size or on what was read before.
     """
 
     corpus: Corpus
-    numbers: Ints  # the blocks in this stream
+    numbers: Ints  # of the blocks in this stream
     seed: int
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def at(self, positions: Sequence[int]) -> list[int]:
-        """The block numbers at these positions of the stream."""
+        """Return the block numbers at these positions of the stream."""
         return [int(self.numbers[_epoch_order(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
 
     def batch(self, positions: Sequence[int]) -> Batch:
-        """The blocks at these positions; see `Corpus.batch`."""
+        """Return the blocks at these positions; see `Corpus.batch`."""
         return self.corpus.batch(self.at(positions))
 
     def label_tokens(self, positions: Sequence[int]) -> int:
-        """How many label tokens the blocks at these positions hold together."""
+        """Return how many label tokens the blocks at these positions have in total."""
         return int(self.corpus.labels[self.at(positions)].sum())
 
     def digest(self, positions: Sequence[int]) -> str:
-        """A short digest of which blocks these are, to compare runs by."""
+        """Return a short digest of the block numbers at these positions, with which runs are compared."""
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
@@ -146,27 +147,29 @@ _epoch_orders: dict[tuple[int, int, int], Ints] = {}
 
 
 def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
-    """The order of one epoch; the two newest are kept, since a batch may straddle two epochs."""
-    wanted = (seed, epoch, size)
-    if wanted not in _epoch_orders:
+    """Return the order of blocks in one epoch; some are remembered, since a batch may span two epochs."""
+    key = (seed, epoch, size)
+    if key not in _epoch_orders:
         while len(_epoch_orders) > 3:
             _epoch_orders.pop(next(iter(_epoch_orders)))
-        _epoch_orders[wanted] = np.random.default_rng([seed, epoch]).permutation(size)
-    return _epoch_orders[wanted]
+        _epoch_orders[key] = np.random.default_rng([seed, epoch]).permutation(size)
+    return _epoch_orders[key]
 
 
-def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = True) -> tuple[Stream, list[int], Corpus]:
-    """The training stream, the held-out block numbers and the corpus they belong to; `counting` as in `Corpus`.
+def prepare(
+    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True
+) -> tuple[Stream, list[int], Corpus]:
+    """Return the training stream, the held-out block numbers and their corpus; `count_padding` as in `Corpus`.
 
-    Raises DataError for wrong rows, and when no row with a trained token is left.
+    Raises DataError for wrong rows, and when no row has a trained token.
     """
     data, seed = plan.recipe.data, plan.recipe.seed
     corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
-    corpus = dataclasses.replace(corpus, counting=counting)
+    corpus = dataclasses.replace(corpus, count_padding=count_padding)
     held_out = None
     if plan.eval_path is not None:
         held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
-        held_out = dataclasses.replace(held_out, counting=counting)
+        held_out = dataclasses.replace(held_out, count_padding=count_padding)
     elif data.eval is not None:
         corpus, held_out = hold_out(corpus, data, data.eval["fraction"], seed)
     stream = Stream(corpus, np.arange(len(corpus)), seed)
@@ -174,10 +177,11 @@ def prepare(plan: Plan, tokenizer: Any, progress: Progress, counting: bool = Tru
 
 
 def hold_out(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-    """A corpus to train on and one to hold out, of whole rows: no row is in both.
+    """Return a corpus to train on and one to hold out, of whole rows: no row is in both.
 
-    Only where most of what is to be held out cannot be had in whole rows, a text is divided and its end held out: a row
-    of its own, so that no token of it is a label of the first part. Raises DataError where either would be empty.
+    A text is divided only when whole rows give less than half of the tokens to hold out. Its end is then held out as a
+    row of its own, so that none of its tokens is a label of the first part. Raises DataError when either corpus would
+    be empty.
     """
 
     def write(folder: Path) -> None:
@@ -185,8 +189,8 @@ def hold_out(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Co
         for name, side in (("train", ~held), ("held", held)):
             pieces, blocks, labels = cut_and_pack(starts[side], stops[side], corpus.trained, data)
             if not len(pieces):
-                kept = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {kept}")
+                use = "to hold out" if name == "held" else "to train on"
+                raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {use}")
             for kind, values in (("pieces", pieces), ("blocks", blocks), ("labels", labels)):
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
@@ -207,16 +211,16 @@ def hold_out(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Co
 def choose_held_out(
     ends: Ints, fraction: float, seed: int, divisible: bool
 ) -> tuple[Ints, Ints, np.ndarray[Any, Any], int]:
-    """Draw rows by `seed` until they hold this fraction of all tokens.
+    """Draw rows by `seed` until they have this fraction of all tokens.
 
-    `ends` int64 [R+1]: the rows' offsets. Returns starts and ends of rows, whether each is held out, how many were
-    divided.
+    `ends` int64 [R+1]: the rows' offsets. Returns starts [R'], ends [R'], whether each row is held out [R'], and how
+    many were divided (0 or 1).
     """
     lengths, wanted = np.diff(ends), round(fraction * int(ends[-1]))
-    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # no epoch's stream
+    drawn = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))  # [seed, epoch] is the stream's
     short = drawn[lengths[drawn] <= wanted]
     whole = short[: np.searchsorted(np.cumsum(lengths[short]), wanted, side="right")]
-    missing = wanted - int(lengths[whole].sum())
+    missing = wanted - int(lengths[whole].sum())  # tokens that whole rows do not give
     held = np.zeros(len(lengths), bool)
     held[whole] = True
     if missing <= wanted / 2 or len(short) == len(drawn):
@@ -230,10 +234,13 @@ def choose_held_out(
 
 
 def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
-    """The corpus of a data path from the cache; whoever holds the lock first makes it."""
+    """Return the corpus of a data path from the cache, made by the first process that needs it.
+
+    Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
+    """
     before = data_stamps(path)
     content = fingerprint(path)
-    wanted = {
+    key = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
         "max_rows": max_rows,
         "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on, data.separator],
@@ -242,9 +249,9 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     def write(folder: Path) -> None:
         _write_corpus(folder, path, data, tokenizer, max_rows, progress)
         if data_stamps(path) != before:
-            raise DataError(f"{path} was changed while it was read: run again when nobody writes to it")
+            raise DataError(f"{path} changed while it was read: run again when nothing writes to it")
 
-    folder = cached_folder("data", wanted, write)
+    folder = cached_folder("data", key, write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
@@ -261,7 +268,7 @@ _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 def _write_corpus(
     folder: Path, path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress
 ) -> None:
-    """Tokenise every row into flat files, then cut and pack them."""
+    """Tokenise every row into flat files, then cut the rows into pieces and pack these."""
     sources = open_sources(path)
     total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
@@ -277,7 +284,7 @@ def _write_corpus(
                 done += len(batch)
                 progress("tokenise", done, total)
     if ends[-1] == 0:
-        raise DataError(f"{path}: no row with a trained token is left of {done}")
+        raise DataError(f"{path}: none of the {done} rows has a trained token")
     offsets = np.array(ends)
     flags = np.memmap(folder / "trained.bin", np.bool_, "r")
     pieces, blocks, labels = cut_and_pack(offsets[:-1], offsets[1:], flags, data)

@@ -1,8 +1,8 @@
-"""Rows of text, prompts with completions, or conversations → token ids, and which of them are to be predicted.
+"""Rows of text, prompts with completions, or conversations → token ids, and which of them are trained.
 
 A row is one text, encoded as a whole, so that its tokens are those that the tokenizer gives for that text. What is
-trained is a span of its characters. Where a token lies on both sides of a span's edge the text is cut there, and what
-follows is encoded as a continuation, which is what a model sees that continues a prompt.
+trained is a span of its characters. Where a token crosses the edge of a span the text is cut there, and the rest is
+encoded as a continuation, which is what a model sees that continues a prompt.
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ from fsdptrain.errors import DataError
 TRAINED = 1  # in the flags of a row
 
 
-Row = tuple[list[int], bytes]  # tokens; a byte for each, 1 where it is to be predicted
+Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
+
+
+Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, how many tokens stand before it
 
 
 class Encoder:
-    """Rows of one format → (token ids, trained flags, a byte each), with the counts of what was cut or dropped."""
+    """Encodes rows of one format as tokens and flags, and counts the rows that are cut, split or dropped.
+
+    Raises DataError for a tokenizer without an end-of-sequence token.
+    """
 
     def __init__(self, tokenizer: Any, data: Data) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if tokenizer.eos_token_id is None:
-            raise DataError("model.tokenizer: has no end-of-sequence token, so no document could ever end")
+            raise DataError("model.tokenizer: has no end-of-sequence token, which every row has to end with")
         self.eos = int(tokenizer.eos_token_id)
-        self.prefix = prefix_tokens(tokenizer)  # which also turns truncation and padding off in the backend
+        self.prefix = prefix_tokens(tokenizer)  # the call also turns truncation and padding off in the backend
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
         self.long_rows = long_row_treatment(data)
-        self.lengths = array("I")  # tokens of each row, before the cut
+        self.lengths = array("I")  # tokens of each row, before it is cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
@@ -59,51 +65,51 @@ class Encoder:
                 self.counts["dropped"] += 1
 
     def _text(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        for ids in self._ids([row["text"] for row in rows]):
-            yield self._framed(ids, b"\1" * len(ids))
+        for ids in self._encode([row["text"] for row in rows]):
+            yield self._with_begin_and_end(ids, b"\1" * len(ids))
 
     def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         prompts = [row["prompt"] + self.data.separator for row in rows]
         texts = [prompt + row["completion"] for prompt, row in zip(prompts, rows, strict=True)]
         if self.data.train_on == "all":
-            for ids in self._ids(texts):
-                yield self._framed(ids, b"\1" * len(ids))
+            for ids in self._encode(texts):
+                yield self._with_begin_and_end(ids, b"\1" * len(ids))
             return
         spans = [[(len(prompt), len(text))] for prompt, text in zip(prompts, texts, strict=True)]
-        for ids, mask in self._masked(texts, spans):
-            yield self._framed(ids, mask)
+        for ids, mask in self._encode_masked(texts, spans):
+            yield self._with_begin_and_end(ids, mask)
 
     def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        """Conversations as `apply_chat_template` tokenises them: the template says what begins and what ends them."""
+        """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
         assert self.conversations is not None
         rendered = [self.conversations(row["messages"], row.get("tools"), row["place"]) for row in rows]
-        yield from self._masked([text for text, _ in rendered], [spans for _, spans in rendered])
+        yield from self._encode_masked([text for text, _ in rendered], [spans for _, spans in rendered])
 
-    def _framed(self, ids: list[int], mask: bytes) -> Row:
-        """A row that begins once with what the tokenizer puts before every text, and has a trained end."""
+    def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
+        """Add the tokens that the tokenizer puts before every text, and a trained end of sequence, where missing."""
         if ids[: len(self.prefix)] != self.prefix:
             ids, mask = self.prefix + ids, b"\0" * len(self.prefix) + mask
         return (ids, mask) if ids[-1:] == [self.eos] else ([*ids, self.eos], mask + b"\1")
 
-    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
-        if self.backend is not None:  # without offsets and attention masks, which nobody asks for, in half the time
+    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
+        if self.backend is not None:  # without offsets and attention masks: takes half the time
             return (found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False))
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         return encoded
 
-    def _masked(self, texts: list[str], spans_of: list[list[Span]]) -> Iterator[Row]:
-        """The tokens of texts, those that lie in one of the text's spans trained."""
+    def _encode_masked(self, texts: list[str], spans_of: list[list[Span]]) -> Iterator[Row]:
+        """Encode texts; the tokens inside one of a text's spans are trained."""
         edges_of = [sorted({edge for span in spans for edge in span}) for spans in spans_of]
-        placed = self._placed if self.backend is not None else self._placed_slowly
-        for (ids, counts), edges, spans in zip(placed(texts, edges_of), edges_of, spans_of, strict=True):
+        locate = self._locate if self.backend is not None else self._locate_without_offsets
+        for (ids, counts), edges, spans in zip(locate(texts, edges_of), edges_of, spans_of, strict=True):
             before = dict(zip(edges, counts, strict=True))
             mask = bytearray(len(ids))
             for a, b in spans:
                 mask[before[a] : before[b]] = b"\1" * (before[b] - before[a])
             yield ids, bytes(mask)
 
-    def _placed(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
-        """The tokens of texts, and how many of them stand before each edge."""
+    def _locate(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+        """Encode texts and locate their edges; a text in which a token crosses an edge is encoded in parts."""
         assert self.backend is not None
         for found, text, edges in zip(
             self.backend.encode_batch(texts, add_special_tokens=False), texts, edges_of, strict=True
@@ -112,62 +118,63 @@ class Encoder:
             if None not in counts:
                 yield found.ids, [count for count in counts if count is not None]
             else:
-                yield self._cut(found, text, edges)
+                yield self._encode_in_parts(found, text, edges)
 
-    def _cut(self, found: Any, text: str, edges: list[int]) -> tuple[list[int], list[int]]:
-        """The tokens of a text cut at its edges; where those are another text, the whole text's.
+    def _encode_in_parts(self, found: Any, text: str, edges: list[int]) -> Located:
+        """Encode a text in parts, cut at its edges; as a whole when the parts decode to another text.
 
-        WordPiece, for one, has no tokens for what continues a word that was cut. There a token on both sides of an edge
+        WordPiece, for example, has no tokens for the continuation of a cut word. There a token that crosses an edge
         counts as behind it.
         """
         bounds = [0, *edges, len(text)]
         parts = [
-            self._continued(text[:a], text[a:b]) if a else self._part(text[:b]) for a, b in itertools.pairwise(bounds)
+            self._encode_continuation(text[:a], text[a:b]) if a else self._encode_one(text[:b])
+            for a, b in itertools.pairwise(bounds)
         ]
         ids = list(itertools.chain.from_iterable(parts))
         if self.tokenizer.decode(ids) == self.tokenizer.decode(found.ids):
             return ids, list(itertools.accumulate(len(part) for part in parts[:-1]))
         return found.ids, [sum(1 for _, end in found.offsets if end <= edge) for edge in edges]
 
-    def _part(self, text: str) -> list[int]:
-        return next(iter(self._ids([text])))
+    def _encode_one(self, text: str) -> list[int]:
+        return next(iter(self._encode([text])))
 
-    def _continued(self, before: str, text: str) -> list[int]:
-        """Tokens of a text that stands behind another: without the space that some tokenizers put before every text.
+    def _encode_continuation(self, before: str, text: str) -> list[int]:
+        """Encode a text that follows another: without the space that some tokenizers put before every text.
 
-        Some put it behind every added token, too; there the text is encoded behind that token.
+        Some also put it behind every added token; there the text is encoded together with that token.
         """
         assert self.continuing is not None
         if before.endswith(self.added):
             token = next(token for token in self.added if before.endswith(token))
-            return self._part(token + text)[len(self._part(token)) :]
+            return self._encode_one(token + text)[len(self._encode_one(token)) :]
         special = self.any_added.search(text)
         head = text[: special.start()] if special else text
         ids: list[int] = self.continuing.encode(head, add_special_tokens=False).ids
-        return ids + self._part(text[len(head) :]) if len(head) < len(text) else ids
+        return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
-    def _placed_slowly(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
-        """The same by a tokenizer in Python, which knows no offsets: by the tokens of the text up to an edge."""
+    def _locate_without_offsets(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
+        """Do the same for a tokenizer in Python, without offsets: compare with the tokens of the text up to an edge."""
         for text, edges in zip(texts, edges_of, strict=True):
-            ids = self._part(text)
+            ids = self._encode_one(text)
             yield (
                 ids,
                 [
-                    _common_prefix_length(self._part(text[:edge]), ids) if edge < len(text) else len(ids)
+                    _common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
                     for edge in edges
                 ],
             )
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
+    """Return the tokens that a tokenizer puts before every text: `<s>`, `[gMASK]<sop>`, or none."""
     plain, whole = (tokenizer("a", add_special_tokens=added).input_ids for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return [int(token) for token in whole[:at]]
 
 
 def _without_prefix_space(backend: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space that it puts before a text that begins with none."""
+    """Copy the tokenizer without the rules that put a space before a text."""
 
     def spaceless(rule: Any) -> Any:
         if isinstance(rule, list):
@@ -190,9 +197,9 @@ def _without_prefix_space(backend: Tokenizer) -> Tokenizer:
 
 
 def _tokens_before(found: Any, edge: int, size: int) -> int | None:
-    """How many tokens of an encoded text of `size` characters stand before one; None where a token is on both sides.
+    """Return how many tokens of an encoded text of `size` characters precede an edge; None when a token crosses it.
 
-    Offsets may leave out white space (`trim_offsets`): that of a token that begins with a space counts as the token's.
+    Offsets may leave out white space (`trim_offsets`): a space at the beginning of a token counts as part of it.
     """
     if edge in (0, size):
         return 0 if edge == 0 else len(found)
@@ -205,5 +212,5 @@ def _tokens_before(found: Any, edge: int, size: int) -> int | None:
 
 
 def _common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists share at their beginning."""
+    """Return how many tokens two lists have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Reading from the Hub or a local folder: what pins it, how its failures read, and which files hold weights."""
+"""Models and tokenizers of the Hub or a local folder: the revision, the files of weights, and clear errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
 from fsdptrain.events import Progress
 
-HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before we do without it
+HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
 
 
 CUSTOM_CODE = (
-    "has code of its own, which is not run: read it, then say --trust-remote-code (for a Hub id together with "
-    "model.revision, a full commit)"
+    "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "
+    "model.revision to a full commit)"
 )
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
-    """Keyword arguments that pin where transformers reads from; a tokenizer's own code is never run."""
+    """Return keyword arguments of `from_pretrained` that pin the revision; a tokenizer's custom code is never run."""
     return {"revision": model_revision(plan) if tokenizer is None else "main", "trust_remote_code": False}
 
 
@@ -45,7 +45,7 @@ def _model_file(plan: Plan, name: str) -> str | None:
 
 
 def read_json(plan: Plan, name: str) -> dict[str, Any]:
-    """A JSON file of `model.id`; empty when there is none. Raises RecipeError for what is not a JSON object."""
+    """Return a JSON file of `model.id`, {} when there is none; raises RecipeError when it is not a JSON object."""
     model = plan.recipe.model
     with recipe_errors(f"model.id: cannot read {name} of {model.id}"), hub_errors("model.id", str(model.id)):
         found = _model_file(plan, name)
@@ -56,45 +56,47 @@ def read_json(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def reject_symlinks_outside(field: str, name: str) -> None:
-    """Raise RecipeError when a file of a local folder is a link to a place outside.
+    """Raise RecipeError when a file of a local folder is a symlink to a place outside.
 
-    Its text would be read and go into the export: a chat template may well be a link to a token. Weights may be links,
-    for only tensors are read from them; and so may all of the Hub's cache, within the cache.
+    Its text would be read and exported: a chat template could be a link to a secret token. Weights may be links,
+    because only tensors are read from them; so may all files of the Hub's cache, within the cache.
     """
     folder = Path(name).resolve()
     cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
     for path in sorted(folder.iterdir()) if is_folder(name) else ():
         inside = any(path.resolve().is_relative_to(home) for home in [folder, *cache])
         if path.is_symlink() and not inside and path.suffix != ".safetensors":
-            raise RecipeError(f"{field}: {path} is a link out of its folder, and is not followed: put a copy there")
+            raise RecipeError(
+                f"{field}: {path} is a link to a file outside its folder, which is not followed: copy the file there"
+            )
 
 
 @contextlib.contextmanager
 def recipe_errors(message: str) -> Iterator[None]:
-    """Turn what libraries raise over a file that is not there, is damaged or does not fit into one RecipeError."""
+    """Raise RecipeError for any error of a library inside: a missing, damaged or unsuitable file."""
     try:
         yield
     except FsdptrainError:
         raise
-    except Exception as error:  # a damaged or hostile file ends in any class there is
+    except Exception as error:  # a damaged or hostile file may raise any class
         raise RecipeError(f"{message}: {error_summary(error)}") from None
 
 
 def error_summary(error: BaseException) -> str:
-    """What an error says, in one line; that something has code of its own in our words."""
+    """Return the message of an error in one line; for custom code, the message of fsdptrain."""
     if "trust_remote_code" in str(error):
         return f"it {CUSTOM_CODE}"
     lines = str(error).strip().splitlines()
-    words = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
-    plain = isinstance(error, (OSError, ValueError, ImportError)) and words
-    return words[:300] if plain else f"{type(error).__name__}: {words[:300]}"
+    message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    plain = isinstance(error, (OSError, ValueError, ImportError)) and message
+    return message[:300] if plain else f"{type(error).__name__}: {message[:300]}"
 
 
 @contextlib.contextmanager
 def hub_errors(field: str, name: str) -> Iterator[None]:
-    """Raise NoModel, with the ways out, when `name` is not here and not to be had either."""
+    """Raise NoModel when `name` is neither a folder nor a Hub id, or cannot be downloaded."""
     if fault := model_name_fault(name):
-        raise NoModel(f"{field}: {fault}; if a run exports it, do that first")
+        raise NoModel(f"{field}: {fault}; if a run exports it, export first")
     try:
         yield
     except Exception as error:
@@ -112,34 +114,34 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
-    """Ask the Hub one short question where the plan needs it, and go on offline when it does not answer.
+    """Send the Hub one request if the plan needs it, and continue offline when it does not answer in time.
 
-    Without this, every file of every id is asked for six times over 23 seconds. The question has a thread of its own:
-    an address that is looked up, or a proxy, may take longer than any timeout of the HTTP library.
+    Otherwise huggingface_hub would request every file of every id six times over 23 seconds. The request has its own
+    thread, because a DNS lookup or a proxy may take longer than any timeout of the HTTP library.
     """
     names = plan.hub_names()
     if not names or constants.HF_HUB_OFFLINE:
         return
     progress(f"asking the Hub for {' and '.join(names)}", 0, 0)
     answered = threading.Event()
-    question = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
-    question.start()
-    question.join(HUB_TIMEOUT_S)
+    request = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
+    request.start()
+    request.join(HUB_TIMEOUT_S)
     if not answered.is_set():
         go_offline()
         progress(f"the Hub did not respond within {HUB_TIMEOUT_S:g} s; continuing offline with the local cache", 0, 0)
 
 
 def _ask_hub(answered: threading.Event) -> None:
-    with contextlib.suppress(Exception):  # whatever the HTTP library of the day raises
+    with contextlib.suppress(Exception):  # the HTTP library may raise any class
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         answered.set()
 
 
 def safetensors_files(plan: Plan) -> list[str]:
-    """The safetensors files of `model.id`, from a local folder or (downloaded) from the Hub; never pickled ones.
+    """Return the safetensors files of `model.id`, from a local folder or downloaded from the Hub; never pickled ones.
 
-    Raises RecipeError when there are none, or one of them is not what its name says.
+    Raises RecipeError when there are none, or one of them is not a safetensors file.
     """
     model = plan.recipe.model
     for name in (constants.SAFETENSORS_INDEX_FILE, constants.SAFETENSORS_SINGLE_FILE):
@@ -165,7 +167,7 @@ def _indexed_files(plan: Plan, index: str) -> list[str]:
 
 
 def _check_headers(files: list[str]) -> list[str]:
-    """The files, each opened once: its header is checked against its length."""
+    """Open each file once, which compares its header with its length, and return them."""
     for file in files:
         with recipe_errors(f"model.id: {file} cannot be read as safetensors"), safe_open(file, framework="pt"):
             pass

@@ -13,11 +13,12 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def cut_and_pack(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data) -> tuple[Ints, Ints, Ints]:
-    """Cut and pack rows (first tokens [R], ends [R]): pieces [P, 3], blocks [B+1] and labels [B], as in a `Corpus`.
+    """Cut and pack rows, given by starts [R] and ends [R]: pieces [P, 3], blocks [B+1] and labels [B] of a `Corpus`.
 
     Pieces without a label token are left out.
     """
-    ends = np.concatenate([[0], np.cumsum(stops - starts)])  # of the rows, one behind the other
+    # Rows are cut as if they followed one another without gaps; then the pieces are moved to where their rows are.
+    ends = np.concatenate([[0], np.cumsum(stops - starts)])
     pieces = cut(ends, data)
     shift = (starts - ends[:-1])[np.searchsorted(ends, pieces[:, 0], side="right") - 1]
     placed = pieces + np.stack([shift, np.zeros_like(shift), shift], axis=1)
@@ -30,7 +31,7 @@ def cut_and_pack(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data:
 
 
 def cut(ends: Ints, data: Data) -> Ints:
-    """Rows (offsets [R+1]) → pieces [P, 3] of at most seq_len tokens: (first token, length, end of the row).
+    """Cut rows (offsets [R+1]) into pieces [P, 3] of at most seq_len tokens: (first token, length, end of the row).
 
     With `concat` the stream of all rows is cut every seq_len tokens, so that blocks are full; otherwise every row is
     cut from its own beginning.
@@ -49,15 +50,15 @@ def cut(ends: Ints, data: Data) -> Ints:
 
 
 def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
-    """Label tokens of each piece: the trained tokens its positions are to predict, which all lie in the same row."""
-    flags = np.asarray(trained)  # of a memory map, too: slicing those takes ten times as long
+    """Count the label tokens of each piece: the trained tokens that its positions predict, all in the same row."""
+    flags = np.asarray(trained)  # a plain array: slicing a memory map takes ten times as long
     start, length, end = pieces.T
     wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
     return np.array([np.count_nonzero(flags[a:b]) for a, b in wanted], np.int64)
 
 
 def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
-    """Put pieces into blocks: (order of the pieces [P], offsets of the blocks [B+1]).
+    """Put pieces into blocks; return the order of the pieces [P] and the offsets of the blocks [B+1].
 
     `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is best-fit decreasing.
     """
@@ -74,27 +75,27 @@ def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins of at most `size`, each item going to the fullest bin that still takes it, long items first.
+    """Return bins of at most `size`: long items first, each in the fullest bin that has space for it.
 
-    `room` is a bit set of the free spaces that some open bin has; its lowest bit from `length` on is the best fit, so
-    an item costs O(size / 64) and not a search over the bins. (Johnson et al., SIAM J. Comput. 3(4), 1974.)
+    `spaces` is a bit set of the free spaces that some open bin has; its lowest bit from `length` on is the best fit, so
+    an item costs O(size / 64) instead of a search over the bins. (Johnson et al., SIAM J. Comput. 3(4), 1974.)
     """
     bins: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
-    room = 0
+    spaces = 0
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[item]
-        fitting = room >> length
+        fitting = spaces >> length
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
             number = by_space[space].pop()
             if not by_space[space]:
-                room ^= 1 << space
+                spaces ^= 1 << space
         else:
             space, number = size, len(bins)
             bins.append([])
         bins[number].append(item)
         left = space - length
         by_space.setdefault(left, []).append(number)
-        room |= 1 << left
+        spaces |= 1 << left
     return bins

@@ -1,4 +1,4 @@
-"""A first recipe for somebody's data and model, with comments: `fsdptrain init`."""
+"""A first recipe for some data and a model, with comments: `fsdptrain init`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
 #
 # fsdptrain validate {dest}: what is wrong, whether it fits, how long it takes; starts nothing
-# fsdptrain run {dest}: train; run it again to go on where it stopped
+# fsdptrain run {dest}: train; run it again to resume where it stopped
 # fsdptrain schema > recipe.schema.json: once, for completion and checks in an editor (by the first line)
 #
 # Every other key has a default: fsdptrain schema lists them.
@@ -33,7 +33,7 @@ data:
   path: {path}
   format: {form} # {fields}
 {columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {long_rows}
-  # eval: {{fraction: 0.01}} # share of the tokens to hold out; then say how often: eval: {{every: 100}}
+  # eval: {{fraction: 0.01}} # share of the tokens to hold out; then also set eval: {{every: 100}} (steps)
 
 fsdp:
   strategy: {strategy} # one of {strategies}
@@ -49,19 +49,19 @@ checkpoint: {{every: 500}} # steps
 
 
 def starter_recipe(data: str, model: str, dest: Path) -> str:
-    """Return the text of a recipe, to stand at `dest`, that trains `model` on what the first rows of `data` look like.
+    """Return the text of a recipe, to be written to `dest`, that trains `model` on `data`, read by its column names.
 
-    Raises DataError for data that is not there, cannot be read, or whose columns look like no format, and RecipeError
-    for a model that is neither a folder nor a Hub id.
+    Raises DataError for data that is missing, cannot be read, or whose columns match no format, and RecipeError for a
+    model that is neither a folder nor a Hub id.
     """
     if fault := model_name_fault(model):
         raise RecipeError([Problem(fault, "--model")])
     found = find_data(data, Path.cwd())
-    there = column_names(found)
-    likely = guess_format(there)
+    available = column_names(found)
+    likely = guess_format(available)
     if likely is None:
         formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
-        raise DataError(f"{data}: its columns look like no format ({formats}); there are: {listed(there)}")
+        raise DataError(f"{data}: its columns match no format ({formats}); columns: {listed(available)}")
     form, columns = likely
     read_as = Data(format=form, columns=columns)  # type: ignore[arg-type]
     peek(found, read_as)
@@ -81,7 +81,7 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
 
 
 def _path_from_recipe(data: str, found: str, dest: Path) -> str:
-    """The data's path as it is found from the recipe's folder; as it is written where that is absolute or a Hub id."""
+    """Return the data's path relative to the recipe's folder; unchanged when it is absolute or a Hub id."""
     if found == data or data.startswith("~") or Path(data).is_absolute():
         return data
     return os.path.relpath(found, dest.parent.absolute())
@@ -93,7 +93,7 @@ def _run_name(model: str, data: str) -> str:
 
 
 def _sequence_length(model: str, usual: int = 2048) -> int:
-    """The usual sequence length, or the model's limit where that is lower and can be read here."""
+    """Return the usual sequence length, or the model's limit when that is lower and `model` is a folder."""
     try:
         limit = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,5 +106,5 @@ def _yaml_scalar(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A text that stays on its line."""
+    """Return a text without line breaks, shortened, for a comment."""
     return shortened(" ".join(text.split()))

@@ -27,10 +27,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(plan: Plan, progress: Progress) -> Any:
-    """The tokenizer that the recipe names, or one trained on its data.
+    """Return the tokenizer that the recipe names, or one trained on its data.
 
-    One without a chat template gets the plain one where conversations are trained: the export has the template that the
-    model knows, or none.
+    When conversations are trained, a tokenizer without a chat template gets the plain one, so that the export has the
+    template that the model learned. Raises RecipeError for a tokenizer that cannot be loaded or used.
     """
     wanted, model = plan.recipe.model.tokenizer, plan.recipe.model
     if isinstance(wanted, dict):
@@ -41,19 +41,19 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
         with recipe_errors(f"model.tokenizer: cannot load {name!r}"), hub_errors(field, name):
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
     if not isinstance(tokenizer.chat_template, (str, type(None))):
-        raise RecipeError("model.tokenizer: its chat template is not one text: keep the one to train with")
+        raise RecipeError("model.tokenizer: it has several chat templates: keep only the one to train with")
     if tokenizer.chat_template is None and plan.recipe.data.format == "chat":
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
     return tokenizer
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """How many rows of an embedding its tokens need: one more than the largest id, for ids may have gaps."""
+    """Return how many rows of an embedding its tokens need: one more than the largest id, because ids may have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
 
 def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
-    """A byte-level BPE of `size` tokens over the texts of data.path, cached by their content."""
+    """Return a byte-level BPE of `size` tokens, trained on the texts of data.path and cached by their content."""
     data = plan.recipe.data
 
     def write(folder: Path) -> None:
@@ -66,7 +66,7 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `size` tokens, an end-of-text token among them, trained on these texts."""
+    """Return a byte-level BPE of `size` tokens, which include an end-of-text token, trained on these texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _training_texts(plan: Plan) -> Iterator[str]:
-    """Every text of the training data, whatever its format."""
+    """Yield every text of the training data, whatever its format."""
     data, done = plan.recipe.data, 0
     for opened in open_sources(plan.data_path):
         for rows in read_rows(opened, data, None if data.max_rows is None else data.max_rows - done):
@@ -92,16 +92,16 @@ def _training_texts(plan: Plan) -> Iterator[str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over all that decides which tokens a text becomes: the vocabulary, the rules, the chat template."""
+    """Return a SHA-256 over all that decides which tokens a text becomes: vocabulary, rules, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else _serialized(tokenizer)
-    split = bool(getattr(tokenizer, "split_special_tokens", False))  # of a text, into plain tokens
+    split = bool(getattr(tokenizer, "split_special_tokens", False))  # special tokens in a text: as plain text?
     parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _serialized(tokenizer: Any) -> str:
-    """All files of a tokenizer written in Python, as text: its vocabulary, its merges, its switches."""
+    """Return all files of a tokenizer written in Python as one text: its vocabulary, merges and settings."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         files = sorted(file for file in Path(name).rglob("*") if file.is_file())

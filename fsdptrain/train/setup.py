@@ -110,8 +110,8 @@ def prepare_inputs(session: Session) -> Inputs:
     pinned_plan = pin_commits(plan, session.rundir)
     # The model is checked first: that takes seconds, tokenising may take hours.
     tokenizer, ready = load_checked(pinned_plan, progress)
-    counting = long_positions(ready.config, plan.recipe.data.seq_len) is None
-    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, counting)
+    count_padding = long_positions(ready.config, plan.recipe.data.seq_len) is None
+    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding)
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # a download must not happen while other ranks wait in a collective

@@ -429,7 +429,7 @@ def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
 
 def test_nothing_left_to_train_on_is_an_error(bpe: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "Hi there, " * 20, "completion": "Ho"}] * 3
-    with pytest.raises(DataError, match=r"rows\.jsonl: no row with a trained token is left of 3"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: none of the 3 rows has a trained token"):
         corpus_from(tmp_path, bpe, *rows, seq_len=16, format="prompt_completion")
 
 

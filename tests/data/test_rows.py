@@ -290,9 +290,9 @@ def test_columns_are_recognised_and_what_is_suggested_reads_them(
     wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
     said = complaint(path, **wrong)
     if expected is None:
-        assert "Name yours in data.columns: {prompt: …}" in said
+        assert "data.columns: {prompt: …}" in said
         return
-    advised = yaml.safe_load(said.partition("They look like ")[2])["data"]
+    advised = yaml.safe_load(said.partition("They fit ")[2])["data"]
     assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]
     assert len(rows_of(path, **advised)) == 1
 
@@ -535,7 +535,7 @@ def test_a_deep_value_in_a_column_that_nobody_reads(tmp_path: Path) -> None:
             ["message 1", "'narrator'", "human, user, gpt"], id="ShareGPT: an unknown speaker",
         ),
         pytest.param(
-            lines({"messages": [{"from": "human", "value": None}]}), CHAT, 1, ["null", "expected a text"],
+            lines({"messages": [{"from": "human", "value": None}]}), CHAT, 1, ["null", "expected text"],
             id="ShareGPT: null",
         ),
         pytest.param(lines({"text": 1.5}), {}, 1, ["float", "put quotes around it"], id="a number with a fraction"),
@@ -822,7 +822,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "b.parquet")
     for name in ("a.csv", "b.parquet"):
-        assert complaint(tmp_path / name).endswith("2 columns, and more than one is called 'text'")
+        assert complaint(tmp_path / name).endswith("more than one of its 2 columns is called 'text'")
     put(tmp_path, "c.csv", "text,n,n\na,1,2\n")
     assert rows_of(tmp_path / "c.csv") == [{"text": "a"}]
 
@@ -831,7 +831,7 @@ def test_half_a_character_anywhere_in_a_message(tmp_path: Path) -> None:
     for name, value in (("role", "us\ud83der"), ("name", "\ud83d"), ("tool_calls", [{"f": {"a": "\ud83d"}}])):
         message = {"role": "user", "content": "a", name: value}
         path = put(tmp_path, "a.jsonl", json.dumps({"messages": [message]}) + "\n")
-        assert complaint(path, **CHAT).startswith(f"{path}:1: 'messages' holds half a character")
+        assert complaint(path, **CHAT).startswith(f"{path}:1: 'messages' contains half a character")
 
 
 # --------------------------------------------------------------------------------------------- content, not clocks

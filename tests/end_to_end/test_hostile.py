@@ -171,7 +171,7 @@ def test_code_of_its_own_is_refused_in_a_sentence_that_names_the_flag(
 ) -> None:
     with_code(model, canary, **change)
     said = refusal(tmp_path)
-    assert "has code of its own" in said
+    assert "has custom code, which is not run" in said
     assert "--trust-remote-code" in said
     assert not canary.exists()
 
@@ -267,7 +267,7 @@ def test_a_link_out_of_the_folder_is_not_followed(model: Path, tmp_path: Path, n
     shutil.copy(model / name, outside) if (model / name).exists() else outside.write_text("hf_secret")
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to(outside)
-    assert f"{name} is a link out of its folder" in refusal(tmp_path)
+    assert f"{name} is a link to a file outside its folder" in refusal(tmp_path)
 
 
 def test_the_hubs_cache_is_made_of_links_and_weights_may_be_links(model: Path, tmp_path: Path) -> None:

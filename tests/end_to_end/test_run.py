@@ -203,7 +203,7 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     text.write_text("\n".join(lines))
     done = fsdptrain("run", recipe)
     assert done.returncode == 4
-    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is an int; expected a text; put quotes around it"
+    assert done.stderr.strip() == f"fsdptrain: {text}:7: 'text' is an int; expected text; put quotes around it"
     missing = fsdptrain("run", recipe, "data.path=nowhere.jsonl")
     assert missing.returncode == 4 and "'nowhere.jsonl' was not found" in missing.stderr
 

@@ -248,13 +248,13 @@ def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**PHI3)
     model = AutoModelForCausalLM.from_config(config).eval()
-    length, counting = 20, long_positions(config, seq_len) is None
-    assert counting == (seq_len <= 32)
+    length, count_padding = 20, long_positions(config, seq_len) is None
+    assert count_padding == (seq_len <= 32)
     corpus = Corpus(
         tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
         pieces=np.array([[0, length, length]]), blocks=np.array([0, 1]), labels=np.array([length - 1]), notes={},
         seq_len=seq_len, pad=0, fingerprint="", lengths=np.array([length]), ends=np.array([0, length]),
-        counting=counting,
+        count_padding=count_padding,
     )  # fmt: skip
     batch = corpus.batch([0])
     with torch.no_grad():
