@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step was like: equal on every rank but for `step_s`, this rank's own seconds with its data.
+    """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` is in bytes, of the rank that needed most; `data_s` and `compute_s` are seconds, one for each rank:
-    the wait for data, and the forward passes of the blocks alone.
+    `peak_memory` is the largest of all ranks, in bytes. `step_s` are this rank's seconds, its wait for data included.
+    `data_s` (the wait for data) and `compute_s` (the forward passes of the blocks) are seconds, one for each rank.
     """
 
     loss: float
@@ -56,9 +56,9 @@ class Engine:
         steps_made: int = 0,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`beat` is called whenever a micro-batch is done."""
+        """`steps_made` are steps of earlier processes; `beat` is called after every micro-batch."""
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
-        self.steps_made, self.beat = steps_made, beat  # steps made before this process started
+        self.steps_made, self.beat = steps_made, beat
         self._clock = BlockClock(model, world.device)
         self._checked_dtypes = False
 
@@ -67,76 +67,87 @@ class Engine:
     ) -> StepStats:
         """Make optimizer step number `step` (from 0) on this rank's micro-batches.
 
-        `label_tokens` counts the global batch; the loss is the sum over all its label tokens divided by it. `stop` and
-        `data_s` are this rank's: all ranks learn whether any wants to stop, and the longest wait for data. Raises
-        NonFiniteError on every rank, before anything is updated, when loss or gradient is not finite on any.
+        `label_tokens` counts the global batch; the loss is the sum over all its label tokens divided by it. `stop` (a
+        stop request) and `data_s` are this rank's own. Raises NonFiniteError on every rank, before anything is updated,
+        if loss or gradient of any rank is not finite.
         """
         started = time.perf_counter()
         loss = self.accumulate(step, batches, label_tokens)
+        # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = torch.stack(norms).to(self.world.device, torch.float64).square().sum()
-        told = [stop, self.world.peak_memory(), data_s, self._clock.seconds()]
-        numbers = torch.tensor(told, dtype=torch.float64).to(self.world.device)
+        # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
+        measured = [stop, self.world.peak_memory(), data_s, self._clock.seconds()]
+        numbers = torch.tensor(measured, dtype=torch.float64).to(self.world.device)
         ranks = self.world.gather(torch.cat([torch.stack([loss.double(), square]), numbers]))
-        mean, norm = float(ranks[:, 0].sum()), math.sqrt(ranks[:, 1].sum() / self.world.replicas)
+        losses, squares, stops, peaks, data_seconds, compute_seconds = ranks.T
+        mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
+        # Check before the update: a step that is not finite must not reach weights or moments.
         if not (math.isfinite(mean) and math.isfinite(norm)):
             self.optimizer.zero_grad()
-            set_step(self.optimizer, step + 1)  # should the run go on: as a resumed one, which knows the step alone
+            set_step(self.optimizer, step + 1)  # if the run skips this step, it counts, as it does after a resume
             raise NonFiniteError(f"step {step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         self.update(grads, norm, lr)
-        seconds = time.perf_counter() - started + data_s
         return StepStats(
-            mean,
-            norm,
-            bool(ranks[:, 2].any()),
-            int(ranks[:, 3].max()),
-            seconds,
-            ranks[:, 4].tolist(),
-            ranks[:, 5].tolist(),
+            loss=mean,
+            grad_norm=norm,
+            stop=bool(stops.any()),
+            peak_memory=int(peaks.max()),
+            step_s=time.perf_counter() - started + data_s,
+            data_s=data_seconds.tolist(),
+            compute_s=compute_seconds.tolist(),
         )
 
     def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
-        """Forward and backward over the micro-batches; this rank's part of the mean loss, a float32 scalar."""
+        """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
         self.seed(step)
         hold = self.plan.recipe.fsdp.accumulation == "hold"
         total = torch.zeros((), device=self.world.device)
         self.model.train()
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
+            # `hold` keeps whole gradients and reduces them once, which costs memory and saves traffic.
             self.model.set_requires_gradient_sync(last or not hold)
-            loss = self.loss(batch, label_tokens or 1)  # a window without labels has loss 0, not 0/0
+            loss = self.loss(batch, label_tokens or 1)  # a global batch without labels has loss 0, not 0/0
             loss.backward()
             total += loss.detach()
             self.beat()
         return total
 
     def seed(self, step: int) -> None:
-        """Dropout is a function of (seed, step, rank), so that there is no state of it to save."""
+        """Seed dropout by (seed, step, rank), so that a checkpoint need not save the state of a generator."""
         torch.manual_seed(seed_of(self.plan.recipe.seed, "step", step, self.world.rank))
 
     def loss(self, batch: Batch, divisor: int) -> torch.Tensor:
-        """The cross-entropy summed over a micro-batch's label tokens, over `divisor`: float32, 0 if all are masked.
+        """Return the cross-entropy summed over the label tokens of a micro-batch, divided by `divisor`, in float32.
 
-        Raises RecipeError for an architecture whose code does not work with these units or dtypes.
+        It is 0 if all labels are masked. Raises RecipeError if the architecture cannot be computed with these units or
+        dtypes.
         """
         batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
         try:
             return self._loss(batch, divisor)
         except RuntimeError as error:
-            name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
-            dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise RecipeError(
-                    f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its blocks, by "
-                    "class name"
-                ) from None
-            if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
-                raise RecipeError(
-                    f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): "
-                    "set float32"
-                ) from None
+            if problem := self._unsupported(error):
+                raise problem from None
             raise
+
+    def _unsupported(self, error: RuntimeError) -> RecipeError | None:
+        """Return what the recipe must change if torch's message shows that it asks for something unsupported."""
+        name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
+        dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return RecipeError(
+                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its blocks instead, by "
+                "class name"
+            )
+        if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
+            return RecipeError(
+                f"fsdp.mixed_precision.param_dtype: {name} cannot be computed in {dtype} ({error_summary(error)}): use "
+                "float32"
+            )
+        return None
 
     def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
@@ -150,12 +161,12 @@ class Engine:
         return total / divisor
 
     def local_grads(self) -> list[torch.Tensor]:
-        """This rank's shard of every gradient."""
+        """Return this rank's shard of every gradient."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
     def update(self, grads: list[torch.Tensor], norm: float, lr: float) -> None:
-        """Clip by the global norm, and let the optimizer step with this learning rate."""
+        """Clip the gradients by their global norm `norm`, and update the weights with learning rate `lr`."""
         limit = self.plan.recipe.optim.max_grad_norm
         if limit is not None and norm > limit:
             torch._foreach_mul_(grads, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
@@ -170,9 +181,10 @@ class Engine:
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
-        """(mean loss, label tokens) over all of these blocks: every rank takes its share, padded to equal counts.
+        """Return (mean loss, label tokens) over the blocks `numbers` of `corpus`, or None if `stops` returned True.
 
-        `stops` is asked before every round, and must answer the same on every rank; None when it says so.
+        Every rank computes a share of them, padded to equal counts. `stops` is called before every micro-batch and must
+        return the same on every rank.
         """
         world, size = self.world, self.plan.recipe.train.micro_batch_size
         rounds = -(-len(numbers) // (world.size * size))
@@ -190,10 +202,10 @@ class Engine:
 
     @contextlib.contextmanager
     def forward_only(self) -> Iterator[None]:
-        """Evaluation mode without gradients, and every unit sharded again at the end.
+        """Switch to evaluation mode without gradients inside this context, and shard every unit again at its end.
 
-        FSDP frees some units only in backward. Without one they would stay gathered: whoever then looked at the
-        parameters (a checkpoint) would see plain tensors in the compute dtype, unknown to the optimizer.
+        FSDP frees some units in backward only. Without a backward they would stay gathered, and a checkpoint would save
+        their plain tensors in the compute dtype, which the optimizer does not know.
         """
         self.model.eval()
         with torch.no_grad(), self._clock.stopped():
