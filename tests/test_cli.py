@@ -61,11 +61,11 @@ def test_what_is_no_recipe_is_refused_in_clear_words(tmp_path: Path, command: st
     for word, says in {
         tmp_path: f"is a folder; its recipe is {tmp_path / 'recipe.yaml'}",
         tmp_path.parent: "is a folder",
-        "rows.jsonl": "is data, not a recipe: fsdptrain init --data rows.jsonl --model ID writes one for it",
+        "rows.jsonl": "is data, not a recipe; to write one for it: fsdptrain init --data rows.jsonl --model ID",
         tmp_path / "rows.json": "rows.json:1: a recipe must be a mapping of keys",
         tmp_path / "recip.yaml": f"did you mean {tmp_path / 'recipe.yaml'}?",
         "shakespear": "did you mean shakespeare?",
-        "nothing-like-it": "no such file, and no shipped recipe of that name; the shipped recipes: gsm8k-sft, ",
+        "nothing-like-it": "no such file or shipped recipe; the shipped recipes: gsm8k-sft, ",
         "x" * 300: "no such file",
     }.items():
         done = fsdptrain(command, word)
@@ -146,7 +146,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
         assert says in done.stderr and "Traceback" not in done.stderr
     recipe.write_text("mine")
     done = fsdptrain("init", "--data", rows, "--model", "org/name", recipe)
-    assert done.returncode == 2 and "exists already, and is not overwritten" in done.stderr
+    assert done.returncode == 2 and "exists already and is not overwritten" in done.stderr
     assert recipe.read_text() == "mine"
     for words in (["recipes", "copy", "shakespeare", "/proc/xx/"], ["recipes", "copy", "shakespeare", rows / "x/"]):
         done = fsdptrain(*words)
