@@ -1,11 +1,11 @@
-"""How long saving a checkpoint takes and blocks: fsdptrain's beside torch.distributed.checkpoint's, in one run.
+"""Time of saving a checkpoint, and how long it blocks: fsdptrain and torch.distributed.checkpoint (DCP) in one run.
 
     python benchmarks/checkpoint.py [--rounds 5] [--folder DIR]
 
-Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments. In every round each way of saving has its
-turn, the first of one round being the last of the next; all write to the same folder, which should be on the disk that
-matters. Printed are medians of the slower rank's seconds. `checksum` and `read back` are parts of our background time
-that DCP has no counterpart of: it neither hashes nor reads again what it wrote.
+Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments. In every round each method saves once; the
+order alternates. All methods write to the same folder, which should be on the disk that is to be measured. The output
+has the medians of the slower rank's seconds; `ours` is fsdptrain. `checksum` and `read back` are parts of its
+background time that DCP does not have: DCP neither hashes nor reads back what it wrote.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder, removed at the end")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder, socket.create_server(("127.0.0.1", 0)) as free:
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
         free.close()
         (Path(folder) / "recipe.yaml").write_text(RECIPE.replace("OUTPUT", f"{folder}/run"))
@@ -57,46 +57,46 @@ def main() -> None:
             "CUDA_VISIBLE_DEVICES": "",
             "FSDPTRAIN_CACHE": f"{folder}/cache",
         }
-        words = [sys.executable, __file__, "--rounds", str(asked.rounds), "--folder", folder]
+        command = [sys.executable, __file__, "--rounds", str(options.rounds), "--folder", folder]
         ranks = [
             subprocess.Popen(
-                words, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
+                command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
             )
             for rank in range(WORLD)
         ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            sys.exit(f"the ranks ended with {codes}")
-        report(json.loads((Path(folder) / "found.json").read_text()))
+        exit_codes = [rank.wait() for rank in ranks]
+        if any(exit_codes):
+            sys.exit(f"the ranks exited with {exit_codes}")
+        report(json.loads((Path(folder) / "results.json").read_text()))
 
 
-def report(found: dict[str, Any]) -> None:
-    """The table, and what stands in relation to what."""
-    size, times = found["bytes"], found["times"]
+def report(results: dict[str, Any]) -> None:
+    """Print the table and the ratios."""
+    size, times = results["bytes"], results["times"]
 
-    def median(way: str, what: str) -> float:
-        return statistics.median(each.get(what, 0.0) for each in times[way])
+    def median(method: str, part: str) -> float:
+        return statistics.median(seconds.get(part, 0.0) for seconds in times[method])
 
-    print(f"\n{size / 1e9:.2f} GB of {found['parameters']:,} parameters and moments, {len(times['plain'])} rounds")
+    print(f"\n{size / 1e9:.2f} GB of {results['parameters']:,} parameters and moments, {len(times['plain'])} rounds")
     print(f"{'':14}{'GB/s':>7}{'total s':>9}{'blocked s':>11}{'background s':>14}{'checksum s':>12}{'read back s':>13}")
-    for way in times:
-        total, blocked = median(way, "total"), median(way, "blocked")
+    for method in times:
+        total, blocked = median(method, "total"), median(method, "blocked")
         print(
-            f"{way:14}{size / total / 1e9:7.2f}{total:9.2f}{blocked:11.2f}{total - blocked:14.2f}"
-            f"{median(way, 'checksum'):12.2f}{median(way, 'read back'):13.2f}"
+            f"{method:14}{size / total / 1e9:7.2f}{total:9.2f}{blocked:11.2f}{total - blocked:14.2f}"
+            f"{median(method, 'checksum'):12.2f}{median(method, 'read back'):13.2f}"
         )
-    ours, theirs = median("ours async", "blocked"), median("dcp async", "blocked")
-    print(f"\nblocked, of a synchronous save: ours {ours / median('ours sync', 'total'):.1%}")
-    print(f"blocked, in the first save, which gets the memory for the copy: {found['first']:.2f} s")
-    print(f"blocked, async, ours to DCP's: {ours / theirs:.2f}")
-    print(f"total, sync, ours to DCP's: {median('ours sync', 'total') / median('dcp sync', 'total'):.2f}")
+    blocked, dcp_blocked = median("ours async", "blocked"), median("dcp async", "blocked")
+    print(f"\nfsdptrain, an async save blocks for {blocked / median('ours sync', 'total'):.1%} of a sync save")
+    print(f"fsdptrain, the first async save, which allocates the copy, blocks for {results['first']:.2f} s")
+    print(f"blocked, async, fsdptrain / DCP: {blocked / dcp_blocked:.2f}")
+    print(f"total, sync, fsdptrain / DCP: {median('ours sync', 'total') / median('dcp sync', 'total'):.2f}")
     shares = {part: median("ours sync", part) / median("ours sync", "total") for part in ("checksum", "read back")}
-    print(f"of a synchronous save of ours: checksum {shares['checksum']:.1%}, read back {shares['read back']:.1%}")
+    print(f"fsdptrain, parts of a sync save: checksum {shares['checksum']:.1%}, read back {shares['read back']:.1%}")
     print(f"the disk alone (plain): write {median('plain', 'write'):.2f} s, fsync {median('plain', 'fsync'):.2f} s")
 
 
 def measure(rounds: int, folder: Path) -> NoReturn:
-    """Be one rank; rank 0 leaves the times in `found.json`."""
+    """Run one rank; rank 0 writes the times to `results.json`."""
     import torch.distributed as dist
 
     from fsdptrain.config.plan import make_plan
@@ -112,24 +112,24 @@ def measure(rounds: int, folder: Path) -> NoReturn:
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
     session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
     run = Trainer.set_up(session)
-    ways = ways_of(run, folder)
-    times: dict[str, list[Times]] = {way: [] for way in ways}
+    methods = methods_of(run, folder)
+    times: dict[str, list[Times]] = {method: [] for method in methods}
     first = 0.0
-    for number in range(rounds + 1):  # the first is for warming up
-        for way in list(ways) if number % 2 else reversed(list(ways)):
+    for number in range(rounds + 1):  # round 0 is the warm-up
+        for method in list(methods) if number % 2 else reversed(list(methods)):
             os.sync()
             dist.barrier(run.world.side)
-            mine = ways[way](number)
-            everyone: list[Any] = [None] * WORLD
-            dist.all_gather_object(everyone, mine, group=run.world.side)
-            slowest = {what: max(each[what] for each in everyone) for what in mine}
+            seconds = methods[method](number)
+            of_ranks: list[Any] = [None] * WORLD
+            dist.all_gather_object(of_ranks, seconds, group=run.world.side)
+            slowest = {part: max(each[part] for each in of_ranks) for part in seconds}
             if number:
-                times[way].append(slowest)
-            elif way == "ours async":
+                times[method].append(slowest)
+            elif method == "ours async":
                 first = slowest["blocked"]
     parameters = run.sizes.parameters
     if run.world.rank == 0:
-        (folder / "found.json").write_text(
+        (folder / "results.json").write_text(
             json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})
         )
     dist.barrier(run.world.side)
@@ -137,16 +137,16 @@ def measure(rounds: int, folder: Path) -> NoReturn:
     os._exit(0)
 
 
-def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
-    """Each way of saving, as a function of the round that returns this rank's seconds."""
+def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
+    """Return each method of saving, as a function of the round that returns this rank's seconds."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = run.engine.model, run.engine.optimizer
-    parts, steps = watch_parts(), iter(range(1, 10**6))
+    parts, steps = time_parts(), iter(range(1, 10**6))
 
-    def ours(wait: bool) -> Times:
+    def save_with_fsdptrain(wait: bool) -> Times:
         parts.clear()
         started = time.perf_counter()
         run.checkpointer.save(next(steps), model, optimizer, wait)
@@ -154,7 +154,7 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         run.checkpointer.wait()
         return {"total": time.perf_counter() - started, "blocked": blocked, **parts}
 
-    def theirs(number: int, wait: bool) -> Times:
+    def save_with_dcp(number: int, wait: bool) -> Times:
         target = folder / f"dcp-{number}-{wait}"
         started = time.perf_counter()
         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
@@ -168,8 +168,8 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         shutil.rmtree(target, ignore_errors=True)
         return {"total": total, "blocked": blocked}
 
-    def plain(_: int) -> Times:
-        """The bytes of this rank's shards, one after the other into one file: what the disk can do."""
+    def write_plainly(_: int) -> Times:
+        """Write the bytes of this rank's shards to one file, to measure the disk alone."""
         from fsdptrain.checkpoint.shards import shards_of
 
         target = folder / f"plain-{run.world.rank}"
@@ -190,32 +190,32 @@ def ways_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         }
 
     return {
-        "ours sync": lambda _: ours(wait=True),
-        "ours async": lambda _: ours(wait=False),
-        "dcp sync": lambda number: theirs(number, wait=True),
-        "dcp async": lambda number: theirs(number, wait=False),
-        "plain": plain,
+        "ours sync": lambda _: save_with_fsdptrain(wait=True),
+        "ours async": lambda _: save_with_fsdptrain(wait=False),
+        "dcp sync": lambda number: save_with_dcp(number, wait=True),
+        "dcp async": lambda number: save_with_dcp(number, wait=False),
+        "plain": write_plainly,
     }
 
 
-def watch_parts() -> Times:
-    """The seconds our own writing spends in its parts, filled in while it goes."""
+def time_parts() -> Times:
+    """Wrap the parts of a save of fsdptrain; return their seconds, which every save adds to."""
     from fsdptrain.checkpoint import save as checkpoint
 
     parts: Times = {}
 
     def timed(names: list[str], work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, timed under the first of `names` that is not taken yet, or the last."""
+        """Wrap `work`; add its seconds under the first of `names` that has none yet, else under the last."""
 
-        def working(*given: Any, **named: Any) -> Any:
+        def timed_work(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
-                return work(*given, **named)
+                return work(*args, **kwargs)
             finally:
                 name = next((name for name in names if name not in parts), names[-1])
                 parts[name] = parts.get(name, 0.0) + time.perf_counter() - started
 
-        return working
+        return timed_work
 
     checkpoint.save_file = timed(["write"], checkpoint.save_file)
     checkpoint.fsync = timed(["fsync"], checkpoint.fsync)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: who is compared takes turns, each in fresh processes; the machine and its versions."""
+"""Shared by the benchmarks: turns of contenders, ranks in fresh processes, memory, a description of the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def alternate(contenders: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each contender gave in every round; rounds alternate in direction, so that none is always the first."""
+    """Return the results of each contender, one for every round. The order alternates, so that none is always first."""
     found: dict[str, list[T]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
@@ -33,69 +33,72 @@ def alternate(contenders: dict[str, Callable[[], T]], rounds: int) -> dict[str, 
     return found
 
 
-def ranks(script: Path, world: int, *words: str, **environment: str) -> list[Any]:
-    """Run `python script words` once for each rank, with the cores divided; what each rank left by `tell`."""
+def run_ranks(script: Path, world: int, *arguments: str, **environment: str) -> list[Any]:
+    """Run `python script arguments` on every rank, each with its share of the cores; return what each rank passed on.
+
+    A rank passes its result on with `exit_with_result`. Exits if a rank fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         common = os.environ | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
             "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         } | environment  # fmt: skip
-        started = [
+        processes = [
             subprocess.Popen(
-                [sys.executable, str(script), *words], stdout=subprocess.DEVNULL,
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "TOLD": f"{folder}/{rank}.json"},
+                [sys.executable, str(script), *arguments], stdout=subprocess.DEVNULL,
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "RESULT_FILE": f"{folder}/{rank}.json"},
             )
             for rank in range(world)
         ]  # fmt: skip
-        codes = [process.wait() for process in started]
-        if any(codes):
-            sys.exit(f"{script.name} {' '.join(words)}: the ranks ended with {codes}")
+        exit_codes = [process.wait() for process in processes]
+        if any(exit_codes):
+            sys.exit(f"{script.name} {' '.join(arguments)}: the ranks exited with {exit_codes}")
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world)]
 
 
-def tell(what: Any) -> NoReturn:
-    """Leave what this rank measured for `ranks`, and end it (an interpreter shutting down gloo aborts now and then)."""
-    Path(os.environ["TOLD"]).write_text(json.dumps(what))
+def exit_with_result(result: Any) -> NoReturn:
+    """Pass the result of this rank to `run_ranks` and exit at once: the normal shutdown of gloo sometimes aborts."""
+    Path(os.environ["RESULT_FILE"]).write_text(json.dumps(result))
     os._exit(0)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
-def train(recipe: str, folder: Path, *overrides: str, **environment: str) -> list[dict[str, Any]]:
-    """`fsdptrain run` of a recipe (YAML) without `output_dir`, as a user runs it; the events of its metrics."""
+def run_fsdptrain(recipe: str, folder: Path, *overrides: str, **environment: str) -> list[dict[str, Any]]:
+    """Run a recipe (YAML without `output_dir`) as a user does; return the events of its metrics. Exits on failure."""
     (folder / "recipe.yaml").write_text(recipe)
     output = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    words = ["-m", "fsdptrain", "run", str(folder / "recipe.yaml"), f"output_dir={output}", *overrides]
+    arguments = ["-m", "fsdptrain", "run", str(folder / "recipe.yaml"), f"output_dir={output}", *overrides]
     settings = {"CUDA_VISIBLE_DEVICES": "", "FSDPTRAIN_CACHE": f"{folder}/cache", **environment}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=os.environ | settings)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=os.environ | settings)
     if done.returncode:
-        sys.exit(f"fsdptrain {' '.join(words[2:])} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        sys.exit(f"fsdptrain {' '.join(arguments[2:])} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def peak_rss() -> int:
-    """The most memory this process ever had resident, in bytes."""
-    return status("VmHWM")
+    """Return the peak resident memory of this process in bytes."""
+    return process_memory("VmHWM")
 
 
 def rss() -> int:
-    """The memory this process has resident, in bytes."""
-    return status("VmRSS")
+    """Return the resident memory of this process in bytes."""
+    return process_memory("VmRSS")
 
 
-def status(name: str, process: str = "self") -> int:
-    """One of the kernel's figures of a process's memory (VmRSS, RssAnon …), in bytes."""
+def process_memory(name: str, process: str = "self") -> int:
+    """Return one of the kernel's figures for the memory of a process (VmRSS, RssAnon, …) in bytes."""
     line = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
-def machine() -> str:
-    """The machine, the versions that matter, and the commit."""
+def describe_machine() -> str:
+    """Return one line with the machine, the relevant versions, the commit and the date."""
     cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU: unknown")
     memory = next((line for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0 0 kB").split()[1]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout

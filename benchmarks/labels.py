@@ -1,13 +1,13 @@
-"""Which tokens are trained, and their loss: fsdptrain beside TRL's SFTTrainer, for families of tokenizers and formats.
+"""Compare label tokens and loss of fsdptrain and TRL's SFTTrainer, for families of tokenizers and formats.
 
     python benchmarks/labels.py [--rows 90]
 
-Rows are GSM8K's; the tokenizers of tests/data/test_encode.py are trained on them anew. Both sides read the same rows
-without packing and run the same tiny Llama in float32, its weights large enough for the loss to depend on every
-token. TRL's labels and loss are those of its prepared data, its collator and `compute_loss`; ours those of
-`Corpus.batch` and the chunked loss; losses are summed. Where only labels differ, "our labels" is TRL's loss with
-ours. The last column counts label tokens of one side alone. Without `{% generation %}` marks TRL gets a conversation
-as `prompt` and `completion`.
+The rows are those of GSM8K; the tokenizers of tests/data/test_encode.py are trained for the benchmark. Both sides read
+the same rows without packing and run the same tiny Llama in float32, with weights large enough for the loss to depend
+on every token. TRL's labels and loss come from its prepared data, its collator and `compute_loss`; fsdptrain's (`ours`)
+from `Corpus.batch` and the chunked loss. Losses are sums. If both have the same tokens, "our labels" is TRL's loss on
+fsdptrain's labels. The last column counts the label tokens that only one side has. For templates without
+`{% generation %}` marks, TRL gets a conversation as `prompt` and `completion`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.corpus import open_corpus
 from fsdptrain.model.loss import compute_in_chunks
 
-sys.path.append(str(common.ROOT / "tests"))
+sys.path += [str(common.ROOT / "tests"), str(common.ROOT / "tests" / "data")]
 from chat_templates import MARKED
 from test_encode import CHATML, MAKERS, SPECIAL
 
-LONGEST = 1024  # tokens of a row: no row is longer
+LONGEST = 1024  # tokens; no row is longer
 FAMILIES = ["byte-level", "Metaspace, first", "Prepend", "Unigram", "WordPiece"]
 FORMATS = ["text", "prompt, completion", "prompt ends in ␠", "chat, marks", "chat, marks hold ⏎", "chat, no marks"]
-TIGHT = MARKED.replace("\n' }}{% endgeneration %}", "' }}{% endgeneration %}{{ '\n' }}")  # marks end with the turn
+TIGHT = MARKED.replace("\n' }}{% endgeneration %}", "' }}{% endgeneration %}{{ '\n' }}")  # the marks end with the turn
 TEMPLATES = {"chat, marks": TIGHT, "chat, marks hold ⏎": MARKED, "chat, no marks": CHATML}
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 TITLES = "family           format         labels: TRL   ours   loss: TRL  our labels        ours  ours/TRL-1  alone"
@@ -53,39 +53,39 @@ def main() -> None:
     problems = map(json.loads, (common.ROOT / "recipes/data/gsm8k-train.jsonl").read_text().splitlines()[:count])
     pairs = [(problem["question"], problem["answer"]) for problem in problems]
     datasets.disable_progress_bars()
-    print(f"{common.machine()}, TRL {__version__}, {count} rows\n\n{TITLES}")
-    with tempfile.TemporaryDirectory() as name:
-        os.environ["FSDPTRAIN_CACHE"] = f"{name}/cache"
+    print(f"{common.describe_machine()}, TRL {__version__}, {count} rows\n\n{TITLES}")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["FSDPTRAIN_CACHE"] = f"{scratch}/cache"
         for family in FAMILIES:
             tokenizer = tokenizer_of(family)
             for form in FORMATS:
                 print(f"{family:17}{form:19}", flush=True, end="")
                 tokenizer.chat_template = TEMPLATES.get(form)
-                compare(tokenizer, form, written(form, pairs), Path(name))
+                compare(tokenizer, form, rows_of(form, pairs), Path(scratch))
 
 
 def compare(tokenizer: Any, form: str, rows: list[dict[str, Any]], folder: Path) -> None:
     """Print one line of the table."""
-    mine, loss = ours(form, rows, tokenizer, folder)
+    ours, loss = labels_and_loss(form, rows, tokenizer, folder)
     trainer = sft_trainer(form, rows, tokenizer, folder)
     data, shared, ratio = trainer.train_dataset, "", ""
-    other = [list(zip(r["input_ids"], [False, *(i >= 0 for i in r["labels"][1:])], strict=True)) for r in data]
-    if [[i for i, _ in row] for row in other] == [[i for i, _ in row] for row in mine]:
-        labels = [[i if label else -100 for i, label in row] for row in mine]
-        on_ours = their_loss(trainer, data.remove_columns("labels").add_column("labels", labels))
-        shared, ratio = f"{on_ours:,.2f}", f"{loss / on_ours - 1:.0e}"
+    theirs = [list(zip(r["input_ids"], [False, *(i >= 0 for i in r["labels"][1:])], strict=True)) for r in data]
+    if [[i for i, _ in row] for row in theirs] == [[i for i, _ in row] for row in ours]:
+        labels = [[i if label else -100 for i, label in row] for row in ours]
+        on_our_labels = trl_loss(trainer, data.remove_columns("labels").add_column("labels", labels))
+        shared, ratio = f"{on_our_labels:,.2f}", f"{loss / on_our_labels - 1:.0e}"
     trained = [
         Counter(tokenizer.convert_ids_to_tokens([i for row in side for i, label in row if label]))
-        for side in (other, mine)
+        for side in (theirs, ours)
     ]
-    more = {"TRL": trained[0] - trained[1], "ours": trained[1] - trained[0]}
-    alone = "; ".join(f"{who} {dict(found.most_common(3))}" for who, found in more.items() if found)
-    counts = "".join(f"{found.total():7,}" for found in trained)
-    print(f"{counts}{their_loss(trainer, data):12,.2f}{shared:>12}{loss:12,.2f}{ratio:>12}  {alone}", flush=True)
+    only = {"TRL": trained[0] - trained[1], "ours": trained[1] - trained[0]}
+    alone = "; ".join(f"{side} {dict(tokens.most_common(3))}" for side, tokens in only.items() if tokens)
+    counts = "".join(f"{tokens.total():7,}" for tokens in trained)
+    print(f"{counts}{trl_loss(trainer, data):12,.2f}{shared:>12}{loss:12,.2f}{ratio:>12}  {alone}", flush=True)
 
 
-def written(form: str, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The rows of a format; those with marks are conversations of two problems."""
+def rows_of(form: str, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return the rows of a format; for templates with marks a conversation holds two problems."""
     if form == "text":
         return [{"text": f"{question}\n{answer}"} for question, answer in pairs]
     if form.startswith("prompt"):
@@ -97,25 +97,25 @@ def written(form: str, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def tokenizer_of(family: str) -> Any:
-    """A tokenizer of the tests' family."""
-    made = MAKERS[family]()
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    """Return a tokenizer of a family of tests/data/test_encode.py."""
+    tokenizer = MAKERS[family]()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     if family in ("Metaspace, first", "Prepend"):
-        begin = [("<s>", made.token_to_id("<s>"))]
-        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
-    words = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **words)
+        begin = [("<s>", tokenizer.token_to_id("<s>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def llama(tokenizer: Any) -> Any:
-    """The model of both sides, with the same weights each time."""
+    """Return the model of both sides, with the same weights at every call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **LLAMA)).eval()
 
 
 @torch.no_grad()
-def ours(form: str, rows: list[dict[str, Any]], tokenizer: Any, folder: Path) -> tuple[list[Row], float]:
-    """Our tokens and labels, and the summed loss."""
+def labels_and_loss(form: str, rows: list[dict[str, Any]], tokenizer: Any, folder: Path) -> tuple[list[Row], float]:
+    """Return fsdptrain's tokens with their labels, and the summed loss."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = "prompt_completion" if form.startswith("prompt") else form.partition(",")[0]
     data = Data(format=kind, seq_len=LONGEST, packing="none")
@@ -130,7 +130,7 @@ def ours(form: str, rows: list[dict[str, Any]], tokenizer: Any, folder: Path) ->
 
 
 def sft_trainer(form: str, rows: list[dict[str, Any]], tokenizer: Any, folder: Path) -> Any:
-    """TRL's trainer, with its prepared data."""
+    """Return TRL's trainer with its prepared data."""
     if form == "chat, no marks":
         rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
     plain = {"bf16": False, "use_cpu": True, "report_to": [], "max_length": LONGEST}
@@ -140,8 +140,8 @@ def sft_trainer(form: str, rows: list[dict[str, Any]], tokenizer: Any, folder: P
 
 
 @torch.no_grad()
-def their_loss(trainer: Any, data: Any) -> float:
-    """TRL's loss, summed over the labels of a prepared data set."""
+def trl_loss(trainer: Any, data: Any) -> float:
+    """Return TRL's loss, summed over the labels of a prepared data set."""
     model, batches = trainer.model.eval(), trainer.get_eval_dataloader(data)
     return sum(float(trainer.compute_loss(model, dict(batch), num_items_in_batch=1)) for batch in batches)
 

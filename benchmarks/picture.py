@@ -1,8 +1,9 @@
-"""README's picture: a finished run, shown again on a recorded terminal, with its live line as it was at half time.
+"""Make README's picture: replay a finished run on a recorded terminal, with its live line as it was halfway.
 
     (cd /tmp && fsdptrain run shakespeare) && python benchmarks/picture.py /tmp/runs/shakespeare > docs/terminal.svg
 
-The run lies elsewhere, so that the heading calls it new; its folder's name is shortened.
+The run is in another folder than the heading names, so that the heading calls it new. The folder is cut from the
+picture.
 """
 
 from __future__ import annotations

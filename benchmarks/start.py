@@ -1,11 +1,11 @@
-"""How long one waits: for help, for a refusal, and for the first step of a run, beside a bare FSDP2 script.
+"""Waiting time: for help, for recipe errors, and for the first step of a run, compared with a bare FSDP2 script.
 
     python benchmarks/start.py [--rounds 5]
 
 The run is a Llama of 22 million parameters on two gloo ranks with bfloat16 compute, from `fsdptrain run` to the `step`
-event of its first step; `cold` has nothing prepared, `warm` has the tokenizer and the tokens in the cache. The bare
-script is started as one process a rank, without a launcher. It imports what any such trainer must, and makes the same
-first step of the same model on random tokens: no recipe, no data, no checkpoints, no file written.
+event of its first step. `cold` has an empty cache; `warm` has the tokenizer and the tokens in the cache. The bare
+script is started as one process a rank, without a launcher. It imports what every such trainer needs, and makes the
+same first step of the same model on random tokens, without recipe, data, checkpoints or any file written.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         contenders: dict[str, Callable[[], Times]] = {
-            "--help": lambda: command("--help", expected=0),
-            "three errors": lambda: command(
-                "run", written(folder / "broken.yaml", BROKEN), expected=2, said="3 problems"
+            "--help": lambda: run_command("--help", expected=0),
+            "three errors": lambda: run_command(
+                "run", write(folder / "broken.yaml", BROKEN), expected=2, message="3 problems"
             ),
             "bare": bare,
             "ours, warm": functools.partial(first_step, folder, folder / "warm"),
@@ -62,12 +62,12 @@ def main() -> None:
 
 
 def report(found: dict[str, list[Times]]) -> None:
-    """Medians over the rounds, and what stands in relation to what."""
+    """Print the medians over the rounds, and the ratios to the bare script."""
     middle = {
-        name: {what: statistics.median(each[what] for each in times) for what in times[0]}
+        name: {figure: statistics.median(each[figure] for each in times) for figure in times[0]}
         for name, times in found.items()
     }
-    print(f"{common.machine()}\n{len(found['bare'])} rounds, medians in seconds\n")
+    print(f"{common.describe_machine()}\n{len(found['bare'])} rounds, medians in seconds\n")
     print(f"{'':14}{'ready':>8}{'(lowest, highest)':>20}{'step begins':>13}{'ready, to bare':>16}")
     for name, times in found.items():
         ready = [each["ready"] for each in times]
@@ -77,58 +77,61 @@ def report(found: dict[str, list[Times]]) -> None:
         print(row)
 
 
-def written(path: Path, text: str) -> str:
-    """The path as a word, with the text in it."""
+def write(path: Path, text: str) -> str:
+    """Write the text to the path; return the path as a string."""
     path.write_text(text)
     return str(path)
 
 
-def command(*words: str, expected: int, said: str = "") -> Times:
-    """`fsdptrain words` to its end."""
+def run_command(*arguments: str, expected: int, message: str = "") -> Times:
+    """Run `fsdptrain arguments` to its end; exit if its exit code or message is not the expected one."""
     started = time.time()
-    done = subprocess.run([sys.executable, "-m", "fsdptrain", *words], capture_output=True, text=True)
-    if done.returncode != expected or said not in done.stderr:
-        sys.exit(f"fsdptrain {' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    done = subprocess.run([sys.executable, "-m", "fsdptrain", *arguments], capture_output=True, text=True)
+    if done.returncode != expected or message not in done.stderr:
+        sys.exit(f"fsdptrain {' '.join(arguments)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return {"ready": time.time() - started}
 
 
 def first_step(folder: Path, cache: Path | None = None) -> Times:
-    """`fsdptrain run`, until its metrics hold the first step; without a `cache`, with an empty one of its own."""
+    """Run `fsdptrain run` and time it until its metrics have the first step; without `cache`, with an empty cache."""
     output = Path(tempfile.mkdtemp(dir=folder)) / "run"
     cache = cache or output.parent / "cache"
-    words = ["run", written(output.parent / "recipe.yaml", RECIPE), f"output_dir={output}"]
+    arguments = ["run", write(output.parent / "recipe.yaml", RECIPE), f"output_dir={output}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FSDPTRAIN_CACHE": str(cache)}
     started = time.time()
     run = subprocess.Popen(
-        [sys.executable, "-m", "fsdptrain", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "fsdptrain", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     ready = None
     while ready is None and run.poll() is None:
         time.sleep(0.01)
-        ready = step_of(output / "metrics.jsonl")
+        ready = first_step_s(output / "metrics.jsonl")
     ended = time.time()
-    said = run.communicate()[0].decode()
+    output_text = run.communicate()[0].decode()
     if ready is None or run.returncode:
-        sys.exit(f"the run ended with {run.returncode}:\n{said}")
+        sys.exit(f"the run exited with {run.returncode}:\n{output_text}")
     return {"ready": ended - started, "begins": ended - started - ready}
 
 
-def step_of(metrics: Path) -> float | None:
-    """The seconds of the first step, once it is there."""
+def first_step_s(metrics: Path) -> float | None:
+    """Return the seconds of the first step, or None if it is not in the metrics yet."""
     lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
     events = [json.loads(line) for line in lines if line.endswith(b"\n")]
     return next((event["step_s"] for event in events if event["event"] == "step"), None)
 
 
 def bare() -> Times:
-    """Fresh ranks of `be_bare`; the slower one counts."""
+    """Run fresh ranks of `bare_rank`; return the times of the slower one."""
     started = time.time()
-    told = common.ranks(Path(__file__), WORLD)
-    return {what: max(each[what] for each in told) - started for what in told[0]}
+    results = common.run_ranks(Path(__file__), WORLD)
+    return {figure: max(each[figure] for each in results) - started for figure in results[0]}
 
 
-def be_bare() -> None:
-    """One rank of the bare script; tells at what time its first step began and was ready."""
+def bare_rank() -> None:
+    """Run one rank of the bare script; pass on the times at which its first step began and ended."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,7 +148,7 @@ def be_bare() -> None:
     fully_shard(model, mp_policy=policy)
     rotary = model.model.rotary_emb
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(rotary)(model.config)  # its buffers are in no state, and were on the meta device
+    model.model.rotary_emb = type(rotary)(model.config)  # its buffers were on the meta device and are in no state dict
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -153,8 +156,8 @@ def be_bare() -> None:
     tokens = torch.randint(SHAPE["vocab_size"], (ROWS, LENGTH))
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     optimizer.step()
-    common.tell({"ready": time.time(), "begins": begins})
+    common.exit_with_result({"ready": time.time(), "begins": begins})
 
 
 if __name__ == "__main__":
-    be_bare() if "RANK" in os.environ else main()
+    bare_rank() if "RANK" in os.environ else main()

@@ -1,11 +1,11 @@
-"""Where the time of a step goes: a trace for chrome://tracing or Perfetto, and a table.
+"""Profile a step: a trace for chrome://tracing or Perfetto, and a table of operators.
 
     python benchmarks/step.py [RECIPE] [key=value ...] [--steps 5] [--out runs/profile]
 
-Runs the recipe's ranks on this machine (the default is the shape that benchmarks/throughput.py calls `small`), makes
-some steps, and then writes down what rank 0 does in the next ones, with torch's profiler. Self times of operators are
-summed by kind (attention in tiles is products and softmax); `Python` is what is left of a step: the interpreter's own,
-in our code, transformers' and torch's.
+Runs the ranks of the recipe on this machine (by default the shape `small` of benchmarks/throughput.py), makes some
+steps, and then records the next ones on rank 0 with torch's profiler. Self times of operators are summed by kind
+(attention in tiles counts as matrix products and softmax). `Python` is the rest of the step: the interpreter's time in
+fsdptrain, transformers and torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import LLAMA, ROOT, machine, ranks, tell
+from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks
 
-FIRST = 3
-KINDS = {  # the first kind one of whose words an operator's name contains
+WARM_UP = 3  # steps
+KINDS = {  # an operator belongs to the first kind of which its name contains a word
     "collectives": ("c10d", "gloo", "all_gather", "reduce_scatter", "AllGather", "fsdp", "wait"),
     "optimizer": ("adam", "Optimizer", "foreach"),
     "attention": ("attention", "causal"),
@@ -46,34 +46,34 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", type=Path)
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="where the trace goes")
-    asked = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="folder for the trace")
+    options = parser.parse_args()
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
     from fsdptrain.config.topology import find_topology
     from fsdptrain.launch.agent import KEEP_MEMORY
 
-    asked.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        path = asked.recipe
+        path = options.recipe
         if path is None:
             path = Path(folder) / "recipe.yaml"
             config = json.dumps(LLAMA | {"vocab_size": 8192})
             path.write_text(SMALL.replace("LLAMA", config).replace("ROOT", str(ROOT)))
-        written = load(path, [f"output_dir={folder}/run", *asked.overrides])
+        written = load(path, [f"output_dir={folder}/run", *options.overrides])
         plan = make_plan(written, find_topology(written.recipe, {}))
         (Path(folder) / "plan.json").write_text(plan.to_json())
-        words = (folder, str(asked.steps), str(asked.out.resolve()))
+        arguments = (folder, str(options.steps), str(options.out.resolve()))
         settings = {"FSDPTRAIN_CACHE": f"{folder}/cache", "GLIBC_TUNABLES": KEEP_MEMORY}  # as in a run on a CPU
         if plan.topology.device == "cuda":
             settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(plan.topology.nproc_per_node)))
-        told = ranks(Path(__file__), plan.topology.nproc_per_node, *words, **settings)
-    print(machine())
-    print(f"a step of rank 0: {told[0]['step_s']:.3f} s, with the profiler {told[0]['profiled_s']:.3f} s")
-    for kind, share in sorted(told[0]["shares"].items(), key=lambda item: -item[1]):
+        results = run_ranks(Path(__file__), plan.topology.nproc_per_node, *arguments, **settings)
+    print(describe_machine())
+    print(f"a step of rank 0: {results[0]['step_s']:.3f} s; with the profiler {results[0]['profiled_s']:.3f} s")
+    for kind, share in sorted(results[0]["shares"].items(), key=lambda item: -item[1]):
         print(f"{kind:34}{share:7.1%}")
-    print(told[0]["table"])
-    print(f"trace: {asked.out / 'trace.json'}")
+    print(results[0]["table"])
+    print(f"trace: {options.out / 'trace.json'}")
 
 
 def measure(folder: Path, steps: int, out: Path) -> NoReturn:
@@ -91,29 +91,29 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     plan = Plan.from_json((folder / "plan.json").read_text())
     session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
     trainer = Trainer.set_up(session)
-    plainly = statistics.median(seconds(trainer.step, step) for step in range(FIRST + steps))
+    step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
     with profile(activities=activities) as recorded:
-        profiled = [seconds(trainer.step, step) for step in range(FIRST + steps, FIRST + 2 * steps)]
+        profiled = [seconds(trainer.step, step) for step in range(WARM_UP + steps, WARM_UP + 2 * steps)]
     if trainer.world.rank:
-        tell(None)
+        exit_with_result(None)
     recorded.export_chrome_trace(str(out / "trace.json"))
     averages = recorded.key_averages()
     table = averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
-    tell({
-        "step_s": plainly, "profiled_s": statistics.median(profiled), "table": table,
+    exit_with_result({
+        "step_s": step_s, "profiled_s": statistics.median(profiled), "table": table,
         "shares": shares(averages, sum(profiled)),
     })  # fmt: skip
 
 
-def seconds(work: Any, *given: Any) -> float:
+def seconds(work: Any, *args: Any) -> float:
     started = time.perf_counter()
-    work(*given)
+    work(*args)
     return time.perf_counter() - started
 
 
 def shares(averages: Any, wall_s: float) -> dict[str, float]:
-    """Shares of the wall time by kind of operator; what is in no operator is Python's."""
+    """Return the share of the wall time by kind of operator; what is in no operator counts as Python."""
     found = dict.fromkeys([*KINDS, "other operators"], 0.0)
     for event in averages:
         kind = next((kind for kind, words in KINDS.items() if any(w in event.key for w in words)), "other operators")
@@ -122,7 +122,7 @@ def shares(averages: Any, wall_s: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if "TOLD" in os.environ:
+    if "RESULT_FILE" in os.environ:
         measure(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
     else:
         main()

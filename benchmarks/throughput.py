@@ -1,22 +1,22 @@
-"""Tokens a second and memory of a training step: fsdptrain beside what a user would take instead.
+"""Tokens a second and memory of a training step: fsdptrain and its alternatives.
 
     python benchmarks/throughput.py [--shapes small vocabulary gsm8k] [--rounds 3] [--steps 8]
 
 Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings) from scratch in the bf16 policy, with the same
-rows, batch and optimizer. In every round each contender has its turn, in processes of its own. A step takes the time
-from the end of the step before to its own end, as the wall clock has it; the first two steps of a turn are left out.
+rows, batch and optimizer. In every round each contender runs once, in fresh processes. The time of a step is the wall
+time from the end of the previous step to its own end; the first two steps of a turn are not counted.
 
-    ours      `fsdptrain run`, as it comes
+    ours      `fsdptrain run` with its defaults
     plain     fully_shard on every block and the model, transformers' own loss, a loop of twelve lines
     native    transformers' `distributed_config`, which shards while it loads, and the same loop
-    trainer   the transformers Trainer: DDP, for it has no FSDP on a CPU
+    trainer   the transformers Trainer: DDP, because it has no FSDP on a CPU
     trl       TRL's SFTTrainer with its best-fit packing: DDP too
 
-Shapes: `small` (vocabulary 8,192, 4 sequences of 512 a micro-batch, each a part of one document), `vocabulary`
-(131,072, 2 a micro-batch), `gsm8k` (`small` with packed GSM8K rows, counted in tokens that are no padding). The share
-of the limit is 6·N·T + 12·L·A·S·T FLOPs (arXiv:2204.02311) over the rate of a bf16 matrix product of the MLP's shape,
-on all ranks at once and in the same rounds. Memory is the most a rank had resident, and what of it came after its
-imports.
+Shapes: `small` (vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document), `vocabulary`
+(131,072, micro-batches of 2), `gsm8k` (`small` with packed GSM8K rows; padding is not counted). The share of the limit
+is 6·N·T + 12·L·A·S·T FLOPs (arXiv:2204.02311) divided by the rate of a bf16 matrix product of the MLP's shape, measured
+on all ranks at once in the same rounds. Memory is the peak resident memory of a rank, and the part of it (`own`) that
+came after the imports.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import LLAMA, ROOT, alternate, machine, peak_rss, ranks, rss, tell, train
+from common import LLAMA, ROOT, alternate, describe_machine, exit_with_result, peak_rss, rss, run_fsdptrain, run_ranks
 
-WORLD, LEFT_OUT = 2, 2
+WORLD = 2
+WARM_UP = 2  # first steps of a turn that are not counted
 SEQ_LEN = 512
 SHAPES = {"small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4)}  # vocabulary, sequences a micro-batch
 PEERS = {"small": ("plain", "native", "trainer"), "vocabulary": ("plain", "native", "trainer"), "gsm8k": ("trl",)}
@@ -56,28 +57,30 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps a turn")
-    parser.add_argument("--gsm8k", type=Path, default=ROOT / "recipes/data/gsm8k-train.jsonl", help="its rows")
-    parser.add_argument("--only", nargs="+", help="of the contenders, these alone")
-    asked = parser.parse_args()
-    print(machine())
+    parser.add_argument(
+        "--gsm8k", type=Path, default=ROOT / "recipes/data/gsm8k-train.jsonl", help="file with its rows"
+    )
+    parser.add_argument("--only", nargs="+", help="run only these contenders")
+    options = parser.parse_args()
+    print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
-        for shape in asked.shapes:
+        for shape in options.shapes:
             place = Path(folder) / shape
             place.mkdir()
-            prepare(shape, place, asked.gsm8k, asked.steps + LEFT_OUT)
+            prepare(shape, place, options.gsm8k, options.steps + WARM_UP)
             contenders: dict[str, Callable[[], Any]] = {
-                "matrix": lambda: ranks(Path(__file__), WORLD, "matrix"),
-                "ours": functools.partial(ours, shape, place),
+                "matrix": lambda: run_ranks(Path(__file__), WORLD, "matrix"),
+                "ours": functools.partial(measure_fsdptrain, shape, place),
             }
             for peer in PEERS[shape]:
-                contenders[peer] = functools.partial(ranks, Path(__file__), WORLD, peer, shape, str(place))
-            if asked.only:
-                contenders = {name: run for name, run in contenders.items() if name in ("matrix", *asked.only)}
-            report(shape, alternate(contenders, asked.rounds))
+                contenders[peer] = functools.partial(run_ranks, Path(__file__), WORLD, peer, shape, str(place))
+            if options.only:
+                contenders = {name: run for name, run in contenders.items() if name in ("matrix", *options.only)}
+            report(shape, alternate(contenders, options.rounds))
 
 
 def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
-    """The rows and the tokenizer that all contenders use, and how many steps they make."""
+    """Write the rows, the tokenizer and the number of steps for all contenders to `place`."""
     from fsdptrain.data.tokenizer import train_bpe
 
     if shape == "gsm8k":
@@ -86,17 +89,17 @@ def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
         texts = [row["prompt"] + row["completion"] for row in rows]
     else:
         whole = (ROOT / "recipes/data/tinyshakespeare.txt").read_text()
-        wanted = steps * WORLD * SHAPES[shape][1]
-        texts = [whole[i * 4999 % (len(whole) - 5000) :][:5000] for i in range(wanted)]  # each longer than 512 tokens
+        count = steps * WORLD * SHAPES[shape][1]
+        texts = [whole[i * 4999 % (len(whole) - 5000) :][:5000] for i in range(count)]  # each longer than 512 tokens
         rows = [{"text": text} for text in texts]
-        (place / "whole.jsonl").write_text(json.dumps({"text": whole}) + "\n")  # ours cuts it into full blocks itself
+        (place / "whole.jsonl").write_text(json.dumps({"text": whole}) + "\n")  # fsdptrain cuts it itself
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train_bpe(iter(texts), 8192).save_pretrained(place / "tokenizer")
     (place / "steps").write_text(str(steps))
 
 
-def ours(shape: str, place: Path) -> list[dict[str, Any]]:
-    """`fsdptrain run`."""
+def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
+    """Train with `fsdptrain run`; return the figures."""
     vocabulary, micro_batch = SHAPES[shape]
     packed = shape == "gsm8k"
     steps = int((place / "steps").read_text())
@@ -105,10 +108,10 @@ def ours(shape: str, place: Path) -> list[dict[str, Any]]:
         rows=place / ("rows.jsonl" if packed else "whole.jsonl"), format="prompt_completion" if packed else "text",
         packing="bfd" if packed else "concat", steps=steps, batch=WORLD * micro_batch, micro_batch=micro_batch,
     )  # fmt: skip
-    events = train(recipe, place)
+    events = run_fsdptrain(recipe, place)
     start = next(event for event in events if event["event"] == "start")
     ends = [event for event in events if event["event"] == "step"]
-    times = [now["at"] - before["at"] for before, now in pairwise(ends)][LEFT_OUT - 1 :]
+    times = [now["at"] - before["at"] for before, now in pairwise(ends)][WARM_UP - 1 :]
     real = WORLD * micro_batch * SEQ_LEN * start["fill"]
     return [
         {
@@ -121,7 +124,7 @@ def ours(shape: str, place: Path) -> list[dict[str, Any]]:
 
 
 def blocks(shape: str, place: Path, rank: int) -> Iterator[Any]:
-    """A rank's micro-batches of token ids, [micro-batch, 512]."""
+    """Yield the micro-batches of a rank: token ids, [micro-batch, 512]."""
     import torch
     from transformers import AutoTokenizer
 
@@ -134,14 +137,14 @@ def blocks(shape: str, place: Path, rank: int) -> Iterator[Any]:
 
 
 def llama(shape: str) -> Any:
-    """The configuration of the model."""
+    """Return the configuration of the model."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**LLAMA, vocab_size=SHAPES[shape][0])
 
 
 def loop(model: Any, batches: Iterator[Any], baseline: int) -> None:
-    """The loop that a user writes by hand; tells what it took."""
+    """Run the loop that a user writes by hand, and pass on its figures."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
@@ -160,13 +163,13 @@ def loop(model: Any, batches: Iterator[Any], baseline: int) -> None:
 
 
 def finish(ends: list[float], tokens: list[int], baseline: int) -> None:
-    """Tell the steps' seconds and tokens of all ranks, but for the first steps."""
-    times = [now - before for before, now in pairwise(ends)][LEFT_OUT - 1 :]
-    tell({"step_s": times, "tokens": tokens[LEFT_OUT:], "peak": peak_rss(), "baseline": baseline})
+    """Pass on the seconds and tokens (of all ranks) of every step after the warm-up, and the memory."""
+    times = [now - before for before, now in pairwise(ends)][WARM_UP - 1 :]
+    exit_with_result({"step_s": times, "tokens": tokens[WARM_UP:], "peak": peak_rss(), "baseline": baseline})
 
 
 def plain(shape: str, place: Path) -> None:
-    """fully_shard by hand, with transformers' own model and loss."""
+    """Train with fully_shard and transformers' own model and loss."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -184,7 +187,7 @@ def plain(shape: str, place: Path) -> None:
 
 
 def native(shape: str, place: Path) -> None:
-    """transformers' own sharding while loading."""
+    """Train with transformers' own sharding, which happens while it loads."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -202,7 +205,7 @@ def native(shape: str, place: Path) -> None:
 
 
 def arguments(shape: str, place: Path) -> dict[str, Any]:
-    """What the Trainer and TRL's are told."""
+    """Return the arguments of the Trainer and of TRL's SFTTrainer."""
     return {
         "output_dir": str(place / "trainer"), "per_device_train_batch_size": SHAPES[shape][1],
         "max_steps": int((place / "steps").read_text()), "bf16": True, "use_cpu": True, "learning_rate": 3e-4,
@@ -212,31 +215,31 @@ def arguments(shape: str, place: Path) -> dict[str, Any]:
 
 
 def trainer(shape: str, place: Path) -> None:
-    """The transformers Trainer."""
+    """Train with the transformers Trainer."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    given = TrainingArguments(**arguments(shape, place))
+    training_args = TrainingArguments(**arguments(shape, place))
     baseline = rss()
     ids = [row for rank in range(WORLD) for batch in blocks(shape, place, rank) for row in batch]
     rows = [{"input_ids": row, "labels": row} for row in ids]  # of all ranks: the Trainer divides them itself
-    watched = Trainer(model=AutoModelForCausalLM.from_config(llama(shape)), args=given, train_dataset=rows)
-    drive(watched, baseline, lambda batch: batch["input_ids"].numel())
+    peer = Trainer(model=AutoModelForCausalLM.from_config(llama(shape)), args=training_args, train_dataset=rows)
+    run_trainer(peer, baseline, lambda batch: batch["input_ids"].numel())
 
 
 def trl(shape: str, place: Path) -> None:
-    """TRL's SFTTrainer, packing best-fit."""
+    """Train with TRL's SFTTrainer and best-fit packing."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    given = SFTConfig(
+    training_args = SFTConfig(
         **arguments(shape, place), packing=True, packing_strategy="bfd", max_length=SEQ_LEN,
         completion_only_loss=True, gradient_checkpointing=False,
     )  # fmt: skip
     baseline = rss()
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    watched = SFTTrainer(
-        model=AutoModelForCausalLM.from_config(llama(shape)), args=given, train_dataset=Dataset.from_list(rows),
+    peer = SFTTrainer(
+        model=AutoModelForCausalLM.from_config(llama(shape)), args=training_args, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(place / "tokenizer"),
     )  # fmt: skip
 
@@ -244,37 +247,37 @@ def trl(shape: str, place: Path) -> None:
         mask = batch.get("attention_mask")
         return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
 
-    drive(watched, baseline, real)
+    run_trainer(peer, baseline, real)
 
 
-def drive(watched: Any, baseline: int, real: Callable[[Any], int]) -> None:
-    """Let a Trainer train, and tell when its steps ended and what they held."""
+def run_trainer(peer: Any, baseline: int, real: Callable[[Any], int]) -> None:
+    """Run a Trainer, and pass on the ends of its steps and their real tokens, which `real` counts in a batch."""
     import torch
     from transformers import TrainerCallback
 
     ends: list[float] = []
     counts: list[int] = []
 
-    class Watch(TrainerCallback):
+    class RecordStepEnd(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    compute_loss = watched.compute_loss
+    compute_loss = peer.compute_loss
 
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def counting_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         counts.append(real(inputs))
         return compute_loss(model, inputs, *args, **kwargs)
 
-    watched.compute_loss = counted
-    watched.add_callback(Watch())
-    watched.train()
+    peer.compute_loss = counting_loss
+    peer.add_callback(RecordStepEnd())
+    peer.train()
     tokens = torch.tensor(counts)
     torch.distributed.all_reduce(tokens)
     finish(ends, tokens.tolist(), baseline)
 
 
 def matrix(*_: Any) -> None:
-    """The rate of a bf16 matrix product of the MLP's shape, on one thread of every rank at once, in FLOP/s."""
+    """Measure the rate of a bf16 matrix product of the MLP's shape, on all ranks at once, in FLOP/s."""
     import torch
 
     a = torch.randn(2048, LLAMA["hidden_size"], dtype=torch.bfloat16)
@@ -284,11 +287,11 @@ def matrix(*_: Any) -> None:
         started = time.perf_counter()
         torch.nn.functional.linear(a, b)
         rates.append(2 * a.numel() * b.shape[0] / (time.perf_counter() - started))
-    tell(statistics.median(rates))
+    exit_with_result(statistics.median(rates))
 
 
 def report(shape: str, found: dict[str, list[Any]]) -> None:
-    """The table: medians over rounds of each turn's tokens a second."""
+    """Print the table: medians over the rounds."""
     vocabulary, _ = SHAPES[shape]
     rate = statistics.median(sum(turn) for turn in found.pop("matrix"))
     flops = flops_per_token(vocabulary)
@@ -304,16 +307,16 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
         own = statistics.median(max(rank["peak"] - rank["baseline"] for rank in turn) for turn in turns)
         medians[name] = (speed, peak, own)
     for name, (speed, peak, own) in medians.items():
-        mine = medians.get("ours", (speed, peak, own))
+        ours = medians.get("ours", (speed, peak, own))
         print(
-            f"{name:10}{speed:10,.0f}{speed * flops / rate:10.1%}{mine[0] / speed:8.2f}×"
-            f"{peak / 2**20:10,.0f}{own / 2**20:9,.0f}{mine[2] / own:8.2f}×",
+            f"{name:10}{speed:10,.0f}{speed * flops / rate:10.1%}{ours[0] / speed:8.2f}×"
+            f"{peak / 2**20:10,.0f}{own / 2**20:9,.0f}{ours[2] / own:8.2f}×",
             flush=True,
         )
 
 
 def flops_per_token(vocabulary: int) -> float:
-    """6·N + 12·L·A·S, all parameters counted but norms; the tied table counts once, as the head."""
+    """Return 6·N + 12·L·A·S. N is all parameters except norms; the tied embedding counts once, as the head."""
     hidden, layers = LLAMA["hidden_size"], LLAMA["num_hidden_layers"]
     weights = vocabulary * hidden + layers * (4 * hidden**2 + 3 * hidden * LLAMA["intermediate_size"])
     return 6.0 * weights + 12.0 * layers * hidden * SEQ_LEN
@@ -321,7 +324,7 @@ def flops_per_token(vocabulary: int) -> float:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in (peers := {f.__name__: f for f in (plain, native, trainer, trl, matrix)}):
-        words = sys.argv[2:]
-        peers[sys.argv[1]](*words[:1], *(Path(word) for word in words[1:]))
+        shape, place = sys.argv[2:3], map(Path, sys.argv[3:])
+        peers[sys.argv[1]](*shape, *place)
     else:
         main()
