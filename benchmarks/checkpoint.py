@@ -173,7 +173,10 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         from fsdptrain.checkpoint.shards import shards_of
 
         target = folder / f"plain-{run.world.rank}"
-        pieces = [shard.local.contiguous().numpy() for shard in shards_of(model, optimizer).values()]
+        pieces = [
+            shard.local.contiguous().numpy()
+            for shard in shards_of(model, optimizer, run.plan.recipe.optim.name).values()
+        ]
         started = time.perf_counter()
         with target.open("wb", buffering=0) as stream:
             for piece in pieces:

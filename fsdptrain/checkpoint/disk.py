@@ -21,16 +21,16 @@ from fsdptrain.text import counted, size
 
 
 def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]:
-    """What checkpoints and export will take on the disk of output_dir, and what is free there.
+    """Return what checkpoints and export will take on the disk of output_dir, and what is free there.
 
-    A checkpoint holds the master weights and AdamW's two moments. One more is there than is kept, while it is written;
-    those an earlier run left will make room. Prepared data is not counted: it lies in the cache already.
+    A checkpoint holds master weights and optimizer state. One more is there than is kept, while it is written; those
+    an earlier run left will make room. Prepared data is not counted: it lies in the cache already.
     """
     recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
     every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
     if steps is not None:
         copies = min(copies, -(-steps // every) if every else 1)
-    checkpoint = 3 * parameters * getattr(torch, recipe.model.dtype).itemsize
+    checkpoint = plan.state_bytes(parameters)
     export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
     standing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
     held = sum(path.stat().st_size for folder in standing for path in folder.glob("*") if path.is_file())

@@ -67,7 +67,7 @@ class Checkpointer:
         """
         self.wait()
         started = time.monotonic()
-        mine = shards_of(model, optimizer) if self.world.writes else {}
+        mine = self._shards(model, optimizer) if self.world.writes else {}
         if self.world.rank != 0:  # plain tensors (buffers) are equal everywhere: rank 0's are written
             mine = {name: shard for name, shard in mine.items() if not shard.is_whole}
         staged = self._copy_to_host(mine, wait)
@@ -189,6 +189,9 @@ class Checkpointer:
         if any(self._all_gather(bool(problems))):
             raise RecipeError(problems or "another rank sees another run to resume")
 
+    def _shards(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+        return shards_of(model, optimizer, self.plan.recipe.optim.name)
+
     def load_newest(self, model: Any, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and a started optimizer; its step, or 0.
 
@@ -200,7 +203,7 @@ class Checkpointer:
             folder = self.rundir.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, shards_of(model, optimizer)))
+                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, self._shards(model, optimizer)))
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, folder, problems))
         if steps:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.model.units import saved_state
 from fsdptrain.parallel.patches import first_row
 
@@ -27,13 +28,16 @@ class Shard:
         return self.local.numel() == math.prod(self.shape)
 
 
-def shards_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
-    """Everything a checkpoint holds: `model.NAME` parameters and persistent buffers, `optim.NAME.KEY` moments."""
+def shards_of(model: Any, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
+    """Return all that a checkpoint holds: parameters and persistent buffers as `model.NAME`, state as `optim.NAME.KEY`.
+
+    `kind` says which tensors of the optimizer's state are saved.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in saved_state(model).items()}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is gathered: a forward without backward was not resharded"
-        moments = optimizer.state[param].items()
-        tensors |= {f"optim.{name}.{key}": value for key, value in moments if value.ndim}
+        state = optimizer.state[param].items()
+        tensors |= {f"optim.{name}.{key}": value for key, value in state if key in kind.saved}
     return {name: shard_of(tensor) for name, tensor in tensors.items()}
 
 

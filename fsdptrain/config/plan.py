@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
+from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
@@ -85,6 +86,14 @@ class Plan:
     def pretrained(self) -> bool:
         """Whether there are weights to read at the start."""
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
+
+    def state_bytes(self, parameters: int) -> int:
+        """Return the bytes of the master weights and the optimizer state of so many parameters.
+
+        All ranks of one copy hold them together, and so does a checkpoint.
+        """
+        master = self.recipe.model.dtype
+        return BYTES[master] * parameters + self.recipe.optim.name.state_bytes(parameters, master)
 
     def hub_names(self) -> list[str]:
         """What is read from the Hub (or its cache): the names of model, tokenizer and data that lie in no folder."""

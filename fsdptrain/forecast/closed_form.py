@@ -99,6 +99,7 @@ class _Step:
             raise FsdptrainError("no closed form for the memory of other units than `auto`'s, or of eager attention")
         self.device = plan.topology.device
         self.master = BYTES[recipe.model.dtype]
+        self.optimizer_bytes = recipe.optim.name.state_bytes(self.shape.all, recipe.model.dtype)
         self.compute = BYTES[fsdp.mixed_precision.param_dtype]
         self.reduce = BYTES[fsdp.mixed_precision.reduce_dtype]
         self.rows, self.length = recipe.train.micro_batch_size, recipe.data.seq_len
@@ -134,11 +135,10 @@ class _Step:
 
     def level(self, moment: str, *parts: Parts) -> Level:
         """What is there all the time, and these parts."""
-        state = 0 if self.offload else self.shard(self.shape.all)
         sums: Counter[Category] = Counter()
         always: Parts = {
-            "parameter shards": state,
-            "optimizer state": 2 * state,
+            "parameter shards": 0 if self.offload else self.shard(self.shape.all),
+            "optimizer state": 0 if self.offload else self.optimizer_bytes / self.ranks,
             "inputs and buffers": 3 * 8 * self.tokens,
         }
         for part in (always, *parts):

@@ -168,7 +168,7 @@ def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
     for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
         ladder = _ladders(plan, offload)[0]  # the strategy that shards most
         overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
-        option = None if hopeless(varied(plan, overrides), parameters, trials.memory) else trials.option(overrides)
+        option = None if cannot_fit(varied(plan, overrides), parameters, trials.memory) else trials.option(overrides)
         if option is not None and option.fits:
             yield option
             return
@@ -217,10 +217,13 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 
-def hopeless(plan: Plan, parameters: int, memory: int) -> bool:
-    """Whether weights and moments, with the gathered weights that stay to the end of forward, exceed the memory."""
+def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
+    """Return whether weights, optimizer state and the gathered weights that stay until backward exceed `memory` bytes.
+
+    The rest of what a step needs is not counted, so False says nothing.
+    """
     recipe = plan.recipe
-    state = 0 if recipe.fsdp.cpu_offload else 3 * BYTES[recipe.model.dtype] * parameters // plan.shard_size
+    state = 0 if recipe.fsdp.cpu_offload else plan.state_bytes(parameters) // plan.shard_size
     copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
     gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * parameters if copies else 0
     return state + gathered > memory
@@ -308,7 +311,7 @@ def _climb_all(
             comfortable = any(option.fits and not option.tight for option in found)
             if not comfortable:  # a larger group is slower: it is for what the smaller one has no room for
                 least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
-                options = [] if hopeless(least, parameters, trials.memory) else _climb(ladder, ranks, micros, trials)
+                options = [] if cannot_fit(least, parameters, trials.memory) else _climb(ladder, ranks, micros, trials)
                 found += options
             count.settle(each)
         return found

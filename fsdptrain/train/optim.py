@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 import re
-from typing import Any
 
 import torch
 from torch import nn
 
-from fsdptrain.config.schema import Optim, Schedule
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.schema import Optim, Recipe, Schedule
 
 WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
-def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """Return a fused AdamW over a sharded model. A foreach step would need another temporary of a shard's size."""
+def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """Return the optimizer of a sharded model: one group of parameters with weight decay, one without."""
+    kind = optim.name
     undecayed = undecayed_ids(model)
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [p for p in params if id(p) not in undecayed], "weight_decay": optim.weight_decay},
         {"params": [p for p in params if id(p) in undecayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        fused=True,
-    )
+    settings = {key: getattr(optim, key) for key in kind.settings}
+    make = pkgutil.resolve_name(kind.torch_class)
+    return make([group for group in groups if group["params"]], **settings, **kind.options)
 
 
 # The last three: parameters of state space models, and scales of norms whose class is not called a norm.
@@ -87,16 +85,23 @@ def start_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+def set_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind, step: int) -> None:
     """Set the number of steps that a started optimizer has made; Adam corrects the bias of its moments by it."""
     for state in optimizer.state.values():
-        state["step"].fill_(step)
+        for key in kind.counters:
+            state[key].fill_(step)
 
 
-def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master: str) -> None:
-    """Raise RuntimeError unless every parameter and every moment has the master dtype, or float32 (accelerate#3979)."""
-    wanted = getattr(torch, master)
-    moments: list[Any] = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    wrong = {t.dtype for t in [*model.parameters(), *moments]} - {wanted, torch.float32}
+def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Raise RuntimeError unless weights and state have their dtypes (accelerate#3979).
+
+    Master weights have model.dtype or, where a model keeps them so, float32; the registry has the dtypes of the state.
+    """
+    master = getattr(torch, recipe.model.dtype)
+    wrong = {param.dtype for param in model.parameters()} - {master, torch.float32}
+    for param, state in optimizer.state.items():
+        for tensor in recipe.optim.name.state:
+            wanted = getattr(torch, tensor.dtype) if tensor.dtype else param.dtype
+            wrong |= {state[tensor.key].dtype} - {wanted}
     if wrong:
-        raise RuntimeError(f"master weights and optimizer state should be {wanted}, but some are {wrong}")
+        raise RuntimeError(f"master weights and optimizer state should be {master}, but some are {wrong}")

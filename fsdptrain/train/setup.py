@@ -87,7 +87,7 @@ class Sizes:
         return cls(
             parameters=parameters,
             total_steps=plan.total_steps(len(inputs.stream)),
-            state_bytes=3 * parameters * getattr(torch, recipe.model.dtype).itemsize // plan.shard_size,
+            state_bytes=plan.state_bytes(parameters) // plan.shard_size,
             flops_per_step=model_flops(bare, positions, recipe.data.seq_len),
         )
 
@@ -151,7 +151,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
 
 def load_state(
     model: ShardedModel, session: Session, inputs: Inputs, checkpointer: Checkpointer
-) -> tuple[torch.optim.AdamW, int]:
+) -> tuple[torch.optim.Optimizer, int]:
     """Load weights and optimizer state: from the newest checkpoint, else the pretrained files, else from the seed.
 
     Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
@@ -176,7 +176,7 @@ def load_state(
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
-    set_step(optimizer, steps_made)
+    set_step(optimizer, plan.recipe.optim.name, steps_made)
     leave_if_stopped(world, session.stop)
     return optimizer, steps_made
 

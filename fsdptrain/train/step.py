@@ -86,7 +86,8 @@ class Engine:
         # Check before the update: a step that is not finite must not reach weights or moments.
         if not (math.isfinite(mean) and math.isfinite(norm)):
             self.optimizer.zero_grad()
-            set_step(self.optimizer, step + 1)  # if the run skips this step, it counts, as it does after a resume
+            # If the run skips this step, it counts, as it does after a resume.
+            set_step(self.optimizer, self.plan.recipe.optim.name, step + 1)
             raise NonFiniteError(f"step {step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         self.update(grads, norm, lr)
         return StepStats(
@@ -175,7 +176,7 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if not self._checked_dtypes:
-            assert_dtypes(self.model, self.optimizer, self.plan.recipe.model.dtype)
+            assert_dtypes(self.model, self.optimizer, self.plan.recipe)
             self._checked_dtypes = True
 
     def evaluate(

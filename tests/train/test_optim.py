@@ -1,17 +1,20 @@
-"""The learning rate is a pure function of the step, of the shape its name says."""
+"""The optimizer keeps the state that its registry entry lists; the learning rate is a pure function of the step."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
+import torch
 from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.config.schema import Model, Optim, Schedule
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.schema import Model, Optim, Recipe, Schedule
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.train.optim import learning_rate, make_optimizer, warmup_steps
+from fsdptrain.train.optim import assert_dtypes, learning_rate, make_optimizer, set_step, start_state, warmup_steps
 
 OPTIM = Optim(lr=1.0)
 TABLES = {  # kind → own keys, and its parameters of two dimensions and more that are no weights of a product
@@ -35,6 +38,38 @@ def test_weight_decay_goes_by_what_a_parameter_is(kind: str) -> None:
     spared = {name for name, param in model.named_parameters() if id(param) not in decayed and param.ndim > 1}
     assert {".".join(name.split(".")[-2:]) for name in spared} == tables
     assert not any(param.ndim < 2 for param in model.parameters() if id(param) in decayed)
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", OptimizerKind)
+def test_the_registry_lists_the_state_that_the_optimizer_keeps(kind: OptimizerKind, master: str) -> None:
+    recipe = Recipe(model=Model(dtype=master), optim=dataclasses.replace(OPTIM, name=kind))  # type: ignore[arg-type]
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+    model.to(getattr(torch, master))
+    optimizer = make_optimizer(model, recipe.optim)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    listed = {tensor.key: (tensor.dtype or master, tensor.counter) for tensor in kind.state}
+    for param in model.parameters():
+        state = optimizer.state[param]
+        assert {key: (str(value.dtype)[6:], value.ndim == 0) for key, value in state.items()} == listed
+        assert all(value.shape == param.shape for value in state.values() if value.ndim)
+    assert_dtypes(model, optimizer, recipe)
+
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if key in kind.saved]
+    count = sum(param.numel() for param in model.parameters())
+    assert kind.state_bytes(count, master) == sum(value.nbytes for value in kept)
+    set_step(optimizer, kind, 7)
+    assert {float(state[key]) for state in optimizer.state.values() for key in kind.counters} == {7.0}
+
+
+def test_state_of_another_dtype_than_the_master_weights_is_refused() -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = make_optimizer(model, OPTIM)
+    start_state(optimizer)
+    optimizer.state[model.weight]["exp_avg"] = optimizer.state[model.weight]["exp_avg"].bfloat16()
+    with pytest.raises(RuntimeError, match=r"should be torch\.float32, but some are \{torch\.bfloat16\}"):
+        assert_dtypes(model, optimizer, Recipe())
 
 
 def rates(total: int, **schedule: object) -> list[float]:
