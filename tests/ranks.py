@@ -135,7 +135,7 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
         try:
             run = build(recipe, overrides)
             curve(run, steps)
-            bare, rundir = run.inputs.ready.bare, run.session.rundir
+            bare, rundir = run.inputs.prepared.bare, run.session.rundir
             export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
         except Exception:
             wrong[name] = traceback.format_exc()

@@ -1,13 +1,14 @@
-"""What a run and a dry run check of the model alike, before any data is tokenised and any weight is read."""
+"""The checks of the model that a run and a dry run share, before any data is tokenised or any weight is read."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,82 +28,98 @@ from fsdptrain.model.units import Unit, saved_state, units_of
 from fsdptrain.model.weights import place_buffers, refuse_other_weights
 from fsdptrain.parallel.shard import check_dtypes
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
-class Ready:
-    """A model that can be trained: the plan with its attention kernel decided, configuration, skeleton and units."""
+class PreparedModel:
+    """A model that can be trained: the plan with an attention kernel chosen, configuration, skeleton and units."""
 
     plan: Plan
-    config: Any
-    bare: Any
+    config: PreTrainedConfig
+    bare: PreTrainedModel
     units: list[Unit]
 
 
-def prepare_model(plan: Plan, vocab_size: int | None) -> Ready:
-    """Return what the recipe, the configuration and the headers of local weights make of the model.
+def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
+    """Build the skeleton of the plan's model, and check that it can be trained.
 
-    `vocab_size` is the tokenizer's, None where it is not known. Raises RecipeError with all that is wrong at once.
+    `vocab_size` is that of the tokenizer, None if it is unknown. Raises one RecipeError for all problems.
     """
     config = load_config(plan, vocab_size)
     plan, bare = settle_attention(plan, config)
     problems: list[Problem] = []
-
-    def trying(check: Callable[[], Any]) -> Any:
-        try:
-            return check()
-        except RecipeError as error:
-            problems.extend(error.problems)
-
-    units = trying(lambda: units_of(bare, plan.recipe.fsdp.wrap))
-    trying(lambda: check_dtypes(bare, plan))
-    trying(lambda: check_forward(plan, bare))
-    trying(lambda: check_documents(plan, config, bare))
-    trying(lambda: check_buffers(plan, config, bare))
+    with _collected(problems):
+        units = units_of(bare, plan.recipe.fsdp.wrap)
+    with _collected(problems):
+        check_dtypes(bare, plan)
+    with _collected(problems):
+        check_forward(plan, bare)
+    with _collected(problems):
+        check_documents(plan, config, bare)
+    with _collected(problems):
+        check_buffers(plan, config, bare)
     if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
-        trying(lambda: refuse_other_weights(bare, plan, safetensors_files(plan)))
+        with _collected(problems):
+            refuse_other_weights(bare, plan, safetensors_files(plan))
     if problems:
         raise RecipeError(problems)
-    return Ready(plan, config, bare, units)
+    return PreparedModel(plan, config, bare, units)
 
 
-def load_checked(plan: Plan, progress: Progress) -> tuple[Any, Ready]:
-    """Return the tokenizer, and the model checked against it; before a tokenizer is trained, by the size it will have.
+@contextlib.contextmanager
+def _collected(problems: list[Problem]) -> Iterator[None]:
+    """Append the problems of a RecipeError to `problems` instead of raising it."""
+    try:
+        yield
+    except RecipeError as error:
+        problems.extend(error.problems)
 
+
+def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrainedTokenizerBase, PreparedModel]:
+    """Load or train the tokenizer, and prepare the model for its vocabulary.
+
+    If a tokenizer must be trained, the model is checked before, with the vocabulary size that the recipe asks for.
     Raises RecipeError as `prepare_model` and `load_tokenizer` do.
     """
     wanted = plan.recipe.model.tokenizer
-    trained = wanted["train"] if isinstance(wanted, dict) else None
-    ready = prepare_model(plan, trained) if trained else None
+    trained_size = wanted["train"] if isinstance(wanted, dict) else None
+    prepared = prepare_model(plan, trained_size) if trained_size else None
     tokenizer = load_tokenizer(plan, progress)
-    if ready is None or vocabulary_size(tokenizer) != trained:
-        ready = prepare_model(plan, vocabulary_size(tokenizer))
+    if prepared is None or vocabulary_size(tokenizer) != trained_size:
+        prepared = prepare_model(plan, vocabulary_size(tokenizer))
     refuse_other_tokens(plan, tokenizer)
-    return tokenizer, ready
+    return tokenizer, prepared
 
 
-def check_forward(plan: Plan, bare: Any) -> None:
-    """Raise RecipeError for an architecture whose loss or whose FLOPs the engine cannot compute."""
+def check_forward(plan: Plan, bare: PreTrainedModel) -> None:
+    """Raise RecipeError if the engine cannot compute the loss of this architecture."""
     recipe = plan.recipe
     if recipe.train.loss == "chunked":
         after_head(bare)
     if recipe.model.attn_implementation == "flash_attention_2" and not one_row_if_packed(plan):
         raise RecipeError(
-            "model.attn_implementation: flash_attention_2 takes packed documents in micro-batches of one row only: set "
-            "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa"
+            "model.attn_implementation: flash_attention_2 supports packed documents only in micro-batches of one row: "
+            "set train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa"
         )
     try:
         model_flops(bare, 1, recipe.data.seq_len)
     except Exception as error:
-        raise FsdptrainError(f"the FLOPs of {type(bare).__name__} cannot be counted: {error_summary(error)}") from error
+        name = type(bare).__name__
+        raise FsdptrainError(
+            f"internal error: the FLOPs of {name} cannot be counted: {error_summary(error)} (please report it)"
+        ) from error
 
 
-def check_documents(plan: Plan, config: Any, bare: Any) -> None:
-    """Raise RecipeError when a document would not be computed as if it were alone: before padding, or among others."""
+def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
+    """Raise RecipeError unless every document is computed as if it were alone: without padding, without others."""
     recipe, name = plan.recipe, type(bare).__name__
     seq_len, packed = recipe.data.seq_len, recipe.data.packing != "none"
+    # flash and flex attention may need a GPU. They tell documents apart by the same position ids as the others do.
     if recipe.model.attn_implementation in ("eager", "sdpa"):
         model = copy.deepcopy(bare)
-    else:  # these kernels may need a GPU; documents are told apart by the same position ids
+    else:
         model = skeleton(config, dataclasses.replace(recipe.model, attn_implementation="auto"))
     # Position ids of a short document, of the beginning and end of a long one, and of padding (see `Corpus.batch`).
     short, long = [0, 1, 2], [0, 1, seq_len - 1]
@@ -111,32 +128,35 @@ def check_documents(plan: Plan, config: Any, bare: Any) -> None:
     beside = [[*long, *short, *padding] if packed else [*short, *padding]]
     if recipe.train.micro_batch_size > 1:
         beside.append([*range(len(beside[0]) - 1), seq_len - 1])
+    # Compare the short document alone with itself before padding, after another one, and beside longer positions.
     try:
         probe = Probe(model)
         causal = probe.same([[*short, *padding]], slice(0, 3))
         apart = not packed or probe.same([[*short, *short, *padding]], slice(3, 6))
         alone = probe.same(beside, slice(3, 6) if packed else slice(0, 3))
-    except Exception as error:  # whatever the architecture's code raises over three tokens
-        raise RecipeError(f"model: {name} cannot be trained here: {error_summary(error)}") from None
+    except Exception as error:  # an architecture's own code may raise anything
+        raise RecipeError(f"model: {name} cannot be trained: its forward pass failed: {error_summary(error)}") from None
     if not causal:
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
     if not apart:
         raise RecipeError(
-            f"data.packing: {recipe.data.packing} would let the documents of a block see one another: {name} ignores "
-            "position ids; use data.packing=none"
+            f"data.packing: {recipe.data.packing} would let the documents of a block attend to one another, because "
+            f"{name} ignores position ids: use data.packing=none"
         )
     if not alone:
+        length, way_out = (
+            (f"above {threshold}", f"={threshold}") if threshold else (f"at {seq_len}", " of fewer tokens")
+        )
         raise RecipeError(
-            f"data.seq_len: rotary frequencies of {name} depend on the longest position in the micro-batch above "
-            f"{threshold or 'some number of'} tokens; use data.seq_len={threshold or '…'}, or data.packing=none with "
-            "train.micro_batch_size=1"
+            f"data.seq_len: {length} tokens the rotary frequencies of {name} depend on the longest position in the "
+            f"micro-batch: use data.seq_len{way_out}, or data.packing=none with train.micro_batch_size=1"
         )
 
 
-def check_buffers(plan: Plan, config: Any, bare: Any) -> None:
-    """Raise RecipeError for buffers that are computed with in another dtype than weights, where the code expects one.
+def check_buffers(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel) -> None:
+    """Raise RecipeError if the architecture cannot compute with buffers in another dtype than its weights.
 
-    Those that are saved have the master dtype (minimax's decay tables); `buffer_dtype` casts them.
+    Saved buffers have the master dtype (minimax's decay tables), unless `buffer_dtype` casts them.
     """
     dtypes, model = plan.recipe.fsdp.mixed_precision, plan.recipe.model
     saved = [tensor for tensor in saved_state(bare).values() if not isinstance(tensor, nn.Parameter)]

@@ -30,7 +30,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.preflight import Ready, load_checked
+from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model
 from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Session:
 class Inputs:
     """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`."""
 
-    ready: Ready
+    prepared: PreparedModel
     tokenizer: PreTrainedTokenizerBase
     stream: Stream
     held_out: list[int]
@@ -81,7 +81,7 @@ class Sizes:
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs) -> Sizes:
         """Compute the sizes of a run."""
-        recipe, bare = plan.recipe, inputs.ready.bare
+        recipe, bare = plan.recipe, inputs.prepared.bare
         positions = recipe.train.global_batch_size * recipe.data.seq_len
         parameters = sum(param.numel() for param in bare.parameters())
         return cls(
@@ -109,13 +109,13 @@ def prepare_inputs(session: Session) -> Inputs:
     # All ranks read the same commit of a Hub data set, and a resumed run the one that it began with.
     pinned_plan = pin_commits(plan, session.rundir)
     # The model is checked first: that takes seconds, tokenising may take hours.
-    tokenizer, ready = load_checked(pinned_plan, progress)
-    count_padding = long_positions(ready.config, plan.recipe.data.seq_len) is None
+    tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
+    count_padding = long_positions(prepared.config, plan.recipe.data.seq_len) is None
     stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding)
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # a download must not happen while other ranks wait in a collective
-    return Inputs(ready, tokenizer, stream, held_out, eval_corpus)
+    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus)
 
 
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
@@ -130,7 +130,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
     checkpointer.reject_another_run()
     if world.rank == 0:
-        save_assets(plan, inputs.ready.config, inputs.ready.bare, inputs.tokenizer, rundir.model)
+        save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
 
 
@@ -156,7 +156,7 @@ def load_state(
 
     Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
     """
-    plan, world, bare = session.plan, checkpointer.world, inputs.ready.bare
+    plan, world, bare = session.plan, checkpointer.world, inputs.prepared.bare
     device = torch.device("cpu") if plan.recipe.fsdp.cpu_offload else world.device
     resuming = bool(checkpointer.newest_step())
     if resuming:
@@ -198,7 +198,7 @@ def report_start(session: Session, inputs: Inputs, world: World, steps_made: int
 
 def start_facts(inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
-    recipe, stream = inputs.ready.plan.recipe, inputs.stream
+    recipe, stream = inputs.prepared.plan.recipe, inputs.stream
     notes = stream.corpus.notes
     texts = {
         "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",

@@ -94,11 +94,11 @@ class Trainer:
         session.watchdog.beat()
         # Ranks that read other files would train another model without an error, so they compare what they read.
         stream = inputs.stream
-        world.agree((inputs.ready.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
+        world.agree((inputs.prepared.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded while it has no weights: no rank ever holds all of it.
         baseline_memory = world.peak_memory()
-        model, units = build(inputs.ready.plan, inputs.ready.config, world)
+        model, units = build(inputs.prepared.plan, inputs.prepared.config, world)
         # Reading weights takes minutes: whether there is anything to do, and room for it, is checked before.
         sizes = Sizes.of(plan, inputs)
         check_remaining_steps(plan, checkpointer, sizes)
@@ -248,7 +248,7 @@ class Trainer:
             if self.stops():
                 raise Stopped("stopped while exporting")
 
-        bare, rundir, done = self.inputs.ready.bare, self.session.rundir, self.sizes.total_steps
+        bare, rundir, done = self.inputs.prepared.bare, self.session.rundir, self.sizes.total_steps
         try:
             export_live(self.engine.model, bare, rundir, self.plan, self.checkpointer, self.reporter, done, check_stop)
         except Stopped:

@@ -41,7 +41,7 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
         findings.add_problem(error, this_machine_only=True)
 
 
-def kernel_note(plan: Plan, ready: preflight.Ready) -> str | None:
+def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
     kernel = ready.plan.recipe.model.attn_implementation
     if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and ready.bare._supports_flash_attn):

@@ -151,7 +151,7 @@ REFUSED = {  # overrides → what the message says
     "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
     "model.id=recipes": "cannot read the configuration of 'recipes'",
-    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block see one another",
+    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block attend to",
 }
 
 

@@ -28,7 +28,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
-from fsdptrain.train.preflight import load_checked, prepare_model
+from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import check_model
@@ -84,7 +84,7 @@ def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(tmp_path: Path) 
     )  # two problems at once
     stages: list[str] = []
     with pytest.raises(RecipeError) as caught:
-        load_checked(plan, lambda stage, done, total: stages.append(stage))
+        prepare_tokenizer_and_model(plan, lambda stage, done, total: stages.append(stage))
     assert stages == []  # no tokenizer was trained, and no row read
     told = [str(problem) for problem in caught.value.problems]
     assert "fsdp.wrap: ['Nothing'] matches nothing" in told[0] and "unknown: model.layers.1" in told[1]
@@ -118,17 +118,20 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
     bare = prepare_model(plan, 512).bare
     model = dataclasses.replace(plan.recipe.model, attn_implementation="flash_attention_2")
     recipe = dataclasses.replace(plan.recipe, model=model)
-    with pytest.raises(RecipeError, match=r"micro-batches of one row only: set train.micro_batch_size=1"):
+    with pytest.raises(RecipeError, match=r"micro-batches of one row: set train.micro_batch_size=1"):
         check_forward(dataclasses.replace(plan, recipe=recipe), bare)
 
 
 REFUSED = {  # model, packing → what is said; None: it is trained
-    ("bloom", "bfd"): "BloomForCausalLM ignores position ids; use data.packing=none",
+    ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
-    ("opt", "concat"): "data.packing: concat would let the documents of a block see one another",
-    ("mamba", "bfd"): "would let the documents of a block see one another",
+    ("opt", "concat"): "data.packing: concat would let the documents of a block attend to one another",
+    ("mamba", "bfd"): "would let the documents of a block attend to one another",
     ("bert", "none"): "BertLMHeadModel is not causal",
-    ("phi3", "bfd"): "data.seq_len: rotary frequencies of Phi3ForCausalLM depend on the longest position",
+    (
+        "phi3",
+        "bfd",
+    ): "data.seq_len: above 32 tokens the rotary frequencies of Phi3ForCausalLM depend on the longest position",
     ("phi3", "none"): None,
     ("mixtral", "bfd"): None,
     ("gpt2", "concat"): None,
