@@ -332,7 +332,7 @@ def list_recipes() -> None:
         first = next(
             (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
         )
-        print(f"{path.stem:36} {first}")
+        print(wrapped_for(f"{path.stem:36} {first}", sys.stdout))
 
 
 @recipes_app.command("show")
