@@ -163,7 +163,7 @@ def show_sequences(plan: Plan, facts: dict[str, Any], findings: Findings) -> Non
     findings.add_lines(
         HEADING,
         f"{counted(facts['rows'], 'row')}, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
-        f"{facts['dropped']:,} rows dropped (no trained token)",
+        + (f"{counted(facts['dropped'], 'row')} dropped (no trained token)" if facts["dropped"] else "no rows dropped"),
         f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )

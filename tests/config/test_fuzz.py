@@ -1,7 +1,7 @@
-"""Ten thousand broken recipes: each is read or refused with a message; nothing else happens, and it is quick.
+"""Ten thousand broken recipes: each is read or refused with a message, quickly, and without any side effect.
 
-What happened is taken from the interpreter's own audit events, which no library can go round: imports, files opened or
-made, sockets, processes.
+Side effects are observed through the audit events of the interpreter, which no library can bypass: imports, files
+opened or created, sockets, processes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fsdptrain.config.schema import all_paths, flat
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import FsdptrainError
 
-SECONDS = 2.0  # a reader that takes longer blows up somewhere; the usual recipe takes 0.05
-MAX_MESSAGE = 20_000  # characters: a page, not the recipe read back
-SECRET = "canary-7f3a9c"  # stands in HF_TOKEN while recipes are read
+SECONDS = 2.0  # a longer time means that something grows without bound; a usual recipe takes 0.05
+MAX_MESSAGE = 20_000  # characters: a page, not a copy of the recipe
+SECRET = "canary-7f3a9c"  # the value of HF_TOKEN while recipes are read
 DATA = ["data/tinyshakespeare.txt", "data/gsm8k-train.jsonl", "data/train.jsonl"]
 SHIPPED = [
     "".join(line for line in path.read_text().splitlines(True) if not line.startswith("#"))
     for path in sorted((ROOT / "recipes").glob("*.yaml"))
 ]
 
-# --- what somebody might write -------------------------------------------------------------------------------------
+# --- what a user might write -----------------------------------------------------------------------------------------
 
 SCALARS = [
     "0", "-1", "1", "-0", "010", "0x1F", "1_000", "12:30:45", "2001-01-01", "9007199254740993", "2147483648", "1e400",
@@ -99,7 +99,7 @@ fragments = st.sampled_from([*SCALARS, *PATHS, *TEXTS, *TREES, *TAGS]) | values.
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, whatever stands there."""
+    """Set the value at a dotted path, and replace whatever is there."""
     *parents, last = path.split(".")
     for word in parents:
         inner = tree.get(word)
@@ -109,7 +109,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """The bytes of a recipe's file, and the overrides."""
+    """The bytes of a recipe file, and the overrides."""
 
     raw: bytes
     overrides: list[str]
@@ -121,7 +121,7 @@ class Broken:
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Broken:
-    """A shipped recipe, with values replaced, then its text cut and pasted, then its bytes; and some overrides."""
+    """Draw a shipped recipe with changed values, then changed text, then changed bytes, and some overrides."""
     tree = yaml.safe_load(draw(st.sampled_from(SHIPPED)))
     chosen = draw(st.lists(fragments, max_size=3))
     for number, _ in enumerate(chosen):
@@ -144,28 +144,39 @@ def recipes(draw: st.DrawFn) -> Broken:
 
 FILES = sorted(["recipe.yaml", *(Path(name).name for name in DATA)])
 HARMLESS = {"os.scandir", "os.listdir", "glob.glob", "glob.glob/2", "compile", "exec", "object.__getattr__"}
-SPEAKS_OF = ("import", "open", "os.", "socket.", "subprocess.", "shutil.", "pickle.", "ctypes.", "tempfile.", "urllib.")
-_deeds: list[str] | None = None
+WATCHED_EVENTS = (
+    "import",
+    "open",
+    "os.",
+    "socket.",
+    "subprocess.",
+    "shutil.",
+    "pickle.",
+    "ctypes.",
+    "tempfile.",
+    "urllib.",
+)
+_recorded: list[str] | None = None
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _deeds is not None and event.startswith(SPEAKS_OF) and event not in HARMLESS:
-        _deeds.append(f"{event} {arguments[0] if arguments else ''}")
+def _record_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if _recorded is not None and event.startswith(WATCHED_EVENTS) and event not in HARMLESS:
+        _recorded.append(f"{event} {arguments[0] if arguments else ''}")
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
-    """Everything this process does meanwhile that reaches outside of it, or brings in code."""
-    global _deeds
-    _deeds = deeds = []
+def recorded_effects() -> Iterator[list[str]]:
+    """Record everything that this process does inside the block that has an effect outside it or loads code."""
+    global _recorded
+    _recorded = effects = []
     try:
-        yield deeds
+        yield effects
     finally:
-        _deeds = None
+        _recorded = None
 
 
 def read_and_plan(path: Path, overrides: list[str]) -> None:
-    """All that a command does with a recipe before it starts anything, for here and for elsewhere."""
+    """Do what a command does with a recipe before it starts anything, for this and for another machine."""
     written = load(path, overrides)
     assert list(flat(written.recipe)) == all_paths()
     draft, _ = draft_plan(written, find_topology(written.recipe, {}, elsewhere=True), elsewhere=True)
@@ -174,11 +185,11 @@ def read_and_plan(path: Path, overrides: list[str]) -> None:
 
 
 def check(folder: Path, recipe: Broken, again: bool = False) -> None:
-    """Read one recipe in `folder`, and hold everything that must hold."""
+    """Read one recipe in `folder`, and check everything that must be true of any recipe."""
     path = folder / "recipe.yaml"
     path.write_bytes(recipe.raw)
     message = ""
-    with watched() as deeds:
+    with recorded_effects() as effects:
         started = time.perf_counter()
         try:
             read_and_plan(path, recipe.overrides)
@@ -186,11 +197,11 @@ def check(folder: Path, recipe: Broken, again: bool = False) -> None:
             message = str(error)
             assert message.strip()
         seconds = time.perf_counter() - started
-    assert set(deeds) <= {f"open {path}"}, deeds
+    assert set(effects) <= {f"open {path}"}, effects
     assert sorted(name for *_, names in os.walk(folder) for name in names) == FILES
     assert SECRET not in message
     assert len(message) < MAX_MESSAGE
-    if seconds > SECONDS and not again:  # whoever else is at work here may have been in the way, but not twice
+    if seconds > SECONDS and not again:  # other processes may have slowed this one down, but not twice
         check(folder, recipe, again=True)
     else:
         assert seconds < SECONDS, f"{seconds:.1f} s"
@@ -198,8 +209,8 @@ def check(folder: Path, recipe: Broken, again: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Everything imported that reading a sound recipe, and complaining about another, imports."""
-    sys.addaudithook(_note)  # it stays for the life of the process
+    """Import everything that is imported to read a valid recipe and to refuse an invalid one."""
+    sys.addaudithook(_record_event)  # hooks cannot be removed
     path = tmp_path_factory.mktemp("warm") / "recipe.yaml"
     path.write_text(SHIPPED[-1])
     for overrides in ([], ["data.path=*"], ["seed=x", "nope=1", "name=[", "data.path='*'"]):
@@ -209,7 +220,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def folder(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the files that the shipped recipes name, and nothing else."""
+    """Return a working folder that contains only the files that the shipped recipes name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     for name in DATA:
@@ -219,7 +230,7 @@ def folder(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fuzz(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test to run on so many recipes, always the same ones."""
+    """Decorate a test to run on this many recipes, always the same ones."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         fixed = settings(
@@ -238,7 +249,7 @@ def test_a_broken_recipe_is_read_or_refused_and_nothing_else_happens(folder: Pat
 
 @pytest.fixture
 def survived(fault_table: FaultTable) -> Iterator[list[bool]]:
-    """Whether each recipe of the long form was survived: a row of the table of faults."""
+    """Collect whether each recipe of the long test was survived, for a row of the table of faults."""
     found: list[bool] = []
     yield found
     fault_table.add("a broken recipe", len(found), sum(found))
@@ -273,11 +284,11 @@ def test_ten_thousand_broken_recipes_are_read_or_refused(folder: Path, recipe: B
     ],
     ids=lambda word: word[:30],
 )
-def test_what_once_crashed_or_had_no_end(folder: Path, override: str) -> None:
+def test_recipes_that_once_crashed_or_hung_the_reader(folder: Path, override: str) -> None:
     check(folder, Broken(SHIPPED[-1].encode(), [override]))
 
 
-def test_a_file_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", Path("/dev/zero"), tmp_path):
         with pytest.raises(FsdptrainError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""What the comments of the shipped recipes state: counts, products and forecasts are those of the tool."""
+"""The comments of the shipped recipes: their counts, products and forecasts are those of the tool."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NUMBER = r"[0-9][0-9,.]*[0-9]|[0-9]"
 
 
 def comment(path: Path) -> str:
-    """The comment at the head of a recipe, as one line."""
+    """Return the comment at the head of a recipe, as one line."""
     lines = path.read_text().splitlines()
     return " ".join(line.lstrip("# ") for line in lines[: next(i for i, line in enumerate(lines) if not line)])
 
 
 def stated(text: str, before: str, behind: str) -> float:
-    """The one number between these words."""
+    """Return the only number between these words."""
     [found] = re.findall(f"{before}({NUMBER}){behind}", text)
     return float(found.replace(",", ""))
 

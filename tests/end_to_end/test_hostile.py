@@ -1,7 +1,7 @@
-"""Hostile artefacts: where code in a model, a tokenizer or a template would leave a file behind, none is left.
+"""Hostile artefacts: code in a model, a tokenizer or a template, which would leave a file behind, is never run.
 
-Every test here builds a small, sound model folder, does something to it, and then takes the way a run takes: tokenizer,
-data, configuration, skeleton, weights' headers, the folder's files written again.
+Each test builds a small, valid model folder, damages it, and then does what a run does with it: load the tokenizer, the
+data, the configuration, the skeleton and the headers of the weights, and write the files of the folder again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "c
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with its tokenizer, as any export is."""
+    """Save a tiny Llama with its tokenizer, as an export does."""
     folder = tmp_path_factory.mktemp("sound") / "model"
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
     tokenizer = train_bpe(iter(["hello there"]), 300)
@@ -53,18 +53,18 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(sound: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copy the valid model, so that a test may damage it."""
     return Path(shutil.copytree(sound, tmp_path / "model"))
 
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """The file that appears when something has been run."""
+    """Return the path of a file that appears if hostile code runs."""
     return tmp_path / "canary"
 
 
 def plan_of(folder: Path, trust: bool = False, **changes: Any) -> Plan:
-    """The plan of a run that fine-tunes the model in `folder`/model on one conversation."""
+    """Return the plan of a run that fine-tunes the model in `folder`/model on one conversation."""
     (folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
     wanted = {
         "model": {"id": str(folder / "model")}, "data__format": "chat", "data__path": str(folder / "talk.jsonl"),
@@ -75,7 +75,7 @@ def plan_of(folder: Path, trust: bool = False, **changes: Any) -> Plan:
 
 
 def go(folder: Path, **changes: Any) -> None:
-    """Everything that a run does with the model folder before it makes a process group, and the files it writes."""
+    """Do what a run does with the model folder before it creates a process group, and write the model's files."""
     plan = plan_of(folder, **changes)
     tokenizer = load_tokenizer(plan, quiet)
     prepare(plan, tokenizer, quiet)
@@ -85,13 +85,13 @@ def go(folder: Path, **changes: Any) -> None:
 
 
 def refusal(folder: Path, **changes: Any) -> str:
-    """What is said about it: one of our errors, in one line."""
+    """Return the message with which the run is refused: a single line of an FsdptrainError."""
     with pytest.raises(FsdptrainError) as caught:
         go(folder, **changes)
-    said = str(caught.value)
-    assert said.strip()
-    assert len(said.splitlines()) == 1, said
-    return said
+    message = str(caught.value)
+    assert message.strip()
+    assert len(message.splitlines()) == 1, message
+    return message
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -310,7 +310,7 @@ def test_a_hostile_index_is_refused(model: Path, tmp_path: Path, text: str, says
 
 
 def tensors(header: str | bytes, length: int | None = None, data: bytes = b"") -> bytes:
-    """A safetensors file with this header."""
+    """Write a safetensors file with this header."""
     raw = header.encode() if isinstance(header, str) else header
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
@@ -449,7 +449,7 @@ def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path: Path, line: 
     assert not any(part in str(error.value) for error in (caught, other) for part in ("a1B2", "password", "AKIA"))
 
 
-def test_what_only_looks_a_little_like_a_secret_is_read(tmp_path: Path) -> None:
+def test_what_only_resembles_a_secret_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("name: hf_run_3\nmodel: {id: org/sk-small}\ndata: {path: data/ghp_notes.jsonl}\n")
     assert load(path).recipe.name == "hf_run_3"
@@ -481,7 +481,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of a model with its own code: with the flag, then resumed without it; with secrets in the environment."""
+    """Run a model with its own code: with the flag, then resumed without it, with secrets in the environment."""
     tmp = tmp_path_factory.mktemp("own")
     model = Path(shutil.copytree(sound, tmp / "model"))
     (model / "modeling_own.py").write_text(MODELING)

@@ -1,4 +1,4 @@
-"""The checks of the run are those of the dry run, and come before anything is tokenised, trained or read."""
+"""The checks of a run are those of the dry run, and come before anything is tokenised, trained or read."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def plan_of(tmp: Path, config: dict[str, Any], *overrides: str, **changes: Any) 
 
 
 def problems_of(plan: Plan) -> list[str]:
-    """What a dry run, without its forecast, has to say."""
+    """Return the problems of a dry run without its forecast."""
     found = Findings()
     dry_run(plan, found)
     return found.problems
 
 
-def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(tmp_path: Path) -> None:
+def test_a_run_and_a_dry_run_refuse_the_same_with_the_same_message(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY)).save_pretrained(tmp_path / "model")
     pretrained = {"id": str(tmp_path / "model"), "tokenizer": {"train": 512}}
     plan = plan_of(
@@ -86,9 +86,9 @@ def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(tmp_path: Path) 
     with pytest.raises(RecipeError) as caught:
         prepare_tokenizer_and_model(plan, lambda stage, done, total: stages.append(stage))
     assert stages == []  # no tokenizer was trained, and no row read
-    told = [str(problem) for problem in caught.value.problems]
-    assert "fsdp.wrap: ['Nothing'] matches nothing" in told[0] and "unknown: model.layers.1" in told[1]
-    assert problems_of(plan) == told
+    messages = [str(problem) for problem in caught.value.problems]
+    assert "fsdp.wrap: ['Nothing'] matches nothing" in messages[0] and "unknown: model.layers.1" in messages[1]
+    assert problems_of(plan) == messages
 
 
 def test_fewer_layers_from_scratch_are_checked_and_built(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
         check_forward(dataclasses.replace(plan, recipe=recipe), bare)
 
 
-REFUSED = {  # model, packing → what is said; None: it is trained
+REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
     ("opt", "concat"): "data.packing: concat would let the documents of a block attend to one another",
@@ -139,18 +139,18 @@ REFUSED = {  # model, packing → what is said; None: it is trained
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_document_sees_is_known_before_the_run(kind: tuple[str, str], tmp_path: Path) -> None:
+def test_whether_documents_see_each_other_is_known_before_the_run(kind: tuple[str, str], tmp_path: Path) -> None:
     plan = plan_of(tmp_path, MODELS[kind[0]], f"data.packing={kind[1]}", train__loss="plain")
-    said = REFUSED[kind]
-    if said is None:
+    message = REFUSED[kind]
+    if message is None:
         prepare_model(plan, 512)
         return
     with pytest.raises(RecipeError) as caught:
         prepare_model(plan, 512)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_rows_of_a_micro_batch_are_looked_at_too(tmp_path: Path) -> None:
+def test_rows_of_a_micro_batch_are_checked_too(tmp_path: Path) -> None:
     overrides = ["data.packing=none", "train.micro_batch_size=2"]
     with pytest.raises(RecipeError, match=r"use data.seq_len=32, or data.packing=none with train.micro_batch_size=1"):
         prepare_model(plan_of(tmp_path, PHI3, *overrides), 512)
@@ -158,7 +158,7 @@ def test_rows_of_a_micro_batch_are_looked_at_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_cheap_products_tell_the_same_as_real_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_products_give_the_same_answer_as_real_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dict(MODELS[kind])
     made = AutoConfig.for_model(config.pop("model_type"), **config)
     layouts = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
@@ -206,7 +206,7 @@ def test_kernels_that_need_a_gpu_are_not_called_on_a_cpu(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_two_dtypes_in_a_unit_are_refused_where_torch_cannot_have_them(
+def test_two_dtypes_in_a_unit_are_refused_if_torch_does_not_support_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert patches.takes_two_dtypes()
@@ -221,7 +221,7 @@ def test_two_dtypes_in_a_unit_are_refused_where_torch_cannot_have_them(
     prepare_model(plan_of(tmp_path, MODELS["llama"], BF16), 512)
 
 
-def test_what_raises_while_weights_are_initialised_is_no_raw_error(
+def test_an_error_while_weights_are_initialised_becomes_a_recipe_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Any) -> None:
@@ -306,7 +306,7 @@ SEEN = (
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", APART + SEEN)
-def test_architectures_in_their_own_sizes_are_told_apart(kind: str) -> None:
+def test_architectures_in_their_own_sizes_are_distinguished(kind: str) -> None:
     tested = Probe(skeleton(AutoConfig.for_model(kind), Model(attn_implementation="auto")))
     assert tested.same([[0, 1, 2, 3, 60]], slice(0, 3))
     assert tested.same([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)) == (kind in APART)

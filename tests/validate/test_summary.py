@@ -36,7 +36,7 @@ GIB = 2**30
 
 
 def page_of(width: int | None) -> Page:
-    """A page on a terminal of this width, or in a pipe."""
+    """Return a page on a terminal of this width; in a pipe if it is None."""
     return Page(Console(file=io.StringIO(), force_terminal=width is not None, width=width, color_system=None))
 
 
@@ -79,8 +79,8 @@ def test_overrides_can_be_pasted_into_a_shell_however_they_are_broken(width: int
     page = page_of(width)
     page.command(words, 4)
     pasted = page.console.file.getvalue()  # type: ignore[attr-defined]
-    said = subprocess.run(["sh", "-c", f"printf '%s\\0' {pasted}"], capture_output=True, text=True, check=True).stdout
-    assert said.split("\0")[:-1] == words
+    parsed = subprocess.run(["sh", "-c", f"printf '%s\\0' {pasted}"], capture_output=True, text=True, check=True).stdout
+    assert parsed.split("\0")[:-1] == words
     lines = pasted.splitlines()
     assert len(lines) == 1 if width is None else all(len(line) <= width or "yyy" in line for line in lines)
 
@@ -116,7 +116,7 @@ STEP = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({}, "fits 8×H100-80GB: 52.4 of 79.1 GiB a GPU; 4.05 s a step; 67.9 GPU-hours; $169.75"),
         ({"tight": True, "dollars": None}, "fits 8×H100-80GB, but only just: 52.4 of 79.1 GiB a GPU; 4.05 s a step; "
@@ -126,9 +126,9 @@ STEP = {
          "fits 8×H100-80GB: 512.0 MiB of 79.1 GiB a GPU"),
     ],
 )  # fmt: skip
-def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     step = {name: value for name, value in (STEP | changes).items() if value is not None}
-    assert verdict(step, gpu_plan(tmp_path)) == said
+    assert verdict(step, gpu_plan(tmp_path)) == expected
 
 
 def test_the_first_line_says_how_many_problems_there_are() -> None:
@@ -144,7 +144,7 @@ def test_the_first_line_says_how_many_problems_there_are() -> None:
     assert printed(page)[0].startswith("2 problems (listed at the end)")
 
 
-def test_a_request_comes_out_as_it_went_in(tmp_path: Path) -> None:
+def test_a_request_survives_its_json(tmp_path: Path) -> None:
     asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xA100", trust_remote_code=False)
     assert asked.notes == ["--hardware 8xA100: taken as a100-80gb, not a100-40gb"] and asked.hardware
     for price, plot, problems in ((None, None, []), (2.5, "step.svg", ["recipe.yaml:3: x", "y"])):
@@ -169,7 +169,7 @@ HEADINGS = [
 ]
 
 
-def test_on_a_terminal_everything_fits_and_what_is_done_is_shown_meanwhile(tmp_path: Path) -> None:
+def test_on_a_terminal_lines_fit_and_progress_is_shown(tmp_path: Path) -> None:
     picture = tmp_path / "step.png"
     words = ("validate", write_recipe(tmp_path), *ELSEWHERE, f"--plot={picture}", "--advise")
     with Terminal(*words, columns=60, rows=40) as terminal:
@@ -184,7 +184,7 @@ def test_on_a_terminal_everything_fits_and_what_is_done_is_shown_meanwhile(tmp_p
     bars = [line for line in lines if line.startswith("  |")]
     assert len(bars) == 1 and len(bars[0]) == 60, "the memory bar is as wide as the terminal"
     assert f"plotted over the step in {picture}".replace(" ", "") in "".join(lines).replace(" ", "")
-    # Were a line too long, the terminal would have broken it: without an indent, unlike us.
+    # The terminal breaks a line that is too long, without the indent of a wrapped line.
     start, headings = shown.index("Model"), [*HEADINGS, "Other plans for the same job", "Notes"]
     broken = [line for line in shown[start:] if line not in headings and not line.startswith("  ")]
     assert [line for line in broken if not str(picture).endswith(line)] == []
@@ -200,7 +200,7 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
     assert sum("not checked here" in line for line in lines) == 1 and "--verbose" in lines[-1]
 
 
-def test_what_has_no_gpu_has_no_price(tmp_path: Path) -> None:
+def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
     done = fsdptrain("validate", write_recipe(tmp_path), "--price-per-gpu-hour", "2", "--json")
     assert done.returncode == 2 and "no GPUs" in json.loads(done.stdout)["problems"][0]
 
@@ -209,17 +209,19 @@ def test_what_has_no_gpu_has_no_price(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_the_hub_is_asked_once_and_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
-    said: list[str] = []
+def test_the_hub_is_asked_once_after_it_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    stages: list[str] = []
 
     def progress(stage: str, done: int, total: int) -> None:
-        said.append(stage)
+        stages.append(stage)
 
     written = load(write_recipe(tmp_path, model={"id": "org/model", "tokenizer": "org/other"}))
     plan = make_plan(written, Topology("cpu", 1, 2), elsewhere=True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that it is set back
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that monkeypatch restores it
     hub.go_offline_if_unreachable(plan, progress)
-    assert said == [], "HF_HUB_OFFLINE is heard at once"
+    assert stages == [], "with HF_HUB_OFFLINE nothing is asked"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -229,9 +231,9 @@ def test_the_hub_is_asked_once_and_said_before(tmp_path: Path, monkeypatch: pyte
         if answers:
             threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 200 OK\r\n\r\n"), daemon=True).start()
         hub.go_offline_if_unreachable(plan, progress)
-    assert "org/model and org/other" in said[0]
-    assert answers == (not constants.HF_HUB_OFFLINE) == (len(said) == 1)
-    assert answers == ("HF_HUB_OFFLINE" not in os.environ), "nor do the processes that forecast ask again"
+    assert "org/model and org/other" in stages[0]
+    assert answers == (not constants.HF_HUB_OFFLINE) == (len(stages) == 1)
+    assert answers == ("HF_HUB_OFFLINE" not in os.environ), "the forecast processes do not ask again"
 
 
 def test_a_dry_run_says_that_the_hub_is_asked(tmp_path: Path) -> None:

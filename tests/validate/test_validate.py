@@ -1,4 +1,4 @@
-"""The dry run: every level as far as it can go, all problems at once, facts that agree with transformers."""
+"""The dry run: every level is checked as far as possible, all problems are reported, facts agree with transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draft(recipe: Path, *overrides: str, gpus: str = "") -> tuple[Plan, list[str
 
 
 def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str = "") -> tuple[Findings, str]:
-    """A dry run in this process: what it found, and what it showed."""
+    """Run a dry run in this process. Return what it found and what it showed."""
     plan, problems = draft(recipe, *overrides, gpus=gpus)
     found = Findings(elsewhere=elsewhere)
     dry_run(plan, found, problems)
@@ -55,7 +55,7 @@ def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str =
 
 
 def shown(found: Findings, verbose: bool = False) -> str:
-    """What is shown of it in a pipe."""
+    """Return what is shown in a pipe."""
     page = Page(Console(file=io.StringIO()))
     show_outcome(found.outcome(), page, verbose)
     return page.console.file.getvalue()  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ EVERYTHING_WRONG = (
 
 @pytest.fixture
 def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without flash attention, without a known host and with a full disk."""
+    """Pretend that this machine has no flash attention, knows no host and has a full disk."""
     monkeypatch.setattr(machine, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(machine, "is_kernels_available", lambda: False)
     monkeypatch.setattr(machine, "_port_state", lambda host, port: "unknown host")
@@ -83,41 +83,41 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_here")
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    found, said = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
+    found, output = validate(write_recipe(tmp_path), *EVERYTHING_WRONG, gpus=",".join(map(str, range(64))))
     wanted = [
         "train.global_batch_size: 7 sequences", "64 workers, but", "flash_attention_2 is not available",
         "launch.rdzv_endpoint: nobody.invalid:29500: unknown host", "data.path: ", "output_dir:",
     ]  # fmt: skip
-    told = [problem for problem in found.problems if not problem.startswith("this build of torch")]
-    assert len(told) == len(wanted), found.problems
-    assert all(text in problem for text, problem in zip(wanted, told, strict=True))
+    problems = [problem for problem in found.problems if not problem.startswith("this build of torch")]
+    assert len(problems) == len(wanted), found.problems
+    assert all(text in problem for text, problem in zip(wanted, problems, strict=True))
     assert found.exit_code == RecipeError.exit_code
     assert found.levels.keys() == {"machine", "model"}  # no arithmetic of a batch that does not divide
-    assert "LlamaForCausalLM" in said and "torch" in said
-    assert said.startswith(f"{len(found.problems)} problems (listed at the end)\n")
+    assert "LlamaForCausalLM" in output and "torch" in output
+    assert output.startswith(f"{len(found.problems)} problems (listed at the end)\n")
 
 
 @pytest.mark.usefixtures("nothing_here")
-def test_elsewhere_what_is_missing_here_is_a_note(tmp_path: Path) -> None:
+def test_for_another_machine_what_is_missing_here_is_a_note(tmp_path: Path) -> None:
     overrides = [word for word in EVERYTHING_WRONG if "batch" not in word]
     overrides += ["train.global_batch_size=128", "data.eval={path: nope-either.jsonl}", "model.tokenizer=org/name"]
     recipe = write_recipe(tmp_path)
-    found, said = validate(recipe, *overrides, elsewhere=True, gpus=",".join(map(str, range(64))))
+    found, output = validate(recipe, *overrides, elsewhere=True, gpus=",".join(map(str, range(64))))
     assert (found.problems, found.exit_code) == ([], 0)
     missing = [note for note in found.notes if note.startswith("not checked here: ")]
     for text in ("64 workers", "flash_attention_2", "nobody.invalid", "data.path", "eval.path", "org/name", "output_"):
         assert any(text in note for note in missing), text
     names = "number of GPUs, build of torch, attention kernel, rendezvous, evaluation data, data, tokenizer (no Hub)"
-    folded = next(line for line in said.splitlines() if "not checked here" in line)
-    assert [name for name in names.split(", ") if name not in folded] == [], folded
-    assert not any(note in said for note in missing), "one line for all of them"
+    summary = next(line for line in output.splitlines() if "not checked here" in line)
+    assert [name for name in names.split(", ") if name not in summary] == [], summary
+    assert not any(note in output for note in missing), "one line for all of them"
     assert all(note in shown(found, verbose=True) for note in missing)
     assert found.levels["model"]["architecture"] == "LlamaForCausalLM"
     plan = make_plan(load(recipe, ["data.path=nope.jsonl"]), find_topology(load(recipe).recipe, {}), elsewhere=True)
     assert plan.data_path == str(Path.cwd() / "nope.jsonl")
 
 
-def test_the_exit_code_is_the_most_basic_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"txt": "a"}\n')
@@ -133,7 +133,7 @@ def test_the_exit_code_is_the_most_basic_problems(tmp_path: Path, monkeypatch: p
     assert found.exit_code == RecipeError.exit_code and len(found.problems) == 2
 
 
-def test_a_defect_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
@@ -150,19 +150,19 @@ def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> N
     assert disk.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
 
 
-def test_a_folder_that_a_run_would_refuse_is_refused_by_a_dry_run_and_only_noted_elsewhere(tmp_path: Path) -> None:
+def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a_note(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.md").write_text("mine")
-    told = f"output_dir: {tmp_path / 'run'} holds files that fsdptrain did not write (notes.md); choose another"
+    problem = f"output_dir: {tmp_path / 'run'} holds files that fsdptrain did not write (notes.md); choose another"
     found, _ = validate(recipe, f"data.path={tmp_path}/*.jsonl")
-    assert (found.problems, found.exit_code) == ([told], RecipeError.exit_code)
+    assert (found.problems, found.exit_code) == ([problem], RecipeError.exit_code)
     found, _ = validate(recipe, elsewhere=True)
-    assert found.exit_code == 0 and any(told in note for note in found.notes)
+    assert found.exit_code == 0 and any(problem in note for note in found.notes)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.md"]
 
 
-def test_who_owns_the_meeting_place(tmp_path: Path) -> None:
+def test_the_state_of_the_rendezvous(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -189,14 +189,18 @@ def test_the_histogram_holds_every_row_once() -> None:
 
 
 def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
-    found, said = validate(write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2}))
+    found, output = validate(write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2}))
     data = found.levels["data"]
     assert sum(bin["rows"] for bin in data["lengths"]["bins"]) == data["rows"] == 300
     assert data["tokens"] == round(data["lengths"]["mean"] * data["rows"])  # texts are split, and lose nothing
     assert data["split"] == data["lengths"]["over_seq_len"] > 0
     assert data["steps"] == -(-2 * data["sequences"] // 8) and data["steps_per_epoch"] == data["sequences"] / 8
     assert data["columns"] == ["text"] and data["needed"] == {"text": "text"}
-    assert "█" in said and "⟦First Citizen" in said and re.search(r"longer than seq_len 64: \d+ rows \(split\)", said)
+    assert (
+        "█" in output
+        and "⟦First Citizen" in output
+        and re.search(r"longer than seq_len 64: \d+ rows \(split\)", output)
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -227,7 +231,7 @@ def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, 
     assert (facts["blocks"], facts["recomputed_blocks"]) == (3, 2)
 
 
-def test_units_of_several_sizes_are_not_thrown_together(tmp_path: Path) -> None:
+def test_units_of_different_sizes_are_not_grouped(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path), "fsdp.wrap=[LlamaMLP]")
     model = skeleton(load_config(plan, None), plan.recipe.model)
     counts = {
@@ -254,7 +258,7 @@ def test_an_id_on_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     assert "local file" in found.problems[0]
 
 
-def test_such_an_error_keeps_its_kind_from_process_to_process() -> None:
+def test_such_an_error_keeps_its_class_between_processes() -> None:
     with pytest.raises(RecipeError) as caught, hub_errors("model.id", "runs/not/there"):
         pass
     assert type(from_record(to_record(caught.value))) is type(caught.value)
