@@ -1,7 +1,7 @@
-"""A cache of its own for the whole session, so that no test reads what this machine's user has prepared; and, at the
-end, one table of all the faults that were injected.
+"""Use a separate cache for the session, so that no test reads the user's cache; print a table of injected faults at the
+end.
 
-The cache is set when pytest starts, before any library that reads these variables at import is imported.
+The variables are set when pytest starts, before the libraries that read them at import.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """The folder of prepared data and tokenizers."""
+    """Return the folder of prepared data and tokenizers."""
     return Path(_cache.name)
 
 
 class FaultTable:
-    """What was injected in this session, and what became of it; printed when the session ends."""
+    """The faults that were injected in this session, with their outcome."""
 
     HEADER = ("fault", "tries", "survived", "noticed after (median / worst)", "lost")
 
@@ -40,7 +40,7 @@ class FaultTable:
         self.rows.append((fault, str(tries), str(survived), times, lost))
 
     def lines(self) -> list[str]:
-        """The table as lines of text, in columns."""
+        """Return the table as lines of text, in columns."""
         rows = [self.HEADER, *self.rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.HEADER))]
         return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -51,12 +51,12 @@ _table = FaultTable()
 
 @pytest.fixture(scope="session")
 def fault_table() -> FaultTable:
-    """The table of injected faults."""
+    """Return the table of injected faults."""
     return _table
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table, if there is anything in it."""
+    """Print the table of faults if any were injected."""
     if _table.rows:
         terminalreporter.section("faults")
         terminalreporter.write_line("\n".join(_table.lines()))

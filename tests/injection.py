@@ -1,4 +1,4 @@
-"""A run with faults in it, and how it ended: real processes, real files."""
+"""Run the command with injected faults, and check how it ended: real processes, real files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support import TESTS, children_of, environment, events, python_path, write_recipe
+from support import TESTS, environment, events, processes_using, python_path, write_recipe
 
 from fsdptrain.checkpoint import manifest
 from fsdptrain.rundir import RunDir
@@ -26,35 +26,35 @@ SMALL = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
-FAULTLESS: Any = {  # steps of some 50 ms; the learning rate is the same however many there are
+FAULTLESS: Any = {  # steps of about 50 ms; a constant schedule, so that the curve does not depend on train.steps
     "model__config": {"model_type": "llama", **SMALL}, "data__seq_len": 32, "train__steps": STEPS,
     "train__global_batch_size": 4, "schedule": {"name": "constant", "warmup": 0}, "checkpoint__every": EVERY,
     "checkpoint__keep": 2, "launch__timeout_s": 30,
 }  # fmt: skip
-LEAVE_WITHIN_S = 5.0
+LEAVE_WITHIN_S = 5.0  # after the command has ended, for its workers to end
 LEFTOVERS = (".tmp", ".old", ".damaged", ".writing", ".kept")
 
 
 def small_recipe(tmp: Path, **changes: Any) -> Path:
-    """Write the recipe of this suite, in a folder of its own."""
+    """Write the recipe of the fault tests into `tmp`, which is created."""
     tmp.mkdir(parents=True, exist_ok=True)
     return write_recipe(tmp, **{**FAULTLESS, **changes})
 
 
 @dataclass
 class Ended:
-    """How a command ended: `notice` is the seconds from the fault to the command's end, where the fault left a mark."""
+    """How a command ended. `notice` is the seconds from the fault to the end, NaN if the fault left no mark file."""
 
     code: int
     output: str
     notice: float
-    left: list[int]  # processes that still worked on the run folder after LEAVE_WITHIN_S
-    leaving: float  # seconds that the last process outlived the command
+    left: list[int]  # processes that still used the run folder after LEAVE_WITHIN_S
+    leaving: float  # seconds from the end of the command to the end of its last process
 
     def problems(self, code: int, *words: str, within: float | None = None) -> list[str]:
-        """What is not as it should be: exit code, words (patterns) on the screen, time to notice, processes left."""
+        """Return what is not as expected: exit code, patterns in the output, time to notice, processes left."""
         found = [] if self.code == code else [f"exit code {self.code}, not {code}"]
-        found += [f"{word!r} is not said" for word in words if not re.search(word, self.output)]
+        found += [f"{word!r} is not in the output" for word in words if not re.search(word, self.output)]
         found += ["a traceback is shown"] if "Traceback" in self.output else []
         found += [f"processes are left: {self.left}"] if self.left else []
         found += [f"noticed after {self.notice:.1f} s"] if within is not None and not self.notice <= within else []
@@ -62,10 +62,10 @@ class Ended:
 
 
 class Running:
-    """`fsdptrain run` under way, with faults in it."""
+    """A running `fsdptrain run` with injected faults."""
 
     def __init__(self, recipe: Path, *faults: dict[str, Any], prefix: Sequence[str] = (), **extra: str) -> None:
-        """Start it; `prefix` is a command to run it under, `extra` goes into its environment."""
+        """Start the command; `prefix` is a command that runs it, `extra` is added to its environment."""
         self.run = Path(yaml.safe_load(recipe.read_text())["output_dir"])
         self.marks = [Path(fault["mark"]) for fault in faults if "mark" in fault]
         self.process = subprocess.Popen(
@@ -75,17 +75,17 @@ class Running:
         )  # fmt: skip
 
     def wait(self, timeout: float = 180) -> Ended:
-        """Wait for its end, and for that of its workers; a command that does not end is killed, and says so."""
+        """Wait for the end of the command and of its workers. After `timeout` the command is killed."""
         try:
             output = self.process.communicate(timeout=timeout)[0]
         except subprocess.TimeoutExpired:
             self.process.kill()
             output = self.process.communicate()[0] + f"killed by the test: it did not end within {timeout} s"
         ended = time.time()
-        while (left := children_of(self.run)) and time.time() < ended + LEAVE_WITHIN_S:
+        while (left := processes_using(self.run)) and time.time() < ended + LEAVE_WITHIN_S:
             time.sleep(0.05)
         leaving = time.time() - ended
-        for pid in left:  # they are counted as left; the next test wants the machine for itself
+        for pid in left:  # so that they do not slow down the next test
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         moments = [mark.stat().st_mtime for mark in self.marks if mark.exists()]
@@ -94,28 +94,28 @@ class Running:
 
 
 def run_with(recipe: Path, *faults: dict[str, Any], timeout: float = 180, **extra: str) -> Ended:
-    """Run the recipe with these faults to its end."""
+    """Run the recipe with these faults, and wait for its end."""
     return Running(recipe, *faults, **extra).wait(timeout)
 
 
 def valid_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints that are whole, every byte of them."""
+    """Return the steps of the checkpoints whose every byte is as their manifest says."""
     rundir = RunDir(run)
     return [step for step in rundir.checkpoint_steps() if not manifest.checkpoint_problems(rundir.checkpoint(step))]
 
 
 def last_step(run: Path) -> int:
-    """The step that a run reported last."""
+    """Return the last step that a run reported, or 0."""
     return int(next((event["step"] for event in reversed(events(run, "step"))), 0))
 
 
 def curve(run: Path) -> dict[int, list[Any]]:
-    """Step → [loss, gradient norm, samples], as it was when the step was last made."""
+    """Return step → [loss, gradient norm, samples], for the last time that each step was trained."""
     return {event["step"]: [event["loss"], event["grad_norm"], event["samples"]] for event in events(run, "step")}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every byte of a checkpoint or an export, by file; but the manifest, which knows the name of the run folder."""
+    """Return the files of a checkpoint or export, without the manifest, which contains the run folder's name."""
     return {
         path.name: path.read_bytes()
         for path in folder.rglob("*")
@@ -124,13 +124,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def differences(run: Path, reference: Path) -> list[str]:
-    """Where a run that was disturbed and went on to its end is not bitwise what the undisturbed one is."""
+    """Return where a run that was disturbed and finished is not bitwise equal to an undisturbed one."""
     try:
-        mine, whole = curve(run), curve(reference)
+        disturbed, whole = curve(run), curve(reference)
     except json.JSONDecodeError as error:
         return [f"{run / 'metrics.jsonl'} holds a line that is not JSON: {error.doc}"]
-    found = [f"step {step}: {mine.get(step)}, not {whole[step]}" for step in whole if mine.get(step) != whole[step]]
-    found += [f"step {step} is not in the reference" for step in mine.keys() - whole.keys()]
+    found = [f"step {n}: {disturbed.get(n)}, not {whole[n]}" for n in whole if disturbed.get(n) != whole[n]]
+    found += [f"step {step} is not in the reference" for step in disturbed.keys() - whole.keys()]
     final = f"checkpoints/step-{max(whole):08}"
     found += [f"{part} differs" for part in (final, "export") if contents(run / part) != contents(reference / part)]
     remains = [path.name for path in run.rglob("*") if path.suffix in LEFTOVERS]
@@ -139,7 +139,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 @dataclass
 class Inside:
-    """Namespaces that a process holds open, and the words that run a command inside them."""
+    """Linux namespaces that process `pid` holds open; `prefix` runs a command inside them."""
 
     pid: int
     prefix: list[str]
@@ -147,9 +147,9 @@ class Inside:
 
 @contextlib.contextmanager
 def holder(*unshare: str, script: str) -> Iterator[Inside]:
-    """Namespaces of their own, set up by a shell script.
+    """Create namespaces (flags of `unshare`), set up by a shell script; they end with the context.
 
-    Raises PermissionError, with the system's words, where this machine does not allow it.
+    Raises PermissionError with the system's message if this machine does not allow it.
     """
     process = subprocess.Popen(
         ["unshare", *unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"],

@@ -1,7 +1,7 @@
-"""Runs a command, kills one of its processes, and counts who outlives it.
+"""Run a command, kill one of its processes, and find the processes that outlive it.
 
-`python subreaper.py RUN MOMENT VICTIM COMMAND…` is what systemd, slurmstepd and the first process of a container are:
-whoever loses its parent becomes its child, not that of process 1. Prints one JSON object.
+`python subreaper.py RUN MOMENT VICTIM COMMAND…` adopts orphans, as systemd, slurmstepd and the first process of a
+container do: a process that loses its parent becomes its child, not that of process 1. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-ADOPTED_S = 0.5  # for so long somebody may be seen neither below its parent nor below us
-GIVE_UP_S = 20.0  # they are gone within 5, by and large; a machine with other work may take longer
+ADOPTION_S = 0.5  # for so long an orphan may have neither its old parent nor its new one in /proc
+GIVE_UP_S = 20.0  # usually they end within 5 s; a busy machine may take longer
 
 
 def process_table() -> dict[int, tuple[int, str]]:
-    """Process → (parent, command line), of those that are no zombies."""
+    """Return process → (parent, command line), without zombies."""
     table = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,7 +35,7 @@ def process_table() -> dict[int, tuple[int, str]]:
 
 
 def descendants(root: int) -> dict[int, str]:
-    """The command lines of all processes that come from this one."""
+    """Return the command lines of all descendants of a process, by process id."""
     table, found, front = process_table(), {}, [root]
     while front:
         parent = front.pop()
@@ -47,27 +47,27 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def wait_for(part: str, command: subprocess.Popen[bytes]) -> int:
-    """The first process that has `part` in its command line."""
+    """Wait for a descendant with `part` in its command line; return its process id."""
     while command.poll() is None:
         for pid, words in sorted(descendants(os.getpid()).items()):
             if part in words:
                 return pid
         time.sleep(0.01)
-    raise SystemExit(f"ended before there was {part}")
+    raise SystemExit(f"the command ended before a process {part!r} started")
 
 
 def wait_for_step(run: Path, command: subprocess.Popen[bytes]) -> None:
-    """Wait until the run has made a step."""
+    """Wait until the run has reported a step."""
     metrics = run / "metrics.jsonl"
     while command.poll() is None:
         if metrics.exists() and '"event": "step"' in metrics.read_text():
             return
         time.sleep(0.02)
-    raise SystemExit("ended before its first step")
+    raise SystemExit("the command ended before its first step")
 
 
 def main() -> None:
-    """Wait for MOMENT (seconds, a step, or seconds after a process), kill VICTIM (a part of its command line)."""
+    """Wait for MOMENT (`2`, `step+1` or `PROCESS+0.5`), then kill VICTIM (a part of a command line, or `command`)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     run, moment, victim, *words = sys.argv[1:]
     command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -80,7 +80,7 @@ def main() -> None:
     os.kill(command.pid if victim == "command" else wait_for(victim, command), signal.SIGKILL)
     killed = seen = time.monotonic()
     left: dict[int, str] = {}
-    while time.monotonic() < min(seen + ADOPTED_S, killed + GIVE_UP_S):
+    while time.monotonic() < min(seen + ADOPTION_S, killed + GIVE_UP_S):
         time.sleep(0.05)
         command.poll()
         if left := descendants(os.getpid()):

@@ -1,4 +1,4 @@
-"""What tests share: tiny random models, small recipes, real rank processes."""
+"""Shared by the tests: tiny random models, small recipes, real rank processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = {
 
 
 def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe that trains a tiny Llama from scratch in float32 on CPU; `changes` are dotted paths, dots as `__`."""
+    """Return a recipe that trains a tiny Llama on CPU in float32; `changes` are keys with `__` instead of dots."""
     recipe: dict[str, Any] = {
         "output_dir": str(tmp / "run"),
         "model": {"config": {"model_type": "llama", **TINY}, "tokenizer": {"train": 512}, "init": "random"},
@@ -60,7 +60,7 @@ def write_recipe(tmp: Path, **changes: Any) -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment with one thread a process and without a hub."""
+    """Return the environment of this process, with one thread per process and the Hub offline."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK", "WORLD"))
     }
@@ -68,7 +68,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def python_path(*folders: Path) -> str:
-    """A PYTHONPATH with these folders in front of this process's own."""
+    """Return the PYTHONPATH of this process with these folders in front."""
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
@@ -81,7 +81,7 @@ def fsdptrain(*words: object, timeout: float = 180, **extra: str) -> subprocess.
 
 
 def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
-    """Run `tests/ranks.py`'s function `job` on `world` real gloo processes; what it returned on each, in rank order."""
+    """Run the function `job` of `tests/ranks.py` on `world` gloo processes; return its results in rank order."""
     out.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -105,15 +105,15 @@ def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments:
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run folder's metrics; none where there are none yet."""
+    """Return the events of a run folder, of one kind or all; an empty list if there are none yet."""
     if not (run / "metrics.jsonl").exists():
         return []
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if kind is None or line["event"] == kind]
 
 
-def children_of(run: Path) -> list[int]:
-    """Processes that still work on this run folder."""
+def processes_using(run: Path) -> list[int]:
+    """Return the processes whose command line contains this run folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

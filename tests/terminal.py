@@ -1,4 +1,4 @@
-"""A command on a real (pseudo-)terminal, and what a person sees on it: pyte interprets the escape sequences."""
+"""Run a command on a pseudo-terminal and read its screen; pyte interprets the escape sequences."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
 class Terminal:
-    """Runs `fsdptrain WORDS` on a terminal of `columns` × `rows`; use as a context manager.
+    """Run `fsdptrain WORDS` on a terminal of `columns` × `rows`; use it as a context manager.
 
-    `stdout` and `stderr` may be redirected alone, as `> file` and `2> file` do; the other streams stay on the terminal,
-    which is also the controlling one, so that `press_ctrl_c` reaches every process in the foreground.
+    `stdout` and `stderr` may be redirected, as by `> file` and `2> file`; the other streams stay on the terminal. It is
+    the controlling terminal, so that `press_ctrl_c` reaches every process in the foreground.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class Terminal:
         os.close(self._master)
 
     def lines(self) -> list[str]:
-        """Every line that was ever scrolled away, then those on the screen; right-stripped, without empty ends."""
+        """Return the lines that were scrolled away, then those on the screen, without trailing spaces."""
         width = self._screen.columns
         past = ["".join(line[x].data for x in range(width)).rstrip() for line in self._screen.history.top]
         return [*past, *(line.rstrip() for line in self._screen.display)]
 
     def display(self) -> list[str]:
-        """The lines on the screen now."""
+        """Return the lines that are on the screen now."""
         return [line.rstrip() for line in self._screen.display]
 
     def text(self) -> str:
-        """Those lines as one text."""
+        """Return `lines` as one text, stripped."""
         return "\n".join(self.lines()).strip()
 
     def wait_for(self, text: str, timeout: float = 90) -> None:
-        """Read until `text` is seen, now or in a line scrolled away; fails with the screen after `timeout` seconds."""
+        """Read until `text` appears, on the screen or scrolled away; fail with the screen after `timeout` seconds."""
         end = time.monotonic() + timeout
         while text not in self.text():
             assert time.monotonic() < end and (self._pump() or self.process.poll() is None), (
@@ -74,31 +74,31 @@ class Terminal:
             )
 
     def pieces(self) -> list[str]:
-        """Every line that was written, drawn over or not, as it would be on an endlessly wide terminal."""
+        """Return every line that was written, including overwritten ones, as on an infinitely wide terminal."""
         return [piece.rstrip() for piece in re.split(r"[\r\n]+", ESCAPES.sub("", self.raw.decode())) if piece.strip()]
 
     def resize(self, columns: int) -> None:
-        """Change the terminal's width, as a person does who drags its window."""
+        """Change the terminal's width, as when a user drags its window."""
         rows = self._screen.lines
         self._screen.resize(rows, columns)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     @property
-    def cursor_is_seen(self) -> bool:
-        """Whether the cursor is where the shell wants it: visible, at the beginning of a line."""
+    def cursor_is_reset(self) -> bool:
+        """Whether the cursor is visible and at the beginning of a line, as a shell needs it."""
         return not self._screen.cursor.hidden and self._screen.cursor.x == 0
 
     def press_ctrl_c(self) -> None:
-        """What a person does who wants it to stop."""
+        """Send Ctrl-C."""
         os.write(self._master, b"\x03")
 
     def hang_up(self) -> None:
-        """What happens when the window is closed, or the connection to another machine is lost."""
+        """Close the terminal, as when its window is closed or an SSH connection is lost."""
         os.close(self._master)
         self._master = os.open(os.devnull, os.O_RDWR)
 
     def wait(self, timeout: float = 180) -> int:
-        """Read to the end of the process; its exit code."""
+        """Read until the process ends; return its exit code."""
         end = time.monotonic() + timeout
         while self.process.poll() is None:
             assert time.monotonic() < end, f"still running:\n{self.text()}"
@@ -108,7 +108,7 @@ class Terminal:
         return self.process.returncode
 
     def _pump(self) -> bool:
-        """Feed what was written within a tenth of a second to the screen; whether there was anything."""
+        """Feed what is written within a tenth of a second to the screen; return whether there was anything."""
         if not select.select([self._master], [], [], 0.1)[0]:
             return False
         try:
@@ -120,7 +120,7 @@ class Terminal:
         return bool(data)
 
 
-def seen(*words: object, columns: int = 80, timeout: float = 180, **extra: Any) -> tuple[int, str]:
-    """Run a command on a terminal to its end: (exit code, all it showed)."""
+def run_on_terminal(*words: object, columns: int = 80, timeout: float = 180, **extra: Any) -> tuple[int, str]:
+    """Run a command on a terminal to its end; return its exit code and all that it showed."""
     with Terminal(*words, columns=columns, **extra) as terminal:
         return terminal.wait(timeout), terminal.text()

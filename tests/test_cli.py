@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from support import ROOT, environment, fsdptrain
-from terminal import seen
+from terminal import run_on_terminal
 
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
@@ -185,7 +185,7 @@ cli.main()
 def test_refusals_are_wrapped_at_words_and_indented(tmp_path: Path, columns: int) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {id: org/name}\nfsdp: full\ndata: {seq_len: 4k}\nfrobnicate: 1\n")
-    code, screen = seen("run", recipe, columns=columns)
+    code, screen = run_on_terminal("run", recipe, columns=columns)
     piped = fsdptrain("run", recipe).stderr.splitlines()
     assert code == 2 and len(piped) == 4 and max(map(len, piped)) > 120
     shown = screen.splitlines()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import environment, events, write_recipe
-from terminal import Terminal, seen
+from terminal import Terminal, run_on_terminal
 
 HEADING = """\
 run    run: {}, in {}
@@ -31,7 +31,7 @@ def live_frames(terminal: Terminal) -> list[str]:
 def assert_tidy(terminal: Terminal, *widths: int) -> None:
     """Nothing crashed, no word was cut at the terminal's edge, and the shell finds it as it left it."""
     text = terminal.text()
-    assert "Traceback" not in text and terminal.cursor_is_seen, text
+    assert "Traceback" not in text and terminal.cursor_is_reset, text
     for piece in terminal.pieces():  # what is too long is one word (a path), with its label at most
         assert len(piece) <= max(widths) or len(piece.split()) == 1 or re.match(r'(\w+ +|folder = ")\S+$', piece), piece
     dumb = b"\x1b" not in terminal.raw
@@ -191,5 +191,5 @@ def waiting_at(server: socket.socket) -> list[socket.socket]:
 
 @pytest.mark.parametrize("words", [("recipes", "list"), ("recipes", "show", "shakespeare"), ("schema",), ("--help",)])
 def test_lists_and_texts(words: tuple[str, ...]) -> None:
-    code, text = seen(*words, columns=60)
+    code, text = run_on_terminal(*words, columns=60)
     assert code == 0 and text and "Traceback" not in text

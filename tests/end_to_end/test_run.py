@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import children_of, environment, events, fsdptrain, wait_for_step, write_recipe
+from support import environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -178,7 +178,7 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> Non
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
     assert "run the same command to continue" in output and "Ctrl-C" in output
-    assert children_of(run) == []
+    assert processes_using(run) == []
     stopped = events(run, "stop")[-1]["step"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{stopped:08}"]
     done = fsdptrain("run", recipe, f"train.steps={stopped + 2}", "schedule.name=constant", "export.at_end=false")
@@ -230,13 +230,13 @@ def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:
     process = start(recipe)
     end = time.monotonic() + 60
     while time.monotonic() < end and not any(
-        b"fsdptrain.train.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(run)
+        b"fsdptrain.train.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_using(run)
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # the workers are importing torch
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 75, output
-    assert children_of(run) == []
+    assert processes_using(run) == []
 
 
 def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:

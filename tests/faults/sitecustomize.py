@@ -1,7 +1,7 @@
-"""Faults put into a run from outside. Python runs this file as it starts, wherever this folder is on PYTHONPATH.
+"""Inject faults into a run from outside. Python runs this file at its start if this folder is on PYTHONPATH.
 
-fsdptrain has no hooks for faults: a fault names a function, which is wrapped as soon as its module has been imported.
-$FSDPTRAIN_FAULTS holds the faults, a JSON list of `Fault`s; without it nothing happens here.
+fsdptrain has no hooks for faults: a fault names a function, which is wrapped once its module has been imported.
+$FSDPTRAIN_FAULTS holds a JSON list of `Fault`s; without it this file does nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import Any
 
 @dataclass
 class Fault:
-    """One fault: where, in which process, at which call, and what then happens."""
+    """One fault: which function, in which process, at which call, and what happens then."""
 
     where: str  # "module:function" or "module:Class.method"
     do: str  # the name of an action below
-    rank: int | None = None  # None: in whichever process calls the function
-    call: int = 1  # the first call in a process that is hit …
-    times: int | None = 1  # … and how many in a row are; None: all from then on
-    match: str = ""  # only calls with this among their arguments count
+    rank: int | None = None  # None: in every process that calls the function
+    call: int = 1  # the first call in a process that has the fault …
+    times: int | None = 1  # … and how many calls in a row have it; None: all from then on
+    match: str = ""  # only calls with this text in their arguments count
     at: str = "entry"  # or "exit": after the function has done its work
-    delay: float = 0.0  # seconds later, in a thread, while the process goes on
-    mark: str | None = None  # a file that is made at that moment; once it is there, the fault stays away for good
+    delay: float = 0.0  # seconds to wait, in a thread, while the process continues
+    mark: str | None = None  # a file to create when the fault happens; if it exists, the fault does not happen
     how: dict[str, Any] = field(default_factory=dict)  # arguments of the action
     calls: int = 0
 
     def hits(self, arguments: object) -> bool:
-        """Count a call; whether this one is hit."""
+        """Count a call, and return whether it has the fault."""
         if self.match and self.match not in repr(arguments):
             return False
         self.calls += 1
@@ -49,13 +49,13 @@ class Fault:
         return self.call <= self.calls < last and not (self.mark and Path(self.mark).exists())
 
     def happen(self, result: Any = None) -> Any:
-        """Do it, now or later; what the function is to return."""
+        """Act, now or after the delay; return what the wrapped function returns."""
         if self.delay:
-            threading.Thread(target=self._late, daemon=True).start()
+            threading.Thread(target=self._act_later, daemon=True).start()
             return result
         return self._act(result)
 
-    def _late(self) -> None:
+    def _act_later(self) -> None:
         time.sleep(self.delay)
         self._act(None)
 
@@ -78,7 +78,7 @@ def send(result: Any, name: str = "SIGKILL", to: str = "self") -> Any:
 
 
 def sleep(result: Any, seconds: float, holding_the_gil: bool = False) -> Any:
-    """Sleep, if asked for in C without letting any other thread of Python run."""
+    """Sleep; with `holding_the_gil` in C, so that no other Python thread can run."""
     if holding_the_gil:
         ctypes.PyDLL(None).sleep(int(seconds))
     else:
@@ -93,7 +93,7 @@ def fail(result: Any, error: str = "builtins:RuntimeError", text: str = "injecte
 
 
 def nan(result: Any) -> Any:
-    """Make what a function returns NaN: a tensor, or the first of a list of them."""
+    """Make the result of a function NaN: a tensor, or the first of a list of tensors."""
     if isinstance(result, list):
         result[0].fill_(float("nan"))
         return result
@@ -101,7 +101,7 @@ def nan(result: Any) -> Any:
 
 
 def nan_gradient(result: Any) -> Any:
-    """Leave the loss that a function returns as it is, but let its gradient be NaN."""
+    """Keep the loss that a function returns, but make its gradient NaN."""
     result.register_hook(lambda gradient: gradient * float("nan"))
     return result
 
@@ -129,7 +129,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
-    """The function with the fault in it."""
+    """Return the function with the fault in it."""
 
     @functools.wraps(function)
     def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
     return faulty
 
 
-def arm(module: ModuleType, faults: list[Fault]) -> None:
+def inject(module: ModuleType, faults: list[Fault]) -> None:
     """Put the faults into a module that has just been imported."""
     for fault in faults:
         *owners, name = fault.where.partition(":")[2].split(".")
@@ -151,13 +151,13 @@ def arm(module: ModuleType, faults: list[Fault]) -> None:
 
 
 class Watcher(MetaPathFinder):
-    """Waits for the import of the modules that faults are in."""
+    """Injects faults into modules when they are imported."""
 
     def __init__(self, faults: dict[str, list[Fault]]) -> None:
         self.faults = faults
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The ordinary spec of a module that we wait for, armed; None for any other."""
+        """Return the usual spec of a module that has faults, with a loader that injects them; else None."""
         spec = PathFinder.find_spec(name, path, target) if name in self.faults else None
         if spec is None or spec.loader is None:
             return None
@@ -165,14 +165,14 @@ class Watcher(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            arm(module, self.faults[name])
+            inject(module, self.faults[name])
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def main() -> None:
-    """Arm what is imported already, and wait for the rest."""
+    """Inject the faults of modules that are imported already, and prepare the others."""
     rank = os.environ.get("RANK")
     waiting: dict[str, list[Fault]] = {}
     for fields in json.loads(os.environ.get("FSDPTRAIN_FAULTS", "[]")):
@@ -180,7 +180,7 @@ def main() -> None:
         if fault.rank is None or str(fault.rank) == rank:
             waiting.setdefault(fault.where.partition(":")[0], []).append(fault)
     for name in waiting.keys() & sys.modules.keys():
-        arm(sys.modules[name], waiting[name])
+        inject(sys.modules[name], waiting[name])
     if waiting:
         sys.meta_path.insert(0, Watcher(waiting))
 
