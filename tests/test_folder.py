@@ -682,7 +682,7 @@ def test_verify_tells_of_weights_that_hide_those_of_the_index(tmp_path: Path) ->
     assert survey(rundir)["export"]["problems"] == []
     save_file({"w": np.ones(1)}, rundir.export / "model.safetensors")
     (problem,) = survey(rundir)["export"]["problems"]
-    assert "lies beside model.safetensors.index.json: from_pretrained loads it instead" in problem
+    assert "exists besides model.safetensors.index.json: from_pretrained loads it instead" in problem
 
 
 def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Room on the disk: what a run will need, what there is, and a full disk in clear words."""
+"""Space on the disk: what a run will need, what is free, and a clear error when the disk is full."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fsdptrain.text import counted, size
 
 
 def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]:
-    """Return what checkpoints and export will take on the disk of output_dir, and what is free there.
+    """Return the bytes that checkpoints and export need on the disk of output_dir, and the bytes free there.
 
-    A checkpoint holds master weights and optimizer state. One more is there than is kept, while it is written; those
-    an earlier run left will make room. Prepared data is not counted: it lies in the cache already.
+    A checkpoint holds master weights and optimizer state. While one is written there is one more than is kept.
+    Checkpoints of an earlier run count as space, because they will be replaced. Prepared data is in the cache already.
     """
     recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
     every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
@@ -32,8 +32,8 @@ def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]
         copies = min(copies, -(-steps // every) if every else 1)
     checkpoint = plan.state_bytes(parameters)
     export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
-    standing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
-    held = sum(path.stat().st_size for folder in standing for path in folder.glob("*") if path.is_file())
+    existing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
+    held = sum(path.stat().st_size for folder in existing for path in folder.glob("*") if path.is_file())
     return {
         "checkpoint_bytes": checkpoint,
         "checkpoints": copies,
@@ -44,16 +44,16 @@ def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]
 
 
 def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
-    """That there is too little room, with what takes it."""
+    """Yield an error when there is too little space, with what needs it."""
     if facts["free_bytes"] < facts["needed_bytes"]:
         yield CheckpointError(
             f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
-            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or choose another"
+            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or choose another disk"
         )
 
 
 def disk_summary(facts: dict[str, Any]) -> str:
-    """The disk's facts for the person."""
+    """Return the facts in one line."""
     return f"{size(facts['needed_bytes'])} needed ({_breakdown(facts)}), {size(facts['free_bytes'])} free"
 
 
@@ -71,7 +71,7 @@ DISK_FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERR
 
 
 def prepare_scratch(scratch: Path, target: Path, needed: int) -> None:
-    """Make an empty folder to write into.
+    """Make an empty folder for the files of a checkpoint.
 
     Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
     """
@@ -81,33 +81,33 @@ def prepare_scratch(scratch: Path, target: Path, needed: int) -> None:
     scratch.mkdir(parents=True)
     for folder in missing:
         fsync(folder.parent)
-    needed += needed // 100  # headers, and what the file system takes for itself
+    needed += needed // 100  # for headers and the file system's own data
     if available_bytes(scratch) < needed:
         raise CheckpointError(no_space_message(scratch, needed))
 
 
 def reject_existing(target: Path) -> None:
-    """Raise CheckpointError when there is something of this name: a checkpoint never replaces anything."""
+    """Raise CheckpointError when something has this name: a checkpoint never replaces anything."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already: move it away, nothing is overwritten")
+        raise CheckpointError(f"{target} exists already and is not overwritten: move it away")
 
 
 def available_bytes(scratch: Path) -> int:
-    """Bytes there are for what is written into `scratch`: those free, and those it has taken."""
+    """Return the bytes available to the files in `scratch`: those free, and those they already take."""
     return shutil.disk_usage(scratch.parent).free + sum(path.stat().st_size for path in scratch.glob("*"))
 
 
 def no_space_message(scratch: Path, needed: int) -> str:
-    """What is said of a full disk, whenever it is noticed."""
+    """Return the message for a full disk."""
     return f"no space: needs {size(needed)}, has {size(available_bytes(scratch))}"
 
 
 @contextlib.contextmanager
 def report_full_disk(scratch: Path, needed: int) -> Iterator[None]:
-    """Inside, a disk that fills up is a CheckpointError with the numbers (safetensors says `os error 28`)."""
+    """Raise CheckpointError with the bytes needed and available when the disk fills up inside."""
     try:
         yield
     except Exception as error:
-        if DISK_FULL.search(str(error)):
+        if DISK_FULL.search(str(error)):  # safetensors raises its own class, with `os error 28` in the message
             raise CheckpointError(f"{no_space_message(scratch, needed)} ({error})") from error
         raise

@@ -1,7 +1,7 @@
-"""Sharded weights → a Hugging Face folder, a block at a time: neither a rank nor an offline export holds the model.
+"""Sharded weights → a Hugging Face folder, one block at a time, so that no process holds the whole model.
 
-The weights come from a live model (every rank takes part in gathering, rank 0 writes) or from a checkpoint on disk
-(one process); the rest is the same. The folder is written aside, read back and checked, and only then takes its name.
+The weights come from a live model (every rank gathers, rank 0 writes) or from a checkpoint on disk (one process); the
+rest is the same. The folder is written under another name, read back, checked, and then renamed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def names_by_block(model: Any) -> list[list[str]]:
-    """The model's state in groups, each converted to the file's layout in one go: a block each, and the rest singly."""
+    """Return the names of the model's state in groups that are exported together: each block, and each other tensor."""
     blocks = [f"{name}." for name, _ in blocks_of(model)]
     groups: dict[str, list[str]] = {}
     for name in saved_state(model):
@@ -57,23 +57,25 @@ def names_by_block(model: Any) -> list[list[str]]:
     return list(groups.values())
 
 
-def gathered_tensors(model: Any, groups: list[list[str]], writes: bool, alive: Callable[[], None]) -> Iterator[Tensors]:
-    """The state of a live sharded model on the CPU, group after group; collective. Empty where `writes` is False."""
+def gathered_tensors(
+    model: Any, groups: list[list[str]], writes: bool, between_groups: Callable[[], None]
+) -> Iterator[Tensors]:
+    """Yield the state of a live sharded model on the CPU, group by group; collective. Empty when `writes` is False."""
     tensors = saved_state(model)
     for group in groups:
-        alive()
-        kept = {}
+        between_groups()
+        tensors_on_cpu = {}
         for name in group:
             tensor = tensors[name].detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if writes:
-                kept[name] = whole.cpu()
-        yield kept
+                tensors_on_cpu[name] = whole.cpu()
+        yield tensors_on_cpu
 
 
-def stored_tensors(checkpoint: StoredCheckpoint, bare: Any, groups: list[list[str]]) -> Iterator[Tensors]:
-    """The state in a checkpoint, group after group; raises CheckpointError when it is not that of `bare`."""
-    tensors = saved_state(bare)
+def stored_tensors(checkpoint: StoredCheckpoint, unsharded: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+    """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
+    tensors = saved_state(unsharded)
     for group in groups:
         yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
 
@@ -89,7 +91,7 @@ class SafetensorsWriter:
         self._files: list[list[str]] = []
 
     def add(self, tensors: Tensors) -> None:
-        """Take tensors under their names in the file."""
+        """Add tensors, under their names in the file."""
         for name, tensor in tensors.items():
             tensor = tensor.contiguous()
             if self._held and self._held_bytes + tensor.nbytes > MAX_FILE_BYTES:
@@ -98,7 +100,7 @@ class SafetensorsWriter:
             self._held_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is held, name the files as transformers does, and write their index if there are several."""
+        """Write the remaining tensors, name the files as transformers does, and write the index of several files."""
         self._flush()
         count = len(self._files)
         weight_map: dict[str, str] = {}
@@ -126,7 +128,7 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: bytes of weights, the files, and the folder with what could not stay in place, if any."""
+    """What was written: bytes of weights, the files, and the folder with older files that were moved away, if any."""
 
     bytes: int
     files: Stamps
@@ -134,7 +136,7 @@ class ExportResult:
 
 
 def write_folder(
-    bare: Any,
+    unsharded: Any,
     groups: list[list[str]],
     tensors: Iterator[Tensors],
     assets: Path,
@@ -143,14 +145,14 @@ def write_folder(
     progress: Progress,
     written: Stamps | None = None,
 ) -> ExportResult:
-    """Write a whole Hugging Face folder at `out` and check it.
+    """Write a complete Hugging Face folder to `out` and check it.
 
-    `bare` is an unsharded skeleton of the same architecture, `assets` the folder with config and tokenizer; `written`
-    are the files of an earlier export at `out`, which are replaced: others stay. Raises CheckpointError for a full
-    disk, or when what is read back is not what was to be written.
+    `unsharded` is a skeleton of the same architecture, `assets` the folder with config and tokenizer. `written` are the
+    files of an earlier export at `out`, which are replaced; others stay. Raises CheckpointError for a full disk, or
+    when the files read back are not what should be in them.
     """
     scratch = make_scratch(out)
-    wanted = in_dtype(bare, dtype)
+    wanted = in_dtype(unsharded, dtype)
     state = saved_state(wanted)
     needed = sum(tensor.nbytes for tensor in state.values())
     try:
@@ -164,11 +166,11 @@ def write_folder(
             writer = SafetensorsWriter(scratch)
             for done, group in enumerate(tensors, 1):
                 cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
-                writer.add(revert_weight_conversion(bare, cast))
+                writer.add(revert_weight_conversion(unsharded, cast))
                 progress("export", done, len(groups))
             writer.finish()
             check_export(scratch, wanted)
-    except Exception as error:  # safetensors and transformers raise their own classes
+    except Exception as error:  # safetensors and transformers raise classes of their own
         shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
             raise
@@ -180,7 +182,7 @@ def write_folder(
 
 
 def check_export(folder: Path, wanted: Any) -> None:
-    """Raise CheckpointError unless the folder opens and holds exactly the tensors that this skeleton is stored as.
+    """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the layout of files.
 
     Its configurations and its tokenizer must agree on the special tokens.
     """
@@ -197,8 +199,8 @@ def check_export(folder: Path, wanted: Any) -> None:
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{folder}: {len(wrong)} tensors are not as they should be; {name}: expected {expected.get(name)}, "
-            f"found {found.get(name)}"
+            f"{folder}: {len(wrong)} tensors are missing, unexpected or different; {name}: "
+            f"expected {expected.get(name)}, found {found.get(name)}"
         )
     if disagreements := special_token_faults(folder):  # which also opens config, generation config and tokenizer
         raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
@@ -206,53 +208,53 @@ def check_export(folder: Path, wanted: Any) -> None:
 
 def export_live(
     model: Any,
-    bare: Any,
+    unsharded: Any,
     rundir: RunDir,
     plan: Plan,
     checkpointer: Checkpointer,
     reporter: Reporter,
     step: int,
-    alive: Callable[[], None] = lambda: None,
+    between_groups: Callable[[], None] = lambda: None,
 ) -> None:
-    """Export a live model after `step` steps; collective. Every rank raises when rank 0 cannot write.
+    """Export a live model after `step` steps; collective. Raises CheckpointError on every rank when rank 0 fails.
 
-    `alive` is called between groups of tensors, on every rank, and may end it all by raising, if it does so on all.
+    `between_groups` is called on every rank before each group of tensors; it may raise, if it does so on all ranks.
     """
-    groups = names_by_block(bare)
+    groups = names_by_block(unsharded)
     writes = checkpointer.world.rank == 0
-    tensors = gathered_tensors(model, groups, writes, alive)
+    tensors = gathered_tensors(model, groups, writes, between_groups)
     dtype = plan.recipe.export.dtype
     failure: Exception | None = None
     if writes:
         try:
-            facts = _write_and_record(rundir, step, bare, groups, tensors, dtype, reporter.progress)
+            facts = _write_and_record(rundir, step, unsharded, groups, tensors, dtype, reporter.progress)
             reporter.event("export", **facts)
         except CheckpointError as error:
             failure = error
-    for _ in tensors:  # the gathering is everyone's, to its end, even after a failure
+    for _ in tensors:  # gathering is collective: complete it even after a failure
         pass
     checkpointer.raise_on_every_rank(failure)
 
 
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
-    """Export from a checkpoint of a run folder, in this process alone; the newest valid one where `step` is None."""
+    """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None."""
     reject_external_symlinks(rundir)
     plan = _read_plan(rundir)
     folder = _choose_checkpoint(rundir, step, screen.say)
-    bare = _build_skeleton(rundir, plan)
-    groups = names_by_block(bare)
+    unsharded = _build_skeleton(rundir, plan)
+    groups = names_by_block(unsharded)
     dtype = dtype or plan.recipe.export.dtype
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))
 
     with StoredCheckpoint(folder) as checkpoint:
-        tensors = stored_tensors(checkpoint, bare, groups)
+        tensors = stored_tensors(checkpoint, unsharded, groups)
         if out == rundir.export:
-            made = read_manifest(folder).step
-            facts = _write_and_record(rundir, made, bare, groups, tensors, dtype, progress)
+            exported_step = read_manifest(folder).step
+            facts = _write_and_record(rundir, exported_step, unsharded, groups, tensors, dtype, progress)
         else:
-            done = write_folder(bare, groups, tensors, rundir.model, out, dtype, progress)
+            done = write_folder(unsharded, groups, tensors, rundir.model, out, dtype, progress)
             facts = {"path": str(out), "bytes": done.bytes, "dtype": dtype}
     screen.show({"event": "export", **facts})
     screen.summary(0.0)
@@ -261,47 +263,47 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
 def _write_and_record(
     rundir: RunDir,
     step: int,
-    bare: Any,
+    unsharded: Any,
     groups: list[list[str]],
     tensors: Iterator[Tensors],
     dtype: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Write the export of a run folder, in place of an earlier one; the facts of the `export` event."""
+    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event."""
     _, before = read_export_record(rundir)
-    done = write_folder(bare, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
+    done = write_folder(unsharded, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
     write_export_record(rundir, step, done.files)
     facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 
 def _read_plan(rundir: RunDir) -> Plan:
-    """The plan of a run folder that may be a stranger's; raises CheckpointError when it is not one of ours."""
+    """Read the plan of a run folder from any origin; raises CheckpointError when it is not a plan of this version."""
     try:
         text = rundir.plan.read_text(encoding="utf-8")
-        if "${" in text:  # OmegaConf would read the environment into it; the plans we write are resolved
-            raise ValueError("it has a reference in it")
+        if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
+            raise ValueError("it contains a ${reference}")
         return Plan.from_json(text)
-    except Exception as error:  # JSON, OmegaConf and dataclasses each have their own classes
+    except Exception as error:  # JSON, OmegaConf and dataclasses raise different classes
         raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> Any:
-    """The unsharded model that a run folder describes; raises CheckpointError where none can be built of it."""
+    """Build the unsharded model that a run folder describes; raises CheckpointError when that fails."""
     try:
-        model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, perhaps without a GPU
+        model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, and there may be no GPU
         return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), model)
     except RecipeError:
         raise
-    except Exception as error:  # whatever a model's constructor makes of the numbers in its config
-        raise CheckpointError(f"{rundir.model} is not the description of a model: {first_line(error)}") from None
+    except Exception as error:  # a model's constructor may raise anything over its config
+        raise CheckpointError(f"{rundir.model} does not describe a model: {first_line(error)}") from None
 
 
 def _choose_checkpoint(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
-    """The checkpoint to export, verified: that of `step`, or the newest valid one. Raises CheckpointError."""
+    """Return the verified checkpoint of `step`, or the newest valid one; raises CheckpointError without one."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
-        raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; there are {steps}")
+        raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; steps: {steps}")
     for candidate in [step] if step is not None else reversed(steps):
         folder = rundir.checkpoint(candidate)
         problems = checkpoint_problems(folder)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what makes it complete, and how to tell that it still is. JSON, no torch.
+"""The manifest of a checkpoint: what makes it complete, and how to check that it still is. JSON, no torch.
 
-A checkpoint folder is written aside under another name and renamed once, after its manifest; so a folder of the right
-name exists only when everything in it was written. The manifest's sizes and SHA-256 sums tell what the disk did since,
-and its last line holds the sum of all the lines before it. Whoever reads one believes nothing in it before that.
+A checkpoint folder is written under another name and renamed once, after its manifest. So a folder of the right name
+exists only when all of it was written. The manifest's sizes and SHA-256 sums show damage since then. Its last line is
+the checksum of the lines before it, which is checked before anything in the manifest is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 
 
-MAX_BYTES = 2**24  # a hundred thousand files take less
+MAX_BYTES = 2**24  # of a manifest; one of a hundred thousand files is smaller
 
 
 CHECKSUM_PREFIX = ',\n  "sha256": "'
@@ -46,7 +46,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: the step, who wrote it, and every file's size and checksum."""
+    """What a checkpoint holds: its step, the plan that wrote it, and every file's size and checksum."""
 
     format: int
     step: int
@@ -64,31 +64,33 @@ class Manifest:
 
 
 def with_checksum(body: bytes) -> bytes:
-    """The JSON text of an object but for its closing brace, closed with the checksum of all that stands before it."""
+    """Complete the JSON text of an object, given without its closing brace, with the checksum of that text."""
     return body + f'{CHECKSUM_PREFIX}{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
-    Raises OtherVersion when it is of another format, and another CheckpointError when there is none or when it is not,
-    to the last byte, as it was written.
+    Raises OtherVersion when its format is another version's, and another CheckpointError when it is missing or differs
+    from what was written.
     """
     path = folder / MANIFEST_NAME
     raw = _read_bytes(path)
     fields = parse_object(path, raw)
     version = fields.get("format")
-    if type(version) is int and version != FORMAT_VERSION:  # asked first: another version may seal otherwise
+    if (
+        type(version) is int and version != FORMAT_VERSION
+    ):  # first: another version may compute the checksum differently
         raise OtherVersion(
-            f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this one "
-            f"reads {FORMAT_VERSION}): go on with that version, or choose another output_dir"
+            f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
+            f"reads {FORMAT_VERSION}): continue with that version, or choose another output_dir"
         )
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
-        raise CheckpointError(f"{path} is damaged: its own checksum differs")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
-    fault = _field_problem(fields)
-    if fault:
-        raise CheckpointError(f"{path} is not as fsdptrain writes it: {fault}")
+    problem = _field_problem(fields)
+    if problem:
+        raise CheckpointError(f"{path} was not written by fsdptrain: {problem}")
     return Manifest(**fields)
 
 
@@ -99,32 +101,32 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it is not an object")
+        raise CheckpointError(f"{path} is damaged: not a JSON object")
     return value
 
 
 def _read_bytes(path: Path) -> bytes:
-    """A manifest's bytes. A link would lead to where the checkpoint is not, and a pipe would never end."""
+    """Return a manifest's bytes; raises CheckpointError for links, which lead elsewhere, and pipes, which never end."""
     try:
         if path.parent.is_symlink() or not regular_file_status(path):
-            raise CheckpointError(f"{path} is not a plain file in a plain folder")
+            raise CheckpointError(f"{path} is not a regular file in a regular folder")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: there is no {MANIFEST_NAME}: the checkpoint is not complete") from None
+        raise CheckpointError(f"{path.parent} has no {MANIFEST_NAME}: the checkpoint is not complete") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise CheckpointError(f"{path} is damaged: it is larger than a manifest ever is")
+        raise CheckpointError(f"{path} is damaged: too large for a manifest (over {MAX_BYTES:,} bytes)")
     return raw
 
 
 def _field_problem(fields: dict[str, Any]) -> str | None:
-    """What stands in a manifest that fsdptrain would not write, if anything does."""
+    """Return the first field with a value that fsdptrain would not write, if there is one."""
     if fields.keys() != {field.name for field in dataclasses.fields(Manifest)}:
         return f"its fields are {reprlib.repr(sorted(fields))}"
     files = fields["files"]
-    sound = {
+    valid = {
         "format": type(fields["format"]) is int,
         "step": _is_count(fields["step"]),
         "world_size": _is_count(fields["world_size"]),
@@ -132,10 +134,10 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
         "identity": isinstance(fields["identity"], dict),
         "files": isinstance(files, dict) and len(files) > 0,
     }
-    faulty = {name: fields[name] for name, well in sound.items() if not well}
-    if sound["files"]:
-        faulty |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_file_entry(name, facts)}
-    return next((f"{name}: {reprlib.repr(value)}" for name, value in faulty.items()), None)
+    invalid = {name: fields[name] for name, is_valid in valid.items() if not is_valid}
+    if valid["files"]:
+        invalid |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_file_entry(name, facts)}
+    return next((f"{name}: {reprlib.repr(value)}" for name, value in invalid.items()), None)
 
 
 def _is_count(value: Any) -> bool:
@@ -149,7 +151,7 @@ def _is_file_entry(name: str, facts: Any) -> bool:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
+    """Return size in bytes and SHA-256 of a file, as a manifest holds them."""
     with path.open("rb") as stream:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
@@ -158,7 +160,7 @@ def _file_problem(path: Path, facts: dict[str, Any], checksums: bool) -> str | N
     try:
         status = regular_file_status(path)
         if not status:
-            return f"{path} is not a plain file"
+            return f"{path} is not a regular file"
         if status.st_size != facts["bytes"]:
             return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
         if checksums and file_entry(path) != facts:
@@ -171,11 +173,11 @@ def _file_problem(path: Path, facts: dict[str, Any], checksums: bool) -> str | N
 
 
 def checkpoint_problems(folder: Path, share: slice = slice(None), checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a line each; of its files only a `share` is looked at, that of one rank.
+    """Return what is wrong with a checkpoint, one line each; `share` selects the files that this rank checks.
 
-    Without `checksums` only that the files are there and have their sizes. Files are read side by side: SHA-256 keeps
-    a core busy with less than a disk delivers, and Python lets others work meanwhile. Raises OtherVersion for what is
-    not damaged, but not for us to read.
+    Without `checksums`, only check that the files exist and have the right sizes. Files are read in parallel, because
+    SHA-256 on one core is slower than a disk and hashlib releases the GIL. Raises OtherVersion for a checkpoint that is
+    not damaged, but that only another version can read.
     """
     try:
         manifest = read_manifest(folder)
@@ -187,11 +189,11 @@ def checkpoint_problems(folder: Path, share: slice = slice(None), checksums: boo
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         names = sorted(manifest.files)[share]
         found += pool.map(lambda name: _file_problem(folder / name, manifest.files[name], checksums), names)
-    return [fault for fault in found if fault]
+    return [problem for problem in found if problem]
 
 
 def complete_steps(rundir: RunDir) -> list[int]:
-    """Steps of the checkpoints that can be relied on, as far as one sees without reading them whole, ascending."""
+    """Return the steps of complete checkpoints, ascending; checksums of their files are not compared."""
     complete = []
     for step in rundir.checkpoint_steps():
         with contextlib.suppress(OtherVersion):
@@ -201,9 +203,9 @@ def complete_steps(rundir: RunDir) -> list[int]:
 
 
 def newest_manifest(rundir: RunDir) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest can be read.
+    """Return the manifest of the newest checkpoint whose manifest can be read.
 
-    Raises OtherVersion for a newer one of another version, and CheckpointError for a run folder that leads elsewhere.
+    Raises OtherVersion for a newer one of another version, and CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
     for step in reversed(rundir.checkpoint_steps()):
@@ -217,7 +219,7 @@ def newest_manifest(rundir: RunDir) -> Manifest | None:
 
 
 def reject_external_symlinks(rundir: RunDir) -> None:
-    """Raise CheckpointError when a link in a run folder leads out of it: a stranger may have made the folder."""
+    """Raise CheckpointError for a symlink that leads out of the run folder, which may come from someone else."""
     root = os.path.realpath(rundir.root)
     folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
     within = (path for folder, pattern in folders.items() for path in _entries(folder, pattern))
@@ -231,28 +233,28 @@ def _entries(folder: Path, pattern: str) -> Iterable[Path]:
 
 
 def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
-    """What a resume would silently turn into another run: every difference between the two identities.
+    """Return the differences between two identities, which would silently turn a resumed run into another one.
 
-    A key that `before` does not have was its default then. Raises OtherVersion when a version wrote `before` that makes
-    other tokens, batches or updates of the same recipe.
+    A key that is missing in `before` had its default then. Raises OtherVersion when `before` is of a version that makes
+    other tokens, batches or updates from the same recipe.
     """
-    theirs, ours = before.get(LAYOUT_KEY), now[LAYOUT_KEY]
-    if theirs != ours:
+    layout_before, layout_now = before.get(LAYOUT_KEY), now[LAYOUT_KEY]
+    if layout_before != layout_now:
         raise OtherVersion(
             "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
-            f"updates of the same recipe (layout {theirs or 'not recorded'}; this one: {ours}): go on with that "
-            "version, or choose another output_dir"
+            f"updates from the same recipe (layout {layout_before or 'not recorded'}; this version: {layout_now}): "
+            "continue with that version, or choose another output_dir"
         )
-    were = flat(Recipe()) | before
+    values_before = flat(Recipe()) | before
     return [
-        Problem(f"was {were[path]!r} in the run to resume, is {value!r} now; choose another output_dir", path)
+        Problem(f"was {values_before[path]!r} in the run to resume, is {value!r} now; choose another output_dir", path)
         for path, value in now.items()
-        if path in were and were[path] != value
+        if path in values_before and values_before[path] != value
     ]
 
 
 def fsync(path: Path) -> None:
-    """Make a file or a folder durable; what is read of it next comes from the disk, where the system can do that."""
+    """Make a file or folder durable, and drop it from the page cache where possible, so that it is read from disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -263,7 +265,7 @@ def fsync(path: Path) -> None:
 
 
 def set_damaged_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is neither taken nor lost: `.damaged`, `.damaged-2`, …; its new path."""
+    """Rename a damaged checkpoint to `.damaged`, `.damaged-2`, …, so that no run loads it; return its new path."""
     aside = unused_name(folder.with_name(f"{folder.name}.damaged"))
     folder.rename(aside)
     fsync(folder.parent)

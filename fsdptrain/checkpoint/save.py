@@ -1,11 +1,11 @@
-"""Sharded checkpoints: save, verify, load, keep. One safetensors file a rank, one manifest, one rename.
+"""Sharded checkpoints: save, verify, load, remove. One safetensors file per rank, one manifest, one rename.
 
-    every rank: copy shards to host memory → write its file → fsync → read it back ─┐ (in the background if asked for)
-    rank 0:     ──────────────────────────────────────── manifest → rename → fsync ─┴→ drop the oldest
+    every rank: copy shards to host memory → write its file → fsync → read it back ─┐ (in the background when async)
+    rank 0:     ──────────────────────────────────────── manifest → rename → fsync ─┴→ remove the oldest
 
-Shards are slices along dimension 0 (that is how FSDP2 shards), stored with their first row, so any world size can read
-them back: a rank copies the rows that overlap its own. Position in the data and dropout seeds are functions of the
-step, so the step is all there is to remember besides tensors.
+Shards are slices along dimension 0, as FSDP2 makes them, stored with their first row. So any world size can read them:
+a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
+so a checkpoint stores nothing but tensors and the step.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from fsdptrain.ownership import remove_checkpoint
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 
-WriteEvent = Callable[..., None]  # (event, its fields): where events are written
+WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run; every method is called by every rank."""
+    """Writes and reads the checkpoints of one run; every rank calls every method, in the same order."""
 
     def __init__(
         self, rundir: RunDir, plan: Plan, world: World, content: dict[str, str], write_event: WriteEvent
     ) -> None:
-        """`content` names what the recipe's words stand for: digests of the data and of the tokenizer."""
+        """Take the run, its plan, and in `content` digests of the data and the tokenizer that the recipe names."""
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
@@ -61,16 +61,19 @@ class Checkpointer:
         self._staging: dict[str, torch.Tensor] = {}
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, wait: bool) -> None:
-        """Save what `step` steps have made; returns when the copy is staged, or (`wait`) when it is committed.
+        """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.
 
-        Raises CheckpointError when this save, or the one before that was still being written, failed.
+        Raises CheckpointError when this save failed, or the one before if that was still being written.
         """
+        # At most one save at a time: host memory holds one copy.
         self.wait()
         started = time.monotonic()
-        mine = self._shards(model, optimizer) if self.world.writes else {}
-        if self.world.rank != 0:  # plain tensors (buffers) are equal everywhere: rank 0's are written
-            mine = {name: shard for name, shard in mine.items() if not shard.is_whole}
-        staged = self._copy_to_host(mine, wait)
+        # Of replicas, one writes; of plain tensors (buffers), which are equal on every rank, rank 0's are written.
+        own = self._shards(model, optimizer) if self.world.writes else {}
+        if self.world.rank != 0:
+            own = {name: shard for name, shard in own.items() if not shard.is_whole}
+        # Training blocks for the copy only; a thread writes it.
+        staged = self._copy_to_host(own, wait)
         arguments = (step, staged, started, time.monotonic() - started)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
@@ -78,7 +81,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, and raise what it raised."""
+        """Wait for the save in progress, and raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -87,10 +90,10 @@ class Checkpointer:
             raise error
 
     def _copy_to_host(self, shards: dict[str, Shard], wait: bool) -> dict[str, Shard]:
-        """The shards in host memory, where the steps that follow do not change them.
+        """Copy shards to host memory, where the next steps do not change them.
 
-        While we wait nothing changes them, and those in host memory already need no copy. The others go to the same
-        pages at every save: to get fresh ones from the system takes longer than to fill them.
+        With `wait` no step runs before the end of the save, so shards in host memory are not copied. The copies reuse
+        the memory of the save before: allocating pages takes longer than filling them.
         """
         staged = {}
         for name, shard in shards.items():
@@ -103,7 +106,7 @@ class Checkpointer:
         return staged
 
     def _commit(self, step: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
-        """Runs in a thread on every rank, with collectives on the side group only."""
+        """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
         target = self.rundir.checkpoint(step)
         try:
             size = self._write(step, staged, target)
@@ -113,21 +116,21 @@ class Checkpointer:
             facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
             self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **facts))
         except BaseException as error:
-            self._error = error  # for the training thread, which raises it in its next wait()
+            self._error = error  # the training thread raises it in its next wait()
 
     def _write(self, step: int, staged: dict[str, Shard], target: Path) -> int:
-        """Write and commit a checkpoint; its size in bytes. When any rank fails, nothing is left of it."""
+        """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         scratch = target.with_name(target.name + ".tmp")
-        saving = f"save {target}"
+        action = f"save {target}"
         try:
             needed = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
-            told = report_full_disk(scratch, needed)  # around whatever writes
-            self._on_rank_zero(saving, told(partial(prepare_scratch, scratch, target, needed)))
+            with_disk_report = report_full_disk(scratch, needed)
+            self._on_rank_zero(action, with_disk_report(partial(prepare_scratch, scratch, target, needed)))
             entry = self._on_every_rank(
-                saving, told(partial(write_shards, scratch / shard_name(self.world.rank), staged))
+                action, with_disk_report(partial(write_shards, scratch / shard_name(self.world.rank), staged))
             )
             files = dict(filter(None, self._all_gather(entry)))
-            self._on_rank_zero(saving, told(partial(self._publish, step, scratch, target, files)))
+            self._on_rank_zero(action, with_disk_report(partial(self._publish, step, scratch, target, files)))
         except BaseException:
             if self.world.rank == 0:
                 with contextlib.suppress(OSError):
@@ -138,7 +141,7 @@ class Checkpointer:
     def _publish(self, step: int, scratch: Path, target: Path, files: dict[str, Any]) -> None:
         Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files).write(scratch)
         fsync(scratch)
-        reject_existing(target)  # an empty folder would be replaced without a word
+        reject_existing(target)  # rename() would replace an empty folder silently
         scratch.rename(target)
         fsync(target.parent)
 
@@ -147,56 +150,56 @@ class Checkpointer:
         dist.all_gather_object(values, value, group=self.world.side)
         return values
 
-    def _on_rank_zero(self, doing: str, work: Callable[[], Any]) -> None:
-        """Rank 0 does the work; if it fails, raise one CheckpointError on all."""
-        self._on_every_rank(doing, lambda: work() if self.world.rank == 0 else None)
+    def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> None:
+        """Do the work on rank 0; if it failed, raise the same CheckpointError on every rank."""
+        self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
-    def _on_every_rank(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Do the work on this rank; if it failed on any, raise one CheckpointError on all."""
+    def _on_every_rank(self, action: str, work: Callable[[], Any]) -> Any:
+        """Do the work on every rank; if it failed on any, raise the same CheckpointError on every rank."""
         result, failure = None, None
         try:
             result = work()
         except (OSError, CheckpointError) as error:
             failure = str(error)
-        except BaseException as error:  # of any class (a panic in Rust is no Exception): the others wait for us
+        except BaseException as error:  # any class (a Rust panic is no Exception), because the other ranks wait
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
-        self.raise_on_every_rank(failure and f"cannot {doing}: rank {self.world.rank}: {failure}")
+        self.raise_on_every_rank(failure and f"cannot {action}: rank {self.world.rank}: {failure}")
         return result
 
     def raise_on_every_rank(self, failure: object) -> None:
-        """Raise one CheckpointError on every rank when any rank brings a failure; collective."""
+        """Raise the same CheckpointError on every rank when any rank passes a failure; collective."""
         failures = [text for text in self._all_gather(str(failure) if failure else None) if text]
         if failures:
             raise CheckpointError(failures[0])
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint as rank 0 sees it, valid or not; 0 where there is none.
+        """Return the step of the newest checkpoint on rank 0, valid or not; 0 when there is none.
 
-        Raises CheckpointError where there are only damaged ones: starting over would not be going on.
+        Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
         newest = int(self._all_gather(max(self.rundir.checkpoint_steps(), default=0))[0])
-        spoilt = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged*"))
+        damaged = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged*"))
         self.raise_on_every_rank(
-            None if newest or not spoilt else f"only damaged checkpoints are left: {', '.join(spoilt)}"
+            None if newest or not damaged else f"only damaged checkpoints are left: {', '.join(damaged)}"
         )
         return newest
 
     def reject_another_run(self) -> None:
-        """Raise RecipeError when the checkpoints here are of other data or another tokenizer under the same names."""
+        """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
         manifest = newest_manifest(self.rundir)
         problems = resume_problems(manifest.identity, self.identity) if manifest else []
         if any(self._all_gather(bool(problems))):
-            raise RecipeError(problems or "another rank sees another run to resume")
+            raise RecipeError(problems or "another rank found a different run to resume")
 
     def _shards(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
         return shards_of(model, optimizer, self.plan.recipe.optim.name)
 
     def load_newest(self, model: Any, optimizer: torch.optim.Optimizer) -> int:
-        """Load the newest valid checkpoint into an allocated model and a started optimizer; its step, or 0.
+        """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.
 
-        A damaged checkpoint is named and set aside, and the one before it is taken. Raises CheckpointError when there
-        are checkpoints and none is valid, or when another version of fsdptrain wrote the newest.
+        Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
+        are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
         steps = self._all_gather(self.rundir.checkpoint_steps())[0]
         for step in reversed(steps):
@@ -207,35 +210,35 @@ class Checkpointer:
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, folder, problems))
         if steps:
-            raise CheckpointError(f"no valid checkpoint is left in {self.rundir.checkpoints}: all were damaged")
+            raise CheckpointError(f"no valid checkpoint in {self.rundir.checkpoints}: all are damaged")
         return 0
 
     def _set_aside(self, folder: Path, problems: list[str]) -> None:
         self.write_event("set_aside", path=str(set_damaged_aside(folder)), problems=problems)
 
     def _verify(self, folder: Path) -> list[str]:
-        """What is wrong with a checkpoint: every rank reads its share of the files.
+        """Return what is wrong with a checkpoint; every rank reads its share of the files.
 
-        Raises CheckpointError on every rank when the checkpoint is of another version.
+        Raises CheckpointError on every rank when another version wrote the checkpoint.
         """
-        mine, refusal = [], None
+        problems, failure = [], None
         try:
-            mine = checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
+            problems = checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
         except OtherVersion as error:
-            refusal = error
-        self.raise_on_every_rank(refusal)
-        return sorted({problem for found in self._all_gather(mine) for problem in found})
+            failure = error
+        self.raise_on_every_rank(failure)
+        return sorted({problem for of_rank in self._all_gather(problems) for problem in of_rank})
 
 
 def shard_name(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]] | None:
-    """Write shards durably; (file name, size and checksum), or None where there is nothing to write.
+    """Write shards durably; return (file name, bytes and checksum), or None when there is nothing to write.
 
-    Raises CheckpointError when the disk gives back something else than it was given.
+    Raises CheckpointError when the disk returns other bytes than were written.
     """
     shards = {name: shard for name, shard in shards.items() if shard.local.numel()}
     if not shards:
@@ -243,30 +246,32 @@ def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, A
     places = {name: [shard.first, *shard.shape] for name, shard in shards.items()}
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_tensors(tensors, path, {"places": json.dumps(places)})
-    entry = file_entry(path)  # as it stands in memory still
+    entry = file_entry(path)  # read from the page cache
     fsync(path)
     if file_entry(path) != entry:
-        raise CheckpointError(f"{path} reads otherwise than it was written: this disk cannot be relied on")
+        raise CheckpointError(f"{path}: the bytes read back are not those written: suspect the disk")
     return path.name, entry
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the permissions that the umask leaves, not readable to its owner only."""
+    """Write a safetensors file with the umask's permissions; safetensors makes it readable to its owner only."""
     path.touch()
-    mode = path.stat().st_mode  # what the umask leaves
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode)
 
 
 def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor go.
+    """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor are removed.
 
-    Raises CheckpointError, and removes nothing, when `newest`, just written, is not among them. They are renamed away
-    first, so that a half-removed one is never seen.
+    A checkpoint is renamed before it is removed, so that a partly removed one is never seen. Raises CheckpointError and
+    removes nothing when `newest`, which was just written, is not complete.
     """
     steps = complete_steps(rundir)
     if newest not in steps:
-        raise CheckpointError(f"{rundir.checkpoint(newest)} is not complete after all: nothing is removed")
+        raise CheckpointError(
+            f"{rundir.checkpoint(newest)} is not complete, although it was just written: no older one is removed"
+        )
     for step in steps[:-keep]:
         old = rundir.checkpoint(step)
         trash = old.with_name(old.name + ".old")

@@ -24,7 +24,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all the rows there are."""
+        """Whether these are all rows of the tensor."""
         return self.local.numel() == math.prod(self.shape)
 
 
@@ -35,14 +35,14 @@ def shards_of(model: Any, optimizer: torch.optim.Optimizer, kind: OptimizerKind)
     """
     tensors = {f"model.{name}": tensor for name, tensor in saved_state(model).items()}
     for name, param in model.named_parameters():
-        assert isinstance(param, DTensor), f"{name} is gathered: a forward without backward was not resharded"
+        assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"
         state = optimizer.state[param].items()
         tensors |= {f"optim.{name}.{key}": value for key, value in state if key in kind.saved}
     return {name: shard_of(tensor) for name, tensor in tensors.items()}
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:
-    """The local rows of a (possibly sharded) tensor; a plain tensor is all its own."""
+    """Return the local rows of a tensor, which are all of them when it is not sharded."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Shard(torch.atleast_1d(tensor), 0, tuple(tensor.shape))

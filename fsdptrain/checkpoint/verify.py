@@ -1,4 +1,4 @@
-"""Is what a run left behind still as it was written? Reads a run folder, changes nothing, needs no torch."""
+"""Check that the checkpoints and the export of a run are as they were written; changes nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -17,69 +17,69 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 
 
 def survey(rundir: RunDir) -> dict[str, Any]:
-    """What there is in a run folder and what is wrong with it, every file read whole; ready for JSON.
+    """Return the checkpoints and the export of a run and what is wrong with them, ready for JSON; reads every file.
 
-    `resume` is the step that a resume would go on from, or None. `good`: there is a checkpoint, and nothing is wrong;
-    folders that were set aside or left over are only told. Raises CheckpointError for a folder that leads elsewhere.
+    `resume` is the step from which a resume would continue, or None. `good`: there is a checkpoint and no problem;
+    folders that were set aside or left over are no problem. Raises CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
-    checkpoints = [_checkpoint(rundir.checkpoint(step), step) for step in rundir.checkpoint_steps()]
-    export = _export(rundir.export) if rundir.export.exists() else None
+    checkpoints = [_survey_checkpoint(rundir.checkpoint(step), step) for step in rundir.checkpoint_steps()]
+    export = _survey_export(rundir.export) if rundir.export.exists() else None
     found = [*checkpoints, *([export] if export else [])]
     return {
         "run": str(rundir.root),
         "checkpoints": checkpoints,
-        "set_aside": _names(rundir, "step-*.damaged*"),
-        "left_over": [*_names(rundir, "step-*.tmp"), *_names(rundir, "step-*.old")],
-        "resume": _resumed(checkpoints),
+        "set_aside": _folder_names(rundir, "step-*.damaged*"),
+        "left_over": [*_folder_names(rundir, "step-*.tmp"), *_folder_names(rundir, "step-*.old")],
+        "resume": _resume_step(checkpoints),
         "export": export,
         "good": bool(checkpoints) and not any(part["problems"] for part in found),
     }
 
 
 def show_survey(found: dict[str, Any], screen: Screen) -> None:
-    """A survey for the person: a line a checkpoint, and what a resume would do."""
+    """Show a survey: one row per checkpoint and export, then what a resume would do."""
     rows = [_row(f"step {checkpoint['step']}", checkpoint) for checkpoint in found["checkpoints"]]
     rows += [_row("export", found["export"])] if found["export"] else []
     if rows:
         screen.table(["what", "size", "files", "state"], rows)
     for name in found["set_aside"]:
-        screen.say(f"{name}: found damaged by a run, and set aside")
+        screen.say(f"{name}: a run found it damaged and set it aside")
     for name in found["left_over"]:
-        screen.say(f"{name}: of a save or a removal that did not come to its end; the next run removes it")
+        screen.say(f"{name}: left over from an interrupted save or removal; the next run removes it")
     if found["resume"] is not None:
-        screen.say(f"a resume goes on from step {found['resume']}")
+        screen.say(f"a resume continues from step {found['resume']}")
     elif any(checkpoint["other_version"] for checkpoint in found["checkpoints"]):
-        screen.say("a resume is refused: only the version that wrote the newest checkpoint can go on from it")
+        screen.say("a resume is refused: only the version that wrote the newest checkpoint can continue from it")
     else:
-        screen.say("there is no checkpoint to go on from")
+        screen.say("there is no checkpoint to resume from")
 
 
 def _row(what: str, part: dict[str, Any]) -> list[str]:
     return [what, size(part["bytes"]), str(part["files"]), "; ".join(part["problems"]) or "good"]
 
 
-def _checkpoint(folder: Path, step: int) -> dict[str, Any]:
+def _survey_checkpoint(folder: Path, step: int) -> dict[str, Any]:
     other_version = False
     try:
         problems = checkpoint_problems(folder)
     except OtherVersion as error:
         problems, other_version = [str(error)], True
-    return {"step": step, **_extent(folder), "problems": problems, "other_version": other_version}
+    return {"step": step, **_size_on_disk(folder), "problems": problems, "other_version": other_version}
 
 
-def _extent(folder: Path) -> dict[str, Any]:
-    """The plain files of a folder, as they lie there."""
+def _size_on_disk(folder: Path) -> dict[str, Any]:
+    """Return path, total bytes and count of the regular files in a folder."""
     sizes = [status.st_size for path in folder.glob("*") if (status := regular_file_status(path))]
     return {"path": str(folder), "bytes": sum(sizes), "files": len(sizes)}
 
 
-def _names(rundir: RunDir, pattern: str) -> list[str]:
+def _folder_names(rundir: RunDir, pattern: str) -> list[str]:
     return sorted(path.name for path in rundir.checkpoints.glob(pattern))
 
 
-def _resumed(checkpoints: list[dict[str, Any]]) -> int | None:
-    """The step a resume takes: the newest good one, unless another version's is found on the way to it."""
+def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:
+    """Return the step that a resume loads: the newest good one, unless a newer one is of another version."""
     for checkpoint in reversed(checkpoints):
         if checkpoint["other_version"]:
             return None
@@ -88,54 +88,54 @@ def _resumed(checkpoints: list[dict[str, Any]]) -> int | None:
     return None
 
 
-def _export(folder: Path) -> dict[str, Any]:
-    """A Hugging Face folder has no checksums: its files are opened, and its index is compared with what is in them."""
+def _survey_export(folder: Path) -> dict[str, Any]:
+    """Check a Hugging Face folder, which has no checksums: open its files and compare the index with them."""
     try:
-        _read_export(folder)
+        _check_export(folder)
         problems = []
     except CheckpointError as error:
         problems = [str(error)]
-    return {**_extent(folder), "problems": problems}
+    return {**_size_on_disk(folder), "problems": problems}
 
 
-def _read_export(folder: Path) -> None:
-    """Raise CheckpointError when something is missing from an export, cannot be opened, or hides what was exported."""
+def _check_export(folder: Path) -> None:
+    """Raise CheckpointError when a part of an export is missing, unreadable, or hidden by older weights."""
     _read_object(folder / CONFIG)
     if not (folder / INDEX).exists():
-        _tensors(folder / WEIGHTS)
+        _tensor_names(folder / WEIGHTS)
         return
-    if os.path.lexists(folder / WEIGHTS):  # from_pretrained looks for this name first
+    if os.path.lexists(folder / WEIGHTS):  # from_pretrained tries this name first
         raise CheckpointError(
-            f"{folder / WEIGHTS} lies beside {INDEX}: from_pretrained loads it instead of the files in the index; "
-            "remove the one that is not of this export, or export again with `fsdptrain export`"
+            f"{folder / WEIGHTS} exists besides {INDEX}: from_pretrained loads it instead of the files in the index; "
+            "remove the one that does not belong to this export, or run `fsdptrain export` again"
         )
-    where = _read_object(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not all(
-        isinstance(file, str) and file == Path(file).name for file in where.values()
+    weight_map = _read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
     ):
-        raise CheckpointError(f"{folder / INDEX} does not say in which file of the folder each tensor is")
-    for file in sorted(set(where.values())):
-        missing = {name for name, home in where.items() if home == file} - _tensors(folder / file)
+        raise CheckpointError(f"{folder / INDEX} does not name a file of the folder for every tensor")
+    for file in sorted(set(weight_map.values())):
+        missing = {name for name, home in weight_map.items() if home == file} - _tensor_names(folder / file)
         if missing:
-            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} says is in it")
+            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, although {INDEX} says so")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return parse_object(path, _plain(path).read_bytes())
+    return parse_object(path, _check_regular(path).read_bytes())
 
 
-def _tensors(path: Path) -> set[str]:
-    """The names in the header of a safetensors file, which has to describe the file to its end."""
+def _tensor_names(path: Path) -> set[str]:
+    """Return the names of the tensors in a safetensors file; opening it compares its header with its length."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(_plain(path), framework="numpy") as opened:
+        with safe_open(_check_regular(path), framework="numpy") as opened:
             return set(opened.keys())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def _plain(path: Path) -> Path:
+def _check_regular(path: Path) -> Path:
     if not is_regular_file(path):
-        raise CheckpointError(f"{path} is missing, or not a plain file")
+        raise CheckpointError(f"{path} is missing or not a regular file")
     return path

@@ -85,7 +85,7 @@ def run(saves: Any, tmp_path: Path) -> RunDir:
         ("quota_is_used_up", r"rank 1: no space: needs \d\S* .iB, has \d\S* .iB \(.*quota"),
         ("library_panics", "rank 1: Panic: index out of bounds"),
         ("disk_is_full_already", r"rank 0: no space: needs \d\S* .iB, has 4\.9 KiB$"),
-        ("disk_lies", "rank 1: .*rank-00001.safetensors reads otherwise than it was written"),
+        ("disk_lies", "rank 1: .*rank-00001.safetensors: the bytes read back are not those written"),
         ("commit_fails", "rank 0: .*Input/output error"),
     ],
 )
@@ -226,7 +226,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
 def test_a_sealed_manifest_is_not_believed_either(change: Callable[[dict[str, Any]], object], run: RunDir) -> None:
     reseal(newest(run), change)
-    with pytest.raises(CheckpointError, match="not as fsdptrain writes it"):
+    with pytest.raises(CheckpointError, match="was not written by fsdptrain"):
         read_manifest(newest(run))
     found = survey(run)
     assert not found["good"] and found["resume"] == run.checkpoint_steps()[0]
@@ -249,15 +249,15 @@ def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) ->
         path, elsewhere = folder / name, tmp_path / name
         path.rename(elsewhere)
         path.symlink_to(elsewhere)
-        assert any(name in fault and "not a plain file" in fault for fault in checkpoint_problems(folder))
+        assert any(name in fault and "not a regular file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
         os.mkfifo(path)  # whoever opened it would wait for ever
-        assert any(name in fault and "not a plain file" in fault for fault in checkpoint_problems(folder))
+        assert any(name in fault and "not a regular file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
         elsewhere.rename(path)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    assert "not a plain file in a plain folder" in checkpoint_problems(folder)[0]
+    assert "not a regular file in a regular folder" in checkpoint_problems(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_pa
     (folder / name).write_bytes(pickled)
     if name in read_manifest(folder).files:  # in a shard's place, and with its checksum
         reseal(folder, lambda fields: fields["files"].update({name: file_entry(folder / name)}))
-        with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint file"):
             load_checkpoint(folder, wanted)
     else:
         load_checkpoint(folder, wanted)
@@ -349,7 +349,7 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_pa
 def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
     wanted = shards(run)
     wanted[NORM] = Shard(wanted[NORM].local.to(torch.bfloat16), 0, wanted[NORM].shape)
-    with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model wants torch\.bfloat16"):
+    with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model needs torch\.bfloat16"):
         load_checkpoint(newest(run), wanted)
 
 
@@ -389,7 +389,7 @@ def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
     (run.checkpoints / "step-00000098").write_text("a file")
     assert [run.checkpoint(step).name for step in run.checkpoint_steps()][2:] == ["step-00000098"]
     assert (
-        "not a plain file" in checkpoint_problems(run.checkpoint(98))[0]
+        "not a regular file" in checkpoint_problems(run.checkpoint(98))[0]
         or "cannot be read" in checkpoint_problems(run.checkpoint(98))[0]
     )
 
@@ -427,7 +427,7 @@ def test_an_export_of_a_strangers_plan_ends_in_a_message(text: str, run: RunDir)
 )
 def test_an_export_of_a_strangers_model_ends_in_a_message(config: str, run: RunDir) -> None:
     (run.model / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match="model is not the description of a model"):
+    with pytest.raises(CheckpointError, match="model does not describe a model"):
         export_checkpoint(run, None, run.export, None, Screen())
     assert not run.export.exists() and not run.export.with_name(".export.writing").exists()
 
@@ -435,7 +435,7 @@ def test_an_export_of_a_strangers_model_ends_in_a_message(config: str, run: RunD
 def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
     config = json.loads((run.model / "config.json").read_text())
     (run.model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    with pytest.raises(CheckpointError, match="is None, the model wants"):
+    with pytest.raises(CheckpointError, match="has shape None, the model needs"):
         export_checkpoint(run, None, run.export, None, Screen())
     assert not run.export.with_name(".export.writing").exists()
 
@@ -449,8 +449,10 @@ def test_verify_looks_at_everything_and_changes_nothing(run: RunDir) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[-1] for line in lines[1:4]] == ["good"] * 3 and lines[3].startswith("export")
-    assert "step-00000002.damaged: found damaged" in done.stdout and "step-00000099.tmp: of a save" in done.stdout
-    assert f"a resume goes on from step {run.checkpoint_steps()[-1]}" in done.stdout
+    assert (
+        "step-00000002.damaged: a run found it damaged" in done.stdout and "step-00000099.tmp: left over" in done.stdout
+    )
+    assert f"a resume continues from step {run.checkpoint_steps()[-1]}" in done.stdout
     flip(newest(run) / "rank-00000.safetensors", 5000)
     (run.export / "model.safetensors").write_bytes((run.export / "model.safetensors").read_bytes()[:-1])
     done = fsdptrain("verify", run.root, "--json")
@@ -468,7 +470,7 @@ def snapshot(root: Path) -> dict[str, int]:
 def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
     shutil.rmtree(run.checkpoints)
     done = fsdptrain("verify", run.root)
-    assert done.returncode == 6 and "no checkpoint to go on from" in done.stdout
+    assert done.returncode == 6 and "no checkpoint to resume from" in done.stdout
     assert fsdptrain("verify", tmp_path / "nowhere").returncode == 2
 
 
