@@ -1,4 +1,4 @@
-# make demo · check · test · soak · bench · profile: each from a fresh clone, each installs what it needs into .venv
+# make demo · check · test · soak · bench · profile: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,14 +8,14 @@ GPU := $(wildcard /proc/driver/nvidia/gpus/*)
 
 install: .venv/installed
 
-# Without a GPU torch comes first and pinned: a range would take the newest build, with gigabytes of CUDA.
+# Without a GPU torch is installed first, at a pinned version: a range would install the newest build, with gigabytes of CUDA.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(if $(GPU),,$(BIN)/pip install --quiet torch==2.13.0)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# Two processes on the CPU, whatever else the machine has.
+# Two processes on the CPU, even if the machine has GPUs.
 demo: export CUDA_VISIBLE_DEVICES =
 demo: install
 	$(BIN)/fsdptrain run shakespeare
@@ -34,7 +34,7 @@ test: install
 soak: install
 	$(BIN)/python -m pytest -m soak -s
 
-# Every figure of docs/measurements.md that has a peer; for a machine that does nothing else meanwhile.
+# The comparisons of docs/measurements.md with other tools; run this on an idle machine.
 bench: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py

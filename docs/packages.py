@@ -1,6 +1,6 @@
-"""Draw the packages of fsdptrain and which of them import which: a Mermaid graph, read off the imports.
+"""Draw which packages of fsdptrain import which, as a Mermaid graph made from the imports.
 
-python docs/packages.py          # prints the graph; docs/architecture.md holds it, and a test compares the two
+python docs/packages.py          # prints the graph; docs/architecture.md has a copy, and a test compares the two
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "fsdptrain"
 
 
 def imports() -> Counter[tuple[str, str]]:
-    """Count the imports between packages: (importing, imported) → modules; the top level is called `top`."""
+    """Count the imports between packages: (importing, imported) → number; the top level is called `top`."""
     found: Counter[tuple[str, str]] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         home = package_of(path.relative_to(PACKAGE).parts)
@@ -24,12 +24,12 @@ def imports() -> Counter[tuple[str, str]]:
 
 
 def package_of(parts: tuple[str, ...]) -> str:
-    """The package of a module's path; `top` for the modules beside them."""
+    """Return the package of a module from the parts of its path; `top` for a module beside the packages."""
     return parts[0] if (PACKAGE / parts[0]).is_dir() and parts[0] else "top"
 
 
 def graph() -> str:
-    """The graph, without the top level: every package imports that."""
+    """Return the graph without the top level, which every package imports."""
     edges = sorted(pair for pair in imports() if "top" not in pair)
     return "\n".join(["```mermaid", "graph TD", *(f"  {home} --> {other}" for home, other in edges), "```"])
 
