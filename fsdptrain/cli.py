@@ -421,8 +421,8 @@ def _show_finished(rundir: RunDir, step: int) -> None:
 
 def _expanded_path(written: Path) -> Path:
     """Return a path from the command line with `~` expanded; raise RecipeError if it cannot be a path."""
-    from fsdptrain.config.paths import expanded, path_message
+    from fsdptrain.config.paths import expanded, path_fault
 
-    if message := path_message(str(written)):
-        raise RecipeError(message)
+    if fault := path_fault(str(written)):
+        raise RecipeError(fault)
     return Path(expanded(str(written)))

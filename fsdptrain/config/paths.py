@@ -20,7 +20,7 @@ def expanded(path: str) -> str:
     return os.path.expanduser(path)  # noqa: PTH111  (Path's raises for an unknown user)
 
 
-def path_message(path: str) -> str | None:
+def path_fault(path: str) -> str | None:
     """Return why a path cannot be used as it is written, with the way out; None if it can."""
     if "$" in path:
         return (
@@ -49,12 +49,12 @@ def paths_of(recipe: Recipe) -> dict[str, str]:
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
     for key, path in paths_of(recipe).items():
-        if message := path_message(path):
-            yield Problem(message, key)
+        if fault := path_fault(path):
+            yield Problem(fault, key)
 
 
 def with_expanded_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer, as libraries would not do it.
+    """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer: libraries do not expand it.
 
     Data paths stay as written, because a run to resume is identified by them.
     """
@@ -129,9 +129,8 @@ def matching_paths(pattern: str) -> list[str]:
     if os.path.lexists(pattern):
         return [pattern]
     found, opened = set(), 0
-    todo: list[tuple[str, tuple[str, ...]]] = [
-        ("", Path(pattern).parts)
-    ]  # strings: Path objects take five times as long
+    # (folder, parts of the pattern below it). Folders are strings: Path objects take five times as long.
+    todo: list[tuple[str, tuple[str, ...]]] = [("", Path(pattern).parts)]
     while todo:
         folder, parts = todo.pop()
         first, rest = (parts[0], parts[1:]) if parts else ("", ())

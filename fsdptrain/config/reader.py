@@ -299,8 +299,8 @@ def _is_key(path: str) -> bool:
         if word not in names or schema is None:
             return False
         schema = section_of(schema, names[word])
-        if schema is None:  # a leaf: only model.config and data.columns have keys below it
-            return i == len(words) - 1 or path.startswith(("model.config.", "data.columns."))
+        if schema is None:  # a leaf: only open mappings have keys below it
+            return i == len(words) - 1 or below_open_mapping(path)
     return False
 
 

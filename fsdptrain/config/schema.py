@@ -34,7 +34,7 @@ class Model:
     """The model, where it comes from, and the dtype of its master weights."""
 
     id: str | None = key(None, "Hub id or local folder; null, with a whole `config`: a model from scratch")
-    revision: str | None = key(None, "branch, tag or commit of a Hub id")
+    revision: str | None = key(None, "branch, tag or commit of a model on the Hub")
     tokenizer: Any = key(
         None,
         "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",

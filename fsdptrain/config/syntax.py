@@ -1,4 +1,4 @@
-"""The YAML of a recipe: a safe subset, with scalars read as YAML 1.2 and people read them."""
+"""The YAML of a recipe: a safe subset, with scalars as in YAML 1.2."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def range_problems(recipe: Recipe, where: dict[str, str]) -> list[Problem]:
     for path, spec in all_fields():
         value = value_at(recipe, path)
         set_here = [place for place in where if place == path or place.startswith(f"{path}.")]
-        if not set_here and path != "output_dir":  # a default; output_dir has another key in it
+        if not set_here and path != "output_dir":  # a default is valid; that of output_dir depends on name
             continue
         if value is None and None in spec.metadata.get("forms", (None,)):
             continue
