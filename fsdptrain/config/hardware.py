@@ -1,6 +1,6 @@
-"""What a card and its links can do: published figures, and the shares of them that real training reaches.
+"""What a card and its links can do: published figures, and the shares of them that training reaches.
 
-Nothing here was tuned on the runs it is compared with in docs/measurements.md. FLOP/s and memory bandwidths are from
+No figure was tuned on the runs that docs/measurements.md compares it with. FLOP/s and memory bandwidths are from
 NVIDIA's data sheets and, for the RTX 3090 and A6000, from its GA102 white paper.
 """
 
@@ -18,13 +18,13 @@ from fsdptrain.text import GIB
 
 @dataclass(frozen=True)
 class Hardware:
-    """One card, as a rank sees it. Bytes, FLOP/s, bytes/s.
+    """The card of one rank, in bytes, FLOP/s and bytes/s.
 
-    `memory` is what torch reports as the card's total. `flops` is the dense bf16 peak, `flops32` that of float32
-    without tensor cores. `intra_bw` is the bus bandwidth of a ring inside a node, `inter_bw` one rank's share of the
-    network between nodes, `host_bw` its share of host memory and `pcie_bw` its way there. `context` is what the driver
-    and the libraries take before torch allocates anything, `communicator` what NCCL takes for each group of ranks.
-    The `_share`s are what matrix products, attention (forward, backward) and everything else reach of their peak.
+    `memory` is the total that torch reports. `flops` is the dense bf16 peak, `flops32` that of float32 without tensor
+    cores. Bandwidths of one rank: `intra_bw` in a ring inside a node, `inter_bw` in the network between nodes,
+    `host_bw` of host memory, `pcie_bw` between card and host. `context` is the memory that driver and libraries take
+    before torch allocates anything, `communicator` what NCCL takes for each group of ranks. The `_share`s are the parts
+    of the peak that matrix products, attention (forward, backward) and other kernels reach.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Hardware:
     memory_share: float = 0.80
     launch_s: float = 6e-6
     spread: float = 0.2
-    bf16: bool = True  # has matrix units for it
+    bf16: bool = True  # it has matrix units for bf16
 
     @property
     def is_cpu(self) -> bool:
@@ -53,7 +53,7 @@ class Hardware:
 
 
 def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
-    """`rates` are flops (dense, without sparsity), flops32, memory_bw, intra_bw and inter_bw."""
+    """Make a card; `rates` are flops (dense, without sparsity), flops32, memory_bw, intra_bw and inter_bw."""
     flops, flops32, memory_bw, intra, inter = rates
     return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
 
@@ -63,7 +63,7 @@ KNOWN = {
     for hardware in (
         _gpu("h100-80gb", 79.1, 989e12, 67e12, 3.35e12, 330e9, 45e9, pcie_bw=45e9),
         _gpu("h100-pcie-80gb", 79.1, 756e12, 51e12, 2.0e12, 36e9, 22e9, pcie_bw=45e9),
-        _gpu("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9, pcie_bw=45e9),  # NVLink joins pairs only
+        _gpu("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9, pcie_bw=45e9),  # NVLink connects pairs only
         _gpu("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, pcie_bw=45e9),
         _gpu("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
         _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
@@ -72,7 +72,7 @@ KNOWN = {
         _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
         _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
         _gpu("b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
-        _gpu(  # trays of four; the network between them is counted, although NVLink reaches across a rack
+        _gpu(  # nodes of four; between them only the network is counted, although NVLink connects a whole rack
             "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
             gpus_per_node=4,
         ),
@@ -87,7 +87,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-CPU = Hardware(  # memory and rates are measured where it is used: see `estimate`
+CPU = Hardware(  # where it is used, memory and rates are measured
     "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
     product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
 )  # fmt: skip
@@ -96,7 +96,9 @@ CPU = Hardware(  # memory and rates are measured where it is used: see `estimate
 CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
 
 
-FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?")  # words of a name that decide nothing
+FORM_FACTORS = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?"
+)  # words of a name that do not tell cards apart
 
 
 OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
@@ -104,7 +106,7 @@ OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
 
 @dataclass(frozen=True)
 class Asked:
-    """What `--hardware` asks for: so many cards (None: as many as the recipe says), which, and what was assumed."""
+    """The value of `--hardware`: how many cards (None: as the recipe says), which, and a note on an ambiguous name."""
 
     count: int | None
     hardware: Hardware
@@ -112,10 +114,10 @@ class Asked:
 
 
 def parse(text: str) -> Asked:
-    """Read `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
+    """Parse `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
 
-    A name is read as people write it: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with the
-    names there are, and the nearest.
+    The usual spellings of a name are accepted: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with
+    the known names, and the nearest.
     """
     if "=" in text:
         return Asked(None, _custom(text))
@@ -132,34 +134,34 @@ def parse(text: str) -> Asked:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
+    """Return the words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))
     words = [re.sub(r"^rtx(?=[a\d])", "", word) for word in words]
     return [word for word in words if not FORM_FACTORS.fullmatch(word)]
 
 
 def _model(known: str) -> list[str]:
-    """The words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
+    """Return the words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
     return _words(known.rpartition("-")[0])
 
 
 def _named(name: str) -> list[Hardware]:
-    """Every known card that goes by this name; a name without a memory size may mean several, but of one model."""
+    """Return the known cards with this name: of one model, and several if the name has no memory size."""
     wanted = _words(name)
     found = {known: _model(known) for known in KNOWN if wanted and wanted == _words(known)[: len(wanted)]}
-    shortest = min((len(model) for model in found.values()), default=0)  # `h100` is no `h100-pcie`
+    shortest = min((len(model) for model in found.values()), default=0)  # `h100` is not `h100-pcie`
     return [KNOWN[known] for known, model in found.items() if len(model) == shortest]
 
 
 def _unknown(text: str, name: str) -> str:
-    """Say that this hardware is not known, and what is."""
+    """Return the message for unknown hardware, with the known names."""
     if any(OTHER_MAKES.fullmatch(word) for word in _words(name)):
-        return f"{text!r} is no CUDA device: runs are on NVIDIA GPUs (NCCL) or on CPUs (gloo)"
+        return f"{text!r} is not a CUDA device: runs use NVIDIA GPUs (NCCL) or CPUs (gloo)"
     models = {known.partition("-")[0]: known for known in reversed(KNOWN)} | {known: known for known in KNOWN}
     near = get_close_matches("".join(name.split()), models, n=1)
     return (
-        f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else "")
-        + f" Known are {', '.join([*KNOWN, 'cpu'])}, any with a count in front (8xh100); or give "
+        f"{text!r} is not known" + (f"; did you mean {models[near[0]]}?" if near else ".")
+        + f" Known: {', '.join([*KNOWN, 'cpu'])}, each with an optional count (8xh100); or set "
         f"{','.join(f'{key}=…' for key in CUSTOM)}"
     )  # fmt: skip
 
@@ -178,7 +180,7 @@ def _custom(text: str) -> Hardware:
             problems.append(Problem(f"{key}: {value!r} is not a number above 0 (bytes, FLOP/s, bytes/s)", "--hardware"))
     if problems:
         raise RecipeError(problems)
-    near = KNOWN["h100-80gb"]  # the shares and what was not given
+    near = KNOWN["h100-80gb"]  # the shares, and the figures that were not given, are this card's
     bandwidth = near.memory_bw * numbers["flops"] / near.flops
     return dataclasses.replace(
         near, name="custom", memory=int(numbers.pop("memory")), memory_bw=bandwidth,
@@ -187,10 +189,10 @@ def _custom(text: str) -> Hardware:
 
 
 def card(name: str, memory: int) -> Hardware | None:
-    """The hardware of a visible GPU by the name and the memory torch reports; None for one we have no figures of."""
+    """Return the hardware of a GPU by the name and memory that torch reports; None for an unknown one."""
     words = {*_words(name)}
     models = {known: model for known in KNOWN if words.issuperset(model := _model(known))}
-    longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is no `H100`
+    longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is not an `H100`
     same = [KNOWN[known] for known, model in models.items() if len(model) == longest]
     nearest = min(same, key=lambda hardware: abs(hardware.memory - memory), default=None)
     return dataclasses.replace(nearest, memory=memory) if nearest else None

@@ -1,7 +1,7 @@
 """Recipe + machine → `Plan`: all arithmetic of a run, as JSON, the workers' only input.
 
-The order of the data lives here as well: which samples make up step s, and which rank computes them, follows from the
-plan alone, so that every rank agrees on it without asking.
+The plan also sets the order of the data: which samples make up step s, and which rank computes them. All ranks agree on
+it without communication.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import Problem, RecipeError, shortened
 
-PLAN_DIGEST = (
-    "FSDPTRAIN_PLAN_DIGEST"  # in the environment of agents and workers: the digest of the plan they are to read
-)
+# Environment variable of agents and workers: the digest of the plan that they must read.
+PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
 
-LAYOUT = 5  # of tokens, batches and updates that follow from a recipe: another number, another cache and no resume
+# The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
+# again, and runs of the older version cannot be resumed.
+LAYOUT = 5
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class HubData:
 
     @classmethod
     def of(cls, path: str) -> HubData:
-        """Take a data path apart."""
+        """Parse a data path."""
         whole, _, revision = path.partition("@")
         name, _, rest = whole.partition(":")
         config, _, split = rest.partition(":")
@@ -64,10 +65,10 @@ class HubData:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a worker needs to know.
+    """All that a worker needs to know.
 
-    `replicas` copies of the model are each spread over `shard_size` ranks; one optimizer step is `accumulation`
-    micro-batches on every rank.
+    There are `replicas` copies of the model, each sharded over `shard_size` ranks. One optimizer step is `accumulation`
+    micro-batches on every rank. `threads` are the CPU threads of a rank.
     """
 
     version: str
@@ -80,11 +81,11 @@ class Plan:
     shard_size: int
     accumulation: int
     threads: int
-    trust_remote_code: bool = False  # of the command line, never of a recipe: the model's own code may be run
+    trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
 
     @property
     def pretrained(self) -> bool:
-        """Whether there are weights to read at the start."""
+        """Whether training starts from weights that are read."""
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
 
     def state_bytes(self, parameters: int) -> int:
@@ -96,7 +97,7 @@ class Plan:
         return BYTES[master] * parameters + self.recipe.optim.name.state_bytes(parameters, master)
 
     def hub_names(self) -> list[str]:
-        """What is read from the Hub (or its cache): the names of model, tokenizer and data that lie in no folder."""
+        """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
         names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
         paths = [path for path in (self.data_path, self.eval_path) if path and not Path(path).is_absolute()]
@@ -104,30 +105,30 @@ class Plan:
 
     @property
     def own_tokenizer(self) -> bool:
-        """Whether the tokenizer is the one that belongs to the model, so that both know the same special tokens."""
+        """Whether the tokenizer is the model's own, so that both have the same special tokens."""
         model = self.recipe.model
         return model.id is not None and "model_type" not in model.config and model.tokenizer in (None, model.id)
 
     def total_steps(self, blocks: int) -> int:
-        """Optimizer steps for a data set of `blocks` sequences: every sequence is seen at least `epochs` times."""
+        """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
         train = self.recipe.train
         return train.steps or max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
 
     def step_positions(self, step: int) -> range:
-        """Positions in the endless data stream that make up the global batch of `step` (counted from 0)."""
+        """Return the positions in the endless data stream of the global batch of `step` (from 0)."""
         size = self.recipe.train.global_batch_size
         return range(step * size, (step + 1) * size)
 
     def micro_batches(self, step: int, rank: int) -> list[range]:
-        """The positions that `rank` computes in `step`, one range of `micro_batch_size` a micro-batch."""
+        """Return the positions that `rank` computes in `step`, for each micro-batch a range of `micro_batch_size`."""
         micro, world = self.recipe.train.micro_batch_size, self.topology.world_size
         first = step * self.recipe.train.global_batch_size + rank * micro
         return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run may not change without becoming another run: dotted recipe path → value.
+        """Return what a resume must not change: dotted recipe path → value.
 
-        data.revision is not in it: the commit that it stands for is in the fingerprint of the data, `data.content`.
+        data.revision is not included: `data.content`, the fingerprint of the data, changes with the commit.
         """
         recipe = flat(self.recipe)
         fixed = {
@@ -142,17 +143,17 @@ class Plan:
         return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def digest(self) -> str:
-        """SHA-256, in hex, of all of the plan that is the same on every node."""
+        """Return the SHA-256, in hex, of the part of the plan that is the same on every node."""
         return hashlib.sha256(dataclasses.replace(self, threads=0).to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON text, with sorted keys, those of the recipe as in YAML (`async`)."""
+        """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""
         fields = dataclasses.asdict(self, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
         return json.dumps(fields, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote, here or in an earlier version, which wrote `async_`."""
+        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`)."""
         fields = json.loads(text)
         checkpoint = fields["recipe"]["checkpoint"]
         if "async" in checkpoint:
@@ -164,14 +165,14 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Read the plan of a run from its folder.
 
-    Raises RecipeError when it is not the plan that the launcher wrote (PLAN_DIGEST in the environment).
+    Raises RecipeError when it is not the plan that the launcher wrote: its digest differs from PLAN_DIGEST.
     """
     plan = Plan.from_json(path.read_text(encoding="utf-8"))
     wanted = os.environ.get(PLAN_DIGEST)
     if wanted is not None and plan.digest() != wanted:
         raise RecipeError(
-            f"{path} is not the plan that this run was started with: another process changed it. Run the same command "
-            "again, and give every run an output_dir of its own"
+            f"{path} is not the plan that this run was started with: another process changed it. Use a separate "
+            "output_dir for every run, and run the same command again"
         )
     return plan
 
@@ -181,8 +182,8 @@ def make_plan(
 ) -> Plan:
     """Derive the plan of a recipe on a machine.
 
-    Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
-    NoData where there is nothing at the path. `elsewhere`: files are looked for, but need not be here.
+    `elsewhere`: the plan is for other machines, and files may be missing here. Raises RecipeError for a batch or a
+    shard size that does not divide, or a model folder that does not exist, and NoData where data.path leads to nothing.
     """
     plan, problems = draft_plan(written, topology, elsewhere, trust_remote_code)
     if problems:
@@ -193,11 +194,12 @@ def make_plan(
 def draft_plan(
     written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
 ) -> tuple[Plan, list[Problem]]:
-    """The plan, and what is wrong with it: a dry run goes on with what of it holds, to find all problems at once."""
+    """Return the plan and the problems with it, so that a dry run can continue and report all problems at once."""
     recipe = with_expanded_paths(written.recipe)
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
+    # Data on the Hub is read at data.revision, as part of its path.
     held_out, revision = recipe.data.eval or {}, recipe.data.revision
     data_path = find_data(recipe.data.path or "", written.folder, elsewhere)
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
@@ -205,7 +207,7 @@ def draft_plan(
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     elif revision is not None:
         data = HubData.of(data_path)
-        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same
+        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
             eval_path = str(HubData.of(eval_path).at(revision))
         data_path = str(data.at(revision))
     plan = Plan(
@@ -223,7 +225,7 @@ def draft_plan(
 
 
 def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """How a recipe lies on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+    """Return how a recipe is laid out on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
     shard_size, world = _shard_size(recipe, topology), topology.world_size
     return {
         "replicas": world // shard_size,
@@ -233,7 +235,7 @@ def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
 
 
 def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
-    """Return the plan of the same job on the same ranks with these keys changed."""
+    """Return the plan of the same job on the same ranks, with other values of these keys."""
     recipe = plan.recipe
     for path, value in overrides.items():
         section, name = path.split(".")
@@ -243,25 +245,25 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
 
 
 def loss_chunks(tokens: int, hidden: int) -> int:
-    """How many chunks of a micro-batch's tokens the chunked loss takes one after the other.
+    """Return into how many chunks the chunked loss splits the tokens of a micro-batch.
 
-    Of n chunks each has logits of 2·V·T/n bytes (in bf16), and where there are several the weight's gradient is a
-    float32 sum, with a product to be added: 6·V·H. So up to 6·H tokens one chunk takes the least memory, and it is the
-    quickest; beyond, a chunk is as long as its logits take what the sum does.
+    With n chunks the logits of one take 2·V·T/n bytes (in bf16). With more than one chunk, the weight's gradient takes
+    6·V·H bytes: a float32 sum, and the product that is added to it. So up to 6·H tokens one chunk needs the least
+    memory and is the fastest. Beyond, chunks have the length at which their logits are as large as the gradient.
     """
     return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
 
 
 def loss_rows(vocab: int, device: str) -> int:
-    """Of how many tokens at a time the chunked loss has float32 logits.
+    """Return for how many tokens at a time the chunked loss holds float32 logits.
 
-    On a CPU as many as stay in its caches (4 MiB); on a GPU enough to keep it busy (256 MiB).
+    On a CPU they fit into its caches (4 MiB); on a GPU they are enough to keep it busy (256 MiB).
     """
     return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from any values: different values, unrelated seeds."""
+    """Return a 63-bit seed for any values; different values give unrelated seeds."""
     digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -275,7 +277,7 @@ def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     near = " or ".join(str(size) for size in (below, below + unit) if size)
     message = (
         f"{train.global_batch_size} sequences do not divide over {world} ranks × micro-batches of "
-        f"{train.micro_batch_size}; the nearest that do: {near}"
+        f"{train.micro_batch_size}; use {near}"
     )
     return [Problem(message, "train.global_batch_size")]
 
@@ -291,7 +293,7 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
         return []
     near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
     divisors = ", ".join(map(str, near))
-    return [Problem(f"{size} does not divide {world} ranks; these do: {divisors}", "fsdp.shard_size")]
+    return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
 
 
 def _model_problems(recipe: Recipe) -> list[Problem]:
@@ -304,15 +306,15 @@ def _model_problems(recipe: Recipe) -> list[Problem]:
 
 
 def _trust_problems(recipe: Recipe) -> list[Problem]:
-    """Code is run from a folder that is here, or from one commit of the Hub, which can never become another's."""
+    """Check that the code to run is in a local folder or at a fixed commit of the Hub."""
     name, revision = recipe.model.id, recipe.model.revision
     if name is None:
-        return [Problem("there is no model.id whose code could be run", "--trust-remote-code")]
+        return [Problem("has no effect without model.id", "--trust-remote-code")]
     if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         return []
-    what = f"{shortened(revision)!r} is a branch or a tag, and can move" if revision else "is not set"
-    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so name the full commit (40 hex digits)"
+    what = f"{shortened(revision)!r} is a branch or a tag, which can change" if revision else "is not set"
+    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so set the full commit (40 hex digits)"
     return [Problem(message, "model.revision")]
 
 
-LAYOUT_KEY = "layout"  # in an identity: `plan.LAYOUT` of the version that wrote it
+LAYOUT_KEY = "layout"  # key of LAYOUT in an identity

@@ -19,7 +19,7 @@ class Topology:
     device: Literal["cpu", "cuda"]
     nnodes: int
     nproc_per_node: int
-    joined: bool = False  # somebody else's torchrun started us
+    joined: bool = False  # the workers were started by another torchrun
 
     @property
     def world_size(self) -> int:
@@ -33,9 +33,10 @@ def writes_run_dir(topology: Topology) -> bool:
 
 
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:
-    """The processes this recipe would run on here: those of a torchrun that already runs, or what `launch` asks for.
+    """Return the processes of a run on this machine: those of a running torchrun, else those that `launch` sets.
 
-    Raises RecipeError when it asks for more workers than there are GPUs, unless they need not be here.
+    `env` is the environment. Raises RecipeError for more workers than visible GPUs, unless `elsewhere` says that the
+    run is planned for other machines.
     """
     gpus = visible_gpus(env)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
@@ -46,14 +47,15 @@ def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) 
     wanted = recipe.launch.nproc_per_node
     nproc = (gpus or 2) if wanted == "auto" else wanted
     if gpus and nproc > gpus and not elsewhere:
-        raise RecipeError([Problem(f"{nproc} workers, but {gpus} GPUs are visible", "launch.nproc_per_node")])
+        message = f"{nproc} workers, but {gpus} GPUs are visible: lower it, or use auto"
+        raise RecipeError([Problem(message, "launch.nproc_per_node")])
     return Topology(device, recipe.launch.nnodes, nproc)
 
 
 def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topology:
-    """The processes on machines one is not on: `count` cards where it is said, else what `launch` asks for.
+    """Return the processes of a run on other machines: one on each of `count` cards, else what `launch` sets.
 
-    Raises RecipeError for a count that does not fill its nodes.
+    Raises RecipeError for a `count` that does not fill whole nodes.
     """
     device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
     launch = recipe.launch
@@ -62,12 +64,14 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
         return Topology(device, launch.nnodes, nproc)
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
-        raise RecipeError(f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}")
+        raise RecipeError(
+            f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
+        )
     return Topology(device, count // nproc, nproc)
 
 
 def visible_gpus(env: dict[str, str]) -> int:
-    """NVIDIA GPUs this process may use, without importing torch."""
+    """Count the NVIDIA GPUs that this process may use, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return len([name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
     return len(glob.glob("/proc/driver/nvidia/gpus/*"))

@@ -84,9 +84,9 @@ def test_strategies_become_meshes(tmp_path: Path) -> None:
 
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, launch={"nproc_per_node": 3})
-    with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: train\.global_batch_size: .*3 ranks.*: 6 or 9"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: train\.global_batch_size: .*3 ranks.*use 6 or 9"):
         plan_of(recipe)
-    with pytest.raises(RecipeError, match=r"fsdp\.shard_size: 2 does not divide 3 ranks; these do: 1, 3"):
+    with pytest.raises(RecipeError, match=r"fsdp\.shard_size: 2 does not divide 3 ranks; use one of 1, 3"):
         plan_of(recipe, "train.global_batch_size=6", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
 
 

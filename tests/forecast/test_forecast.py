@@ -77,7 +77,7 @@ def test_hardware_may_be_given_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [("h1000", "did you mean h100-80gb?"), ("0xh100-80gb", "not known"), ("h100-40gb", "did you mean h100-80gb?"),
-     ("rtx", "Known are h100-80gb"), ("", "not known"), ("8x", "not known"), ("8xmi300x", "no CUDA device"),
+     ("rtx", "Known: h100-80gb"), ("", "not known"), ("8x", "not known"), ("8xmi300x", "not a CUDA device"),
      ("H100 MIG", "not known"), ("A11", "did you mean"),
      ("memory=48e9", "needs flops"),
      ("memory=x,flops=1,intra_bw=1,inter_bw=1", "memory: 'x'"), ("memory=-1,flops=1,intra_bw=1,inter_bw=1", "above 0"),
