@@ -51,7 +51,7 @@ def main() -> None:
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
     from fsdptrain.config.topology import find_topology
-    from fsdptrain.launch.agent import KEEP_MEMORY
+    from fsdptrain.launch.agent import GLIBC_TUNABLES
 
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def main() -> None:
         plan = make_plan(written, find_topology(written.recipe, {}))
         (Path(folder) / "plan.json").write_text(plan.to_json())
         arguments = (folder, str(options.steps), str(options.out.resolve()))
-        settings = {"FSDPTRAIN_CACHE": f"{folder}/cache", "GLIBC_TUNABLES": KEEP_MEMORY}  # as in a run on a CPU
+        settings = {"FSDPTRAIN_CACHE": f"{folder}/cache", "GLIBC_TUNABLES": GLIBC_TUNABLES}  # as in a run on a CPU
         if plan.topology.device == "cuda":
             settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(plan.topology.nproc_per_node)))
         results = run_ranks(Path(__file__), plan.topology.nproc_per_node, *arguments, **settings)

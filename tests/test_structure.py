@@ -130,3 +130,28 @@ def test_what_needs_no_torch_imports_none(name: str) -> None:
     code = f"import sys, {imports}; print(sorted({HEAVY} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_benchmarks_import_only_names_that_exist() -> None:
+    # No test runs a benchmark, and it imports most of fsdptrain inside functions.
+    missing = []
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdptrain"):
+                module = str(node.module).removeprefix("fsdptrain").lstrip(".")
+                for name in (alias.name for alias in node.names):
+                    if f"{module}.{name}" not in MODULES and name not in top_level_names(MODULES[module]):
+                        missing.append(f"{script.name}: {module}.{name}")
+    assert missing == []
+
+
+def top_level_names(path: Path) -> set[str]:
+    """Return the names that a module defines with `def`, `class` or an assignment."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
