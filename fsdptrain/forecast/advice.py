@@ -5,41 +5,42 @@ from __future__ import annotations
 import math
 
 from fsdptrain.forecast.search import ALIKE, Advice, Option, words
-from fsdptrain.text import size
+from fsdptrain.text import counted, size
 
-SHOWN = 8
+SHOWN = 8  # plans in the table; the own plan and the best of each strategy always are
 
 
 HEADER = ["", "strategy", "micro-batches", "recomputed", "memory", "a step", "tok/s", "MFU", ""]
 
 
-TITLES = 2  # leading cells of a row that name the plan
+TITLES = 2  # the first cells of a row, which name the plan
 
 
 def shown(options: list[Option]) -> list[Option]:
-    """Of ranked options the person's own, the best of every strategy, and those that need less than all before them.
+    """Return the ranked options to show: the own plan, the best of each strategy, and others that need less memory.
 
-    The others are both slower and larger than something shown.
+    An option that is left out is slower and needs more memory than one that is shown.
     """
-    firsts: dict[str, Option] = {}
-    leaner: list[Option] = []
+    best_of: dict[str, Option] = {}
+    leaner: list[Option] = []  # each needs less memory than all faster options
     least = math.inf
     for option in options:
         if option.fits:
-            firsts.setdefault(option.strategy, option)
+            best_of.setdefault(option.strategy, option)
             leaner += [option] if option.needed_bytes < least else []
             least = min(least, option.needed_bytes)
-    must = [option for option in options if option.own or option in firsts.values()]
-    more = [option for option in leaner if option not in must][: max(0, SHOWN - len(must))]
-    return [option for option in options if option in must or option in more]
+    always = [option for option in options if option.own or option in best_of.values()]
+    more = [option for option in leaner if option not in always][: max(0, SHOWN - len(always))]
+    return [option for option in options if option in always or option in more]
 
 
 def rows(options: list[Option]) -> list[list[str]]:
-    """The options to show, under `HEADER`, numbered as in `lines`."""
+    """Return the table of the options to show, with the columns of `HEADER`, numbered as in `commands`."""
     return [[f"{number}", *_cells(option)] for number, option in enumerate(shown(options), 1)]
 
 
 def _cells(option: Option) -> list[str]:
+    """Return the cells of an option after its number."""
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     recomputed = option.activation_checkpointing
     marks = {
@@ -54,34 +55,34 @@ def _cells(option: Option) -> list[str]:
         f"{option.step_s:.3g} s",
         f"{option.tokens_per_s:,.0f}",
         f"{option.mfu:.1%}",
-        ", ".join(mark for mark, holds in marks.items() if holds),
+        ", ".join(mark for mark, applies in marks.items() if applies),
     ]
 
 
 def lines(advice: Advice) -> list[str]:
-    """What to do."""
+    """Return what the search found, in a few lines."""
     best, own = advice.best, next(option for option in advice.options if option.own)
-    said = [f"{advice.tried} other plans were looked at; a rank has {size(own.memory_bytes)}"]
+    found = [f"{advice.tried} other plans were tried; a rank has {size(own.memory_bytes)}"]
     if best is None:
-        said.append("none fits")
+        found.append("no plan fits")
     elif best.own:
-        said.append("your own plan is the fastest that fits")
+        found.append("your plan is the fastest that fits")
     elif own.fits and own.step_s < ALIKE * best.step_s:
-        said.append("your own plan is as fast as any that fits")
+        found.append("your plan is about as fast as the fastest that fits")
     else:
         gain = f"{own.step_s / best.step_s:.2f} times as fast as yours" if own.fits else "yours does not fit"
-        said.append(f"the fastest that fits takes {best.step_s:.3g} s a step, {gain}")
+        found.append(f"the fastest that fits takes {best.step_s:.3g} s a step, {gain}")
     if advice.failed:
-        said.append(f"{len(advice.failed)} of them could not be forecast; the first: {advice.failed[0]}")
-    return said
+        found.append(f"{counted(len(advice.failed), 'plan')} could not be forecast; the first: {advice.failed[0]}")
+    return found
 
 
 def commands(advice: Advice) -> list[tuple[str, list[str]]]:
-    """What a plan is called, and the overrides that make the recipe into it."""
+    """Return, for each plan shown, its title and the overrides that turn the recipe into it."""
     found = [(f"plan {n}:", words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
     return found + [
         (
-            f"with master weights of 8 significant bits, which changes the numerics, it would fit "
+            f"with bfloat16 master weights, which changes the numerics (8 significant bits), this would fit "
             f"({size(option.needed_bytes)}, {option.step_s:.3g} s a step):",
             words(option.overrides),
         )

@@ -1,4 +1,4 @@
-"""Advice: what is tried, what is ruled out, what is said; and that shallow copies tell what the whole model needs."""
+"""Advice: which plans are tried, ruled out and shown; shallow copies of a model predict what the whole model needs."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def plan_of(tmp_path: Path, *overrides: str, nodes: int = 1, ranks: int = 4) -> 
 
 
 @dataclasses.dataclass
-class Pretended:
-    """Answers like a Forecaster, by rules a test can follow; remembers what it was asked."""
+class FakeForecaster:
+    """Forecasts by simple rules that a test can follow, and records the plans it was asked for."""
 
-    state: int = 400  # bytes of weights, gradients and moments in all
-    activations: int = 100  # bytes a sequence without recomputation
+    state: int = 400  # bytes of weights, gradients and moments together
+    activations: int = 100  # bytes per sequence without recomputation
     memory: int = MEMORY
-    comfort: float = 1.0  # a need beyond this share of the memory fits only just
-    fails: tuple[str, ...] = ()  # strategies that do
+    comfort: float = 1.0  # a plan that needs a larger share of the memory fits only just
+    fails: tuple[str, ...] = ()  # strategies that cannot be simulated
     idle: float = 5.0  # seconds of a step that are not compute
-    crooked: bool = False  # blocks that are not alike
+    nonlinear: bool = False  # True: memory and time do not grow linearly with the layers
     asked: list[Plan] = dataclasses.field(default_factory=list)
 
     def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
         self.asked.append(plan)
         fsdp, micro = plan.recipe.fsdp, plan.recipe.train.micro_batch_size
         if fsdp.strategy in self.fails:
-            raise FsdptrainError("the step could not be simulated: so it is")
+            raise FsdptrainError("the step could not be simulated: no reason")
         rung = RECOMPUTATION.index(fsdp.activation_checkpointing)
         layers = plan.recipe.model.config.get("num_hidden_layers", 16)
-        share = layers / 16 if not self.crooked else (layers / 16) ** 2
+        share = layers / 16 if not self.nonlinear else (layers / 16) ** 2
         state = self.state * (0.5 if plan.recipe.model.dtype == "bfloat16" else 1) * (0.1 if fsdp.cpu_offload else 1)
         need = int((state / plan.shard_size + self.activations * micro / 2**rung) * share)
         step = (10 + rung + plan.accumulation / 100 + plan.shard_size / 1000 + fsdp.cpu_offload * 10) * share
@@ -65,13 +65,13 @@ class Pretended:
         )  # fmt: skip
 
 
-def advice(plan: Plan, ask: Pretended, parameters: int = 1, **more: Any) -> Advice:
+def advice(plan: Plan, ask: FakeForecaster, parameters: int = 1, **more: Any) -> Advice:
     own = ask(plan, H100)
     ask.asked.clear()
     return search(plan, H100, own, [ask, ask], parameters, **more)
 
 
-def tried(ask: Pretended) -> Counter[tuple[str, int, str, int]]:
+def tried(ask: FakeForecaster) -> Counter[tuple[str, int, str, int]]:
     return Counter(
         (p.recipe.fsdp.strategy, p.shard_size, p.recipe.fsdp.activation_checkpointing, p.recipe.train.micro_batch_size)
         for p in ask.asked
@@ -79,49 +79,49 @@ def tried(ask: Pretended) -> Counter[tuple[str, int, str, int]]:
 
 
 def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
-    ask = Pretended(activations=300)
+    ask = FakeForecaster(activations=300)
     found = advice(plan_of(tmp_path), ask)
-    climbed = [("none", 2), ("none", 4), ("selective", 4), ("selective", 8), ("full", 8)]  # (none, 1) is the person's
+    climbed = [("none", 2), ("none", 4), ("selective", 4), ("selective", 8), ("full", 8)]  # (none, 1) is the own plan
     assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed
     assert found.options[0] is found.best and found.best.fits
     assert found.tried == len(tried(ask)) and not found.failed
-    ask = Pretended(activations=300, idle=0.1)  # nothing to be gained any more by a larger micro-batch
+    ask = FakeForecaster(activations=300, idle=0.1)  # a larger micro-batch gains nothing any more
     advice(plan_of(tmp_path), ask)
     assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed[:3]
 
 
-def test_where_one_only_just_fits_the_next_is_tried_too(tmp_path: Path) -> None:
-    ask = Pretended(activations=225, comfort=0.9)
+def test_if_a_plan_fits_only_just_the_next_is_tried_too(tmp_path: Path) -> None:
+    ask = FakeForecaster(activations=225, comfort=0.9)
     found = advice(plan_of(tmp_path), ask)
     assert {("none", 4), ("selective", 4)} < {key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"}
     just = next(option for option in found.options if option.tight)
     assert just.fits and "only just" in table.rows([just])[0][-1]
 
 
-def test_a_micro_batch_that_does_not_fit_ends_the_ladder_but_for_the_largest(tmp_path: Path) -> None:
-    ask = Pretended(activations=10_000)
+def test_after_a_micro_batch_that_does_not_fit_only_the_largest_is_tried(tmp_path: Path) -> None:
+    ask = FakeForecaster(activations=10_000)
     advice(plan_of(tmp_path), ask)
     sizes = [key[2:] for key in tried(ask) if key[0] == "SHARD_GRAD_OP"]
     assert sizes[:4] == [("none", 1), ("selective", 1), ("full", 1), ("full", 8)]
     assert not any(key[3] in (2, 4) for key in tried(ask))
 
 
-def test_what_cannot_fit_by_arithmetic_is_not_asked_about(tmp_path: Path) -> None:
-    ask = Pretended(activations=1)
+def test_plans_that_cannot_fit_by_arithmetic_are_not_simulated(tmp_path: Path) -> None:
+    ask = FakeForecaster(activations=1)
     found = advice(plan_of(tmp_path), ask, parameters=100)  # 1200 bytes of state, of which a quarter fits
     assert {key[0] for key in tried(ask)} == {"FULL_SHARD", "SHARD_GRAD_OP"}
     assert {option.strategy for option in found.options} == {"FULL_SHARD", "SHARD_GRAD_OP"}
-    ask = Pretended(activations=1, memory=650)
+    ask = FakeForecaster(activations=1, memory=650)
     advice(plan_of(tmp_path), ask, parameters=100)  # SHARD_GRAD_OP: 300 + 400 gathered in float32
     assert {key[0] for key in tried(ask)} == {"FULL_SHARD"}
 
 
-def test_groups_of_nodes_grow_only_as_far_as_they_must(tmp_path: Path) -> None:
+def test_groups_of_nodes_grow_only_as_far_as_needed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.global_batch_size=64", nodes=8, ranks=2)
-    ask = Pretended(activations=1)
+    ask = FakeForecaster(activations=1)
     found = advice(plan, ask)
     assert {key[1] for key in tried(ask) if key[0] == "HYBRID_SHARD"} == {2}
-    ask = Pretended(activations=1, state=3000)
+    ask = FakeForecaster(activations=1, state=3000)
     found = advice(plan, ask)
     assert {key[1] for key in tried(ask) if key[0] == "HYBRID_SHARD"} == {2, 4}
     hybrid = next(option for option in found.options if option.strategy == "HYBRID_SHARD")
@@ -129,33 +129,33 @@ def test_groups_of_nodes_grow_only_as_far_as_they_must(tmp_path: Path) -> None:
 
 
 def test_one_rank_has_two_strategies(tmp_path: Path) -> None:
-    ask = Pretended(activations=1)
+    ask = FakeForecaster(activations=1)
     advice(plan_of(tmp_path, ranks=1), ask)
     assert {key[0] for key in tried(ask)} == {"FULL_SHARD", "NO_SHARD"}
 
 
-def test_offload_is_for_when_nothing_fits_without(tmp_path: Path) -> None:
-    ask = Pretended(state=8000, activations=1)
+def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> None:
+    ask = FakeForecaster(state=8000, activations=1)
     found = advice(plan_of(tmp_path), ask)
     assert found.options[0].cpu_offload and found.options[0].fits and not found.narrower
     assert found.options[-1].own and not found.options[-1].fits
     first = next(i for i, plan in enumerate(ask.asked) if plan.recipe.fsdp.cpu_offload)
     assert not any(plan.recipe.fsdp.cpu_offload is False for plan in ask.asked[first:])
-    ask = Pretended(activations=1)
+    ask = FakeForecaster(activations=1)
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
     assert [option.own for option in found.options if option.cpu_offload] == [True]
     assert found.best and found.best.overrides["fsdp.cpu_offload"] is False
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    found = advice(plan_of(tmp_path), Pretended(activations=30_000))
+    found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
     assert found.best is None and not found.narrower
     assert [(option.own, option.fits) for option in found.options] == [(True, False)]
-    assert "none fits" in table.lines(found)
+    assert "no plan fits" in table.lines(found)
 
 
-def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tmp_path: Path) -> None:
-    class OnlyNarrow(Pretended):
+def test_bfloat16_master_weights_are_shown_as_a_change_of_numerics(tmp_path: Path) -> None:
+    class OnlyNarrow(FakeForecaster):
         def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
             self.memory = 1000 if plan.recipe.model.dtype == "bfloat16" else 1
             return super().__call__(plan, hardware, **job)
@@ -168,16 +168,16 @@ def test_bfloat16_master_weights_are_named_as_the_change_of_numerics_they_are(tm
     assert {"model.dtype=bfloat16", "fsdp.activation_checkpointing=full"} <= {*words}
 
 
-def test_what_fails_is_counted_and_said(tmp_path: Path) -> None:
-    found = advice(plan_of(tmp_path), Pretended(fails=("NO_SHARD",)))
-    assert found.failed and all("fsdp.strategy=NO_SHARD" in word and "so it is" in word for word in found.failed)
-    assert any(line.startswith(f"{len(found.failed)} of them could not") for line in table.lines(found))
+def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
+    found = advice(plan_of(tmp_path), FakeForecaster(fails=("NO_SHARD",)))
+    assert found.failed and all("fsdp.strategy=NO_SHARD" in word and "no reason" in word for word in found.failed)
+    assert any(line.startswith(f"{len(found.failed)} plans could not") for line in table.lines(found))
     assert "NO_SHARD" not in {option.strategy for option in found.options}
 
 
-def test_the_persons_own_plan_is_marked_and_asked_about_only_once(tmp_path: Path) -> None:
+def test_the_own_plan_is_marked_and_simulated_only_once(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.micro_batch_size=8")
-    ask = Pretended(activations=1)
+    ask = FakeForecaster(activations=1)
     found = advice(plan, ask)
     assert [option.own for option in found.options].count(True) == 1
     assert ("FULL_SHARD", 4, "none", 8) not in tried(ask)
@@ -185,11 +185,11 @@ def test_the_persons_own_plan_is_marked_and_asked_about_only_once(tmp_path: Path
     best = found.best
     assert best and not best.own
     again = advice(varied(plan, best.overrides), ask)
-    assert again.best and again.best.own and "your own plan is the fastest that fits" in table.lines(again)
+    assert again.best and again.best.own and "your plan is the fastest that fits" in table.lines(again)
 
 
-def test_ranking_prefers_time_and_among_about_equals_comfort(tmp_path: Path) -> None:
-    option = advice(plan_of(tmp_path), Pretended(activations=1)).options[0]
+def test_ranking_prefers_speed_and_among_about_equals_free_memory(tmp_path: Path) -> None:
+    option = advice(plan_of(tmp_path), FakeForecaster(activations=1)).options[0]
     slow = dataclasses.replace(option, step_s=10.0)
     tight = dataclasses.replace(option, step_s=9.8, tight=True)
     fast = dataclasses.replace(option, step_s=9.0, tight=True)
@@ -197,16 +197,16 @@ def test_ranking_prefers_time_and_among_about_equals_comfort(tmp_path: Path) -> 
     assert ranked([slow, refused, tight, fast]) == [fast, slow, tight, refused]
 
 
-def test_what_is_shown_holds_every_strategy_and_nothing_that_only_loses(tmp_path: Path) -> None:
-    option = advice(plan_of(tmp_path), Pretended(activations=1)).options[0]
+def test_every_strategy_is_shown_and_nothing_that_is_slower_and_larger(tmp_path: Path) -> None:
+    option = advice(plan_of(tmp_path), FakeForecaster(activations=1)).options[0]
 
     def made(strategy: str, step: float, need: int, own: bool = False) -> advise.Option:
         return dataclasses.replace(option, strategy=Strategy[strategy], step_s=step, needed_bytes=need, own=own)
 
     full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
-    late, loser, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
-    kept = table.shown(ranked([*full, late, loser, own]))
-    assert len(kept) == table.SHOWN and late in kept and own in kept and loser not in kept
+    slow, worse, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
+    kept = table.shown(ranked([*full, slow, worse, own]))
+    assert len(kept) == table.SHOWN and slow in kept and own in kept and worse not in kept
     assert kept == ranked(kept)
 
 
@@ -221,7 +221,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=lambda words: words[0].partition("=")[2])
-def test_the_readers_of_recipes_take_every_option(tmp_path: Path, written: tuple[str, ...]) -> None:
+def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tuple[str, ...]) -> None:
     words = ["train.global_batch_size=32", *written]
     recipe, topology = write_recipe(tmp_path), Topology("cuda", 4, 2)
     plan = make_plan(load(recipe, words), topology, elsewhere=True)
@@ -235,7 +235,7 @@ def test_the_readers_of_recipes_take_every_option(tmp_path: Path, written: tuple
                 assert make_plan(pasted, topology, elsewhere=True) == varied(plan, overrides)
 
 
-def test_shallow_copies_are_of_blocks_that_are_alike(tmp_path: Path) -> None:
+def test_shallow_copies_need_identical_blocks(tmp_path: Path) -> None:
     shallow = Shallow.of({"num_hidden_layers": 16, "layer_types": ["full"] * 16, "pad": [1, 2]})
     assert shallow and shallow.lists.keys() == {"layer_types"}
     plan = plan_of(tmp_path)
@@ -255,27 +255,27 @@ def test_shallow_copies_are_of_blocks_that_are_alike(tmp_path: Path) -> None:
 
 def test_a_search_over_shallow_copies_simulates_the_fastest_in_full(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    ask = Pretended(activations=300)
+    ask = FakeForecaster(activations=300)
     found = advice(plan, ask, config=LLAMA)
     depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
     assert depths[4] == depths[8] > depths[16] > 0
     assert all(option.exact for option in found.options[:2]) and not all(option.exact for option in found.options)
     rest = next(option for option in found.options if not option.exact)
     assert "approximate" in table.rows([rest])[0][-1]
-    whole = advice(plan, Pretended(activations=300))
+    whole = advice(plan, FakeForecaster(activations=300))
     assert [o.overrides for o in whole.options] == [o.overrides for o in found.options]
     assert [o.step_s for o in whole.options] == pytest.approx([o.step_s for o in found.options])
-    ask = Pretended(activations=300, crooked=True)
+    ask = FakeForecaster(activations=300, nonlinear=True)
     found = advice(plan, ask, config=LLAMA)
     depths = Counter(p.recipe.model.config["num_hidden_layers"] for p in ask.asked)
     assert depths[4] == depths[8] == 1 and all(option.exact for option in found.options)
-    ask = Pretended()
+    ask = FakeForecaster()
     advice(plan, ask, config=LLAMA, config_dir="somewhere")
     assert {p.recipe.model.config["num_hidden_layers"] for p in ask.asked} == {16}
 
 
-def test_a_model_that_refuses_to_be_shallow_is_simulated_in_full(tmp_path: Path) -> None:
-    class Refuses(Pretended):
+def test_a_model_that_cannot_be_shallow_is_simulated_in_full(tmp_path: Path) -> None:
+    class Refuses(FakeForecaster):
         def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
             if plan.recipe.model.config["num_hidden_layers"] != 16:
                 raise RecipeError("model.config: no")
@@ -285,13 +285,13 @@ def test_a_model_that_refuses_to_be_shallow_is_simulated_in_full(tmp_path: Path)
     assert found.best and not found.failed and all(option.exact for option in found.options)
 
 
-def test_on_a_cpu_one_is_asked_at_a_time_and_progress_comes_to_its_end(tmp_path: Path) -> None:
-    ask, idle = Pretended(activations=1), Pretended()
+def test_on_a_cpu_one_forecaster_is_used_and_progress_reaches_the_total(tmp_path: Path) -> None:
+    ask, idle = FakeForecaster(activations=1), FakeForecaster()
     plan = plan_of(tmp_path)
     own = ask(plan, CPU)
-    told: list[tuple[int, int]] = []
-    search(plan, CPU, own, [ask, idle], 1, progress=lambda done, of: told.append((done, of)))
-    assert not idle.asked and told[-1][0] == told[-1][1] == 3 * 4 * 3
+    progress: list[tuple[int, int]] = []
+    search(plan, CPU, own, [ask, idle], 1, progress=lambda done, total: progress.append((done, total)))
+    assert not idle.asked and progress[-1][0] == progress[-1][1] == 3 * 4 * 3
 
 
 LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are coarse beside small ones
@@ -301,7 +301,7 @@ LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are 
 
 
 @pytest.mark.soak
-def test_shallow_copies_tell_what_the_model_needs(tmp_path: Path) -> None:
+def test_shallow_copies_predict_what_the_model_needs(tmp_path: Path) -> None:
     large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
     base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")
     shallow = Shallow("num_hidden_layers", 12, {})
