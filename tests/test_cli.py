@@ -1,4 +1,4 @@
-"""The command line around the runs: help, versions, what is no recipe, `init`, and refusals on a narrow terminal."""
+"""The command line without a run: help, versions, wrong arguments, `init`, and messages on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipe
 
 
 def test_help_and_versions_come_without_torch() -> None:
-    """`-h` is `--help` for every command, and neither it nor `--version` imports anything heavy."""
+    """`-h` equals `--help` for every command; neither they nor `--version` import heavy packages."""
     code = """
 import contextlib, io, json, sys
 from fsdptrain.cli import app
-said = {}
+shown = {}
 for line in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         app(line.split())
-    said[line] = out.getvalue()
+    shown[line] = out.getvalue()
 heavy = {"torch", "transformers", "numpy", "pyarrow", "datasets"} & sys.modules.keys()
-print(json.dumps([said, sorted(heavy)]))
+print(json.dumps([shown, sorted(heavy)]))
 """
     lines = [f"{command} {flag}".strip() for command in COMMANDS for flag in ("-h", "--help")] + ["--version"]
     words = [sys.executable, "-c", code, json.dumps(lines)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
-    said, heavy = json.loads(done.stdout)
+    shown, heavy = json.loads(done.stdout)
     assert heavy == []
     for command in COMMANDS:
-        assert "Usage:" in said[f"{command} -h".strip()] == said[f"{command} --help".strip()]
-    assert said["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
+        assert "Usage:" in shown[f"{command} -h".strip()] == shown[f"{command} --help".strip()]
+    assert shown["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
 
 
 @pytest.mark.parametrize("command", ["run", "validate"])
-def test_what_is_no_recipe_is_refused_in_clear_words(tmp_path: Path, command: str) -> None:
+def test_an_argument_that_is_not_a_recipe_is_refused_with_a_hint(tmp_path: Path, command: str) -> None:
     (tmp_path / "recipe.yaml").write_text("model: {id: org/name}\n")
     (tmp_path / "rows.json").write_text('[{"text": "a"}]')
-    for word, says in {
+    for word, message in {
         tmp_path: f"is a folder; its recipe is {tmp_path / 'recipe.yaml'}",
         tmp_path.parent: "is a folder",
         "rows.jsonl": "is data, not a recipe; to write one for it: fsdptrain init --data rows.jsonl --model ID",
@@ -70,14 +70,14 @@ def test_what_is_no_recipe_is_refused_in_clear_words(tmp_path: Path, command: st
     }.items():
         done = fsdptrain(command, word)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert says in done.stderr and "Traceback" not in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- init
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a row, and what the recipe reads it as
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a row, and how the recipe reads it
     "text": ({"text": "a"}, {"text": "a"}),
     "pairs": ({"question": "a", "answer": "b"}, {"prompt": "a", "completion": "b"}),
     "chat": ({"messages": TALK}, {"messages": TALK}),
@@ -100,14 +100,14 @@ def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, mon
         recipe.parent.mkdir(exist_ok=True)
         recipe.write_text(starter_recipe(str(path), "org/name", recipe))
         written = load(recipe)
-        monkeypatch.chdir("/")  # a relative path is found from the recipe's own folder as well
+        monkeypatch.chdir("/")  # a relative path is also found from the folder of the recipe
         plan = make_plan(written, Topology("cpu", 1, 2))
         monkeypatch.chdir(tmp_path)
         found = peek(plan.data_path, plan.recipe.data)[1][0]
         assert {field: found[field] for field in expected} == expected
 
 
-def test_a_recipe_that_init_wrote_says_what_is_true(tmp_path: Path) -> None:
+def test_a_recipe_of_init_states_facts_of_the_model_and_the_data(tmp_path: Path) -> None:
     model, data = tmp_path / "model", tmp_path / "my rows.jsonl"
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 512}')
@@ -120,10 +120,12 @@ def test_a_recipe_that_init_wrote_says_what_is_true(tmp_path: Path) -> None:
     text = (tmp_path / "recipe.yaml").read_text()
     recipe = load(tmp_path / "recipe.yaml").recipe
     assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
-    assert (recipe.model.id, recipe.data.seq_len) == (str(model), 512), "not beyond the model's limit"
+    assert (recipe.model.id, recipe.data.seq_len) == (str(model), 512), "not longer than the model's limit"
     assert recipe.name == "model-my-rows" and recipe.data.columns == {"text": "content"}
     assert "one of FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD\n" in text
-    plain = yaml.safe_load(re.sub(r"# eval: (\{.*?\}) .*", r"eval: \1", text))  # what a comment offers is taken too
+    plain = yaml.safe_load(
+        re.sub(r"# eval: (\{.*?\}) .*", r"eval: \1", text)
+    )  # the setting in the comment is valid too
     (tmp_path / "with-eval.yaml").write_text(yaml.safe_dump({**plain, "eval": {"every": 100}}))
     assert load(tmp_path / "with-eval.yaml").recipe.data.eval == {"fraction": 0.01}
 
@@ -134,7 +136,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     odd.write_text('{"x": "a", "y": 1}\n')
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": "hi"}\n')
-    for data, model, dest, code, says in [
+    for data, model, dest, code, message in [
         (odd, "org/name", recipe, 4, "match no format (text: text; prompt_completion: prompt, completion; chat: "),
         (bad, "org/name", recipe, 4, "expected a list of messages"),
         (tmp_path / "gone.jsonl", "org/name", recipe, 4, "was not found"),
@@ -143,7 +145,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     ]:
         done = fsdptrain("init", "--data", data, "--model", model, dest)
         assert (done.returncode, recipe.exists()) == (code, False), done.stderr
-        assert says in done.stderr and "Traceback" not in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
     recipe.write_text("mine")
     done = fsdptrain("init", "--data", rows, "--model", "org/name", recipe)
     assert done.returncode == 2 and "exists already and is not overwritten" in done.stderr
@@ -158,8 +160,8 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 6), (errno.EDQUOT, 6), (errno.EIO, 1), (errno.EACCES, 1)])
-def test_what_the_system_refuses_is_one_message(number: int, code: int) -> None:
-    """Whatever a command raises of the system, in a process of its own: a message, a code, and no traceback."""
+def test_an_error_of_the_system_ends_in_one_message(number: int, code: int) -> None:
+    """An OSError in a command ends it with a message and an exit code, without a traceback."""
     words = f"""
 import os, sys
 from fsdptrain import cli
@@ -192,7 +194,7 @@ def test_refusals_are_wrapped_at_words_and_indented(tmp_path: Path, columns: int
     assert max(map(len, shown)) <= columns
     assert [line for line in shown if line.startswith("fsdptrain")] == [piped[0]]
     unwrapped = re.sub(r"\n {4}(?! )", " ", screen)
-    assert unwrapped.splitlines() == piped, "the same words, broken at spaces only"
+    assert unwrapped.splitlines() == piped, "the same words, broken only at spaces"
 
 
 def test_the_readme_names_every_command() -> None:
@@ -209,6 +211,6 @@ def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback(after_s: float
     process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True)
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=60)[1]
     assert process.returncode != 0
-    assert "fsdptrain/cli.py" not in said, said
+    assert "fsdptrain/cli.py" not in shown, shown

@@ -1,4 +1,4 @@
-"""Whose folder is it: nothing of the user's is lost, and a run that is refused changes nothing."""
+"""The run folder: no file of the user is lost, and a run that is refused changes nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def claim(recipe: Path, *overrides: str, fresh: bool = False, **env: str) -> con
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """Every file below a folder with what is in it; None for what is no file. Locks are left out."""
+    """Return every path below a folder with its content (None if it is not a file), without locks."""
     found = (path for path in root.rglob("*") if not path.name.startswith("lock"))
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in found}
 
@@ -69,11 +69,11 @@ def fill(root: Path, *names: str) -> None:
         (root / name).write_text(f"my {name}")
 
 
-# --- folders that are no run's ---------------------------------------------------------------------------------------
+# --- folders without a run -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["notes.md"], "notes.md"),
         (["model/config.json", "recipe.yaml"], "model/, recipe.yaml"),
@@ -83,9 +83,7 @@ def fill(root: Path, *names: str) -> None:
         ([".fsdptrain/cache"], ".fsdptrain/"),
     ],
 )
-def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(
-    names: list[str], told: str, tmp_path: Path
-) -> None:
+def test_a_folder_with_other_files_is_refused_and_not_changed(names: list[str], message: str, tmp_path: Path) -> None:
     recipe, root = write_recipe(tmp_path), tmp_path / "run"
     fill(root, *names)
     before = contents(root)
@@ -93,7 +91,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(
         with pytest.raises(RecipeError) as refusal, claim(recipe, fresh=fresh):
             pass
         assert str(refusal.value) == (
-            f"output_dir: {root} holds files that fsdptrain did not write ({told}); choose another"
+            f"output_dir: {root} holds files that fsdptrain did not write ({message}); choose another"
         )
     assert contents(root) == before
 
@@ -108,7 +106,7 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("output_dir", "told"),
+    ("output_dir", "message"),
     [
         ("/", "output_dir: / is the root or home folder; use a subfolder"),
         ("'~'", "is the root or home folder"),
@@ -120,8 +118,8 @@ def test_the_folder_of_the_recipe_and_the_model_is_not_taken_over(tmp_path: Path
         ("~nobody-here/x", "output_dir: '~nobody-here/x': there is no user 'nobody-here'"),
     ],
 )
-def test_what_is_no_place_for_a_run_is_refused(
-    output_dir: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_unusable_output_dir_is_refused(
+    output_dir: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -131,7 +129,7 @@ def test_what_is_no_place_for_a_run_is_refused(
     before = contents(tmp_path)
     with pytest.raises(RecipeError) as refusal, claim(recipe, f"output_dir={output_dir.format(tmp=tmp_path)}"):
         pass
-    assert told.format(tmp=tmp_path) in str(refusal.value)
+    assert message.format(tmp=tmp_path) in str(refusal.value)
     assert contents(tmp_path) == before
 
 
@@ -188,18 +186,18 @@ PARTS = st.sampled_from(["*", "**", "a", "run", "*.jsonl", "*.json", "r?n", "met
 
 
 @given(parts=st.lists(PARTS, min_size=0, max_size=4), root=st.sampled_from(["run", "a/run", "a/b/run"]))
-def test_data_that_would_include_what_a_run_writes_is_known_before_it_is_written(
+def test_data_that_would_include_files_of_the_run_is_recognised_beforehand(
     parts: list[str], root: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp = tmp_path_factory.mktemp("glob")
     pattern = str(Path(tmp, *parts))
-    foreseen = would_read_run_files(pattern, str(tmp / root))
+    predicted = would_read_run_files(pattern, str(tmp / root))
     (tmp / "a" / "b").mkdir(parents=True)
     fill(tmp / root, *DATA_LIKE_FILES)
     read = any(path.resolve().is_relative_to(tmp / root) for path in data_files(pattern))
     shutil.rmtree(tmp)
-    if not any(part == "run" for part in parts):  # a name that is there by now is no longer what it was
-        assert foreseen == read
+    if not any(part == "run" for part in parts):  # `run` exists now, so the pattern means another thing
+        assert predicted == read
 
 
 def test_a_data_folder_around_the_run_folder_is_refused(tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ with claim_run_dir(Plan.from_json(Path(sys.argv[1]).read_text()), "", False):
 """
 
 
-def test_a_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
+def test_a_folder_is_unlocked_when_its_process_is_killed(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     (tmp_path / "plan").write_text(plan_of(recipe).to_json())
     words = [sys.executable, "-c", HOLDER, str(tmp_path / "plan")]
@@ -270,7 +268,7 @@ def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:
 
 def test_a_recipe_that_was_edited_in_the_run_folder_is_kept(tmp_path: Path) -> None:
     recipe, root = write_recipe(tmp_path), tmp_path / "run"
-    for text in ("a: 1\n", "a: 2\n"):  # ours each time: nothing to keep
+    for text in ("a: 1\n", "a: 2\n"):  # not edited: nothing to keep
         with claim_run_dir(plan_of(recipe), text, False):
             assert (root / "recipe.yaml").read_text() == text
     assert not list(root.glob("*.kept*"))
@@ -294,7 +292,7 @@ def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: 
     fill(folder, "notes.md")
     write("config.json", "code/x.py")
     for path in (folder / "config.json", folder / "code" / "x.py"):
-        os.utime(path, ns=(1, 1))  # copied: another time, the same content
+        os.utime(path, ns=(1, 1))  # as after a copy: other times, the same content
     write("config.json", "code/x.py")
     write("config.json", "code/x.py", text="ours, of a new recipe")
     assert not list(folder.rglob("*.kept*"))
@@ -305,7 +303,7 @@ def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: 
     assert asset_names(folder) == ["config.json", "notes.md"]
 
 
-def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     recipe, root = write_recipe(tmp_path), tmp_path / "run"
     fields = json.loads(plan_of(recipe, "optim.lr=1").to_json())
     fields["recipe"]["checkpoint"]["async_"] = fields["recipe"]["checkpoint"].pop("async")
@@ -319,9 +317,9 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
 @pytest.mark.parametrize("words", [["train.steps=3"], ["data.seq_len=32"], ["checkpoint.resume=never"], ["--fresh"]])
-def test_a_refused_run_leaves_not_even_a_lock(words: list[str], marked: bool, tmp_path: Path) -> None:
+def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], marked: bool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
     shutil.rmtree(rundir.logs)
     if not marked:
         rundir.mark.unlink()
@@ -392,7 +390,9 @@ def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan
 
 
 @pytest.mark.parametrize("what", ["BOOT_ID", "PID_NAMESPACE"])
-def test_nodes_of_one_name_are_told_apart(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_with_the_same_host_name_are_distinguished(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 2, "rdzv_endpoint": "a:1", "timeout_s": 2})
     with claim(recipe):
         with pytest.raises(RecipeError, match="on this machine"):
@@ -422,16 +422,20 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
         env=environment(**{PLAN_DIGEST: digest}, RANK="0", TORCHELASTIC_ERROR_FILE=str(record)), check=False,
     )  # fmt: skip
     assert (agent.returncode, worker.returncode) == (1, RecipeError.exit_code)
-    for told in (failure["record"], json.loads(record.read_text())["message"]["extraInfo"]):
-        assert told["type"] == "RecipeError" and "is not the plan that this run was started with" in told["message"]
+    for message in (failure["record"], json.loads(record.read_text())["message"]["extraInfo"]):
+        assert (
+            message["type"] == "RecipeError" and "is not the plan that this run was started with" in message["message"]
+        )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-# --- what earlier attempts made --------------------------------------------------------------------------------------
+# --- what earlier attempts did ---------------------------------------------------------------------------------------
 
 
-def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40, export: bool = True) -> RunDir:
-    """A run folder as after `steps` of `total` steps: its plan, its events, a checkpoint, and an export at the end."""
+def run_folder_after(
+    recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40, export: bool = True
+) -> RunDir:
+    """Write a run folder as after `steps` of `total` steps: plan, events, a checkpoint, and an export at the end."""
     plan = plan_of(recipe, *overrides)
     rundir = RunDir(Path(plan.run_dir))
     with claim_run_dir(plan, "", False):
@@ -451,30 +455,30 @@ def made(recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40
     return rundir
 
 
-def relabelled(rundir: RunDir, step: int, **changes: Any) -> None:
-    """Write a checkpoint's manifest again with an identity of other values; None leaves a key out."""
+def rewrite_identity(rundir: RunDir, step: int, **changes: Any) -> None:
+    """Rewrite the manifest of a checkpoint with changes to its identity; None removes a key."""
     folder = rundir.checkpoint(step)
     manifest = read_manifest(folder)
     identity = {key: value for key, value in (manifest.identity | changes).items() if value is not None}
     dataclasses.replace(manifest, identity=identity).write(folder)
 
 
-@pytest.mark.parametrize(("layout", "told"), [(None, "layout not recorded"), (4, "layout 4")])
+@pytest.mark.parametrize(("layout", "message"), [(None, "layout not recorded"), (4, "layout 4")])
 def test_a_run_of_a_version_with_other_batches_is_refused_with_the_reason(
-    layout: int | None, told: str, tmp_path: Path
+    layout: int | None, message: str, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    relabelled(made(recipe, steps=3, total=6), 3, layout=layout)
-    with pytest.raises(OtherVersion, match=rf"another version .*{told}.* choose another output_dir"):
+    rewrite_identity(run_folder_after(recipe, steps=3, total=6), 3, layout=layout)
+    with pytest.raises(OtherVersion, match=rf"another version .*{message}.* choose another output_dir"):
         inspect_earlier_attempts(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
     done = fsdptrain("run", recipe)
     assert done.returncode == 6 and "another version of fsdptrain" in done.stderr, done.stderr
 
 
-def test_a_key_that_was_not_there_had_its_default(tmp_path: Path) -> None:
+def test_a_key_that_the_earlier_version_lacked_had_its_default(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=3, total=6)
-    relabelled(rundir, 3, **{"data.separator": None})
+    rundir = run_folder_after(recipe, steps=3, total=6)
+    rewrite_identity(rundir, 3, **{"data.separator": None})
     assert inspect_earlier_attempts(rundir, plan_of(recipe)).step == 3
     with pytest.raises(RecipeError, match=r"data\.separator: was '' in the run to resume, is '\+' now"):
         inspect_earlier_attempts(rundir, plan_of(recipe, "data.format=prompt_completion", "data.separator=+"))
@@ -484,9 +488,9 @@ NO_EFFECT = ["log.every=3", "launch.max_restarts=1", "checkpoint.keep=3", "name=
 
 
 @pytest.mark.parametrize("overrides", [[], NO_EFFECT, ["train.steps=null", "train.epochs=1.2"]])
-def test_a_finished_run_is_left_alone(overrides: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed(overrides: list[str], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
     before = contents(rundir.root)
     with claim(recipe, *overrides) as found:
         assert (found.step, found.finished) == (6, True)
@@ -508,19 +512,19 @@ def test_a_changed_recipe_on_a_finished_run_is_refused_with_what_differs(
     overrides: list[str], lines: list[str], tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
     before = contents(rundir.root)
     with pytest.raises(RecipeError, match=r"is finished \(6 steps\): nothing was trained") as refusal:
         claim(recipe, *overrides).__enter__()
-    told = str(refusal.value).splitlines()
-    assert sorted(line.strip() for line in told[1:-1]) == lines and "choose another `name`" in told[-1]
+    message = str(refusal.value).splitlines()
+    assert sorted(line.strip() for line in message[1:-1]) == lines and "choose another `name`" in message[-1]
     assert contents(rundir.root) == before
 
 
-def test_what_was_trained_counts_and_not_what_was_last_asked_for(tmp_path: Path) -> None:
+def test_changes_are_relative_to_what_was_trained(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
-    with claim(recipe, "train.steps=9", "optim.lr=1e-5") as found:  # lengthened, and ended before its first step
+    rundir = run_folder_after(recipe, steps=6, total=6)
+    with claim(recipe, "train.steps=9", "optim.lr=1e-5") as found:  # a longer run that ended before its first step
         assert (found.step, found.finished) == (6, False)
     assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5")) == {
         "optim.lr": [0.0003, 1e-5], "train.steps": [6, 9],
@@ -530,9 +534,9 @@ def test_what_was_trained_counts_and_not_what_was_last_asked_for(tmp_path: Path)
         inspect_earlier_attempts(rundir, plan_of(recipe, "optim.lr=1e-5"))
 
 
-def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
     shutil.rmtree(rundir.export)
     left = inspect_earlier_attempts(rundir, plan_of(recipe))
     assert not left.finished and "all 6 steps are trained" in heading(plan_of(recipe), rundir, left)
@@ -542,7 +546,7 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
     assert not inspect_earlier_attempts(rundir, plan_of(recipe)).finished
     shutil.rmtree(rundir.root)
     evaluated = write_recipe(tmp_path, train__steps=6, data__eval={"fraction": 0.1})
-    rundir = made(evaluated, steps=6, total=6)
+    rundir = run_folder_after(evaluated, steps=6, total=6)
     assert not inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", step=6)
@@ -552,7 +556,7 @@ def test_a_finished_run_without_its_export_or_its_last_evaluation_is_gone_on_wit
 @pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
 def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: list[str], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=6, total=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
     shutil.rmtree(rundir.checkpoints)
     before = contents(rundir.root)
     with pytest.raises(RecipeError, match=r"holds a finished run \(6 steps\), but its checkpoints are gone"):
@@ -562,7 +566,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: 
         claim(recipe, *overrides).__enter__()
     assert contents(rundir.root).keys() == before.keys() - {"metrics.jsonl"}
     shutil.rmtree(rundir.root)
-    shutil.rmtree(made(recipe, steps=4, total=6).checkpoints)  # it ended before its first checkpoint, or before its end
+    shutil.rmtree(run_folder_after(recipe, steps=4, total=6).checkpoints)  # a run that ended early
     with claim(recipe, *overrides) as found:
         assert (found.step, found.finished) == (0, False)
 
@@ -570,7 +574,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
-    rundir = made(recipe, steps=4, total=6)
+    rundir = run_folder_after(recipe, steps=4, total=6)
     before = contents(rundir.root)
     with pytest.raises(RecipeError, match=f"4 of 6 steps are trained already, and the recipe asks for {steps}"):
         claim(recipe, f"train.steps={steps}").__enter__()
@@ -587,7 +591,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_of_a_checkpoint_only_our_files_are_removed(tmp_path: Path) -> None:
+def test_only_fsdptrains_files_of_a_checkpoint_are_removed(tmp_path: Path) -> None:
     remove_checkpoint(checkpoint(tmp_path / "a"))
     assert list(tmp_path.iterdir()) == []
     for kept in ("b.kept", "b.kept-2"):
@@ -600,7 +604,7 @@ def test_of_a_checkpoint_only_our_files_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "manifest.json").exists() and not (tmp_path / "c").exists()
 
 
-def test_a_sweep_takes_only_what_a_save_left(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_save_are_removed(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003", "step-00000004.damaged"):
         checkpoint(rundir.checkpoints / name)
@@ -612,7 +616,7 @@ def test_a_sweep_takes_only_what_a_save_left(tmp_path: Path) -> None:
 
 
 def export(rundir: RunDir, step: int, *names: str) -> Path | None:
-    """Write an export of files that say which step they are of."""
+    """Write an export whose files contain their step."""
     scratch = make_scratch(rundir.export)
     fill(scratch, *names)
     for name in names:
@@ -623,7 +627,7 @@ def export(rundir: RunDir, step: int, *names: str) -> Path | None:
     return kept
 
 
-def test_an_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
+def test_an_export_replaces_only_its_own_files(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     assert export(rundir, 1, "config.json", "a.safetensors", "b.safetensors", "templates/x") is None
     fill(rundir.export, "notes.md", "samples/1.txt")
@@ -641,7 +645,7 @@ def test_an_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"export", "export.json", "export.kept"}
 
 
-def test_an_export_that_nobody_recorded_is_kept_whole(tmp_path: Path) -> None:
+def test_an_export_without_a_record_is_kept_whole(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for change in (lambda: rundir.export_record.unlink(missing_ok=True), lambda: rundir.export_record.write_text("[")):
         shutil.rmtree(rundir.export, ignore_errors=True)
@@ -653,7 +657,7 @@ def test_an_export_that_nobody_recorded_is_kept_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["copied", "never recorded"])
-def test_older_weights_never_lie_in_a_new_export(how: str, tmp_path: Path) -> None:
+def test_older_weights_are_never_in_a_new_export(how: str, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     first = ["config.json", "chat_template.jinja", "model.safetensors"]
     export(rundir, 1, *first)
@@ -672,7 +676,7 @@ def test_older_weights_never_lie_in_a_new_export(how: str, tmp_path: Path) -> No
     assert contents(rundir.export).keys() == {*first, "notes.md"}
 
 
-def test_verify_tells_of_weights_that_hide_those_of_the_index(tmp_path: Path) -> None:
+def test_verify_reports_weights_that_hide_those_of_the_index(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     fill(rundir.export, "config.json")
     (rundir.export / "config.json").write_text("{}")
@@ -685,7 +689,7 @@ def test_verify_tells_of_weights_that_hide_those_of_the_index(tmp_path: Path) ->
     assert "exists besides model.safetensors.index.json: from_pretrained loads it instead" in problem
 
 
-def test_a_strangers_record_leads_nowhere(tmp_path: Path) -> None:
+def test_an_export_record_cannot_delete_files_outside_the_export(tmp_path: Path) -> None:
     rundir, outside = RunDir(tmp_path / "run"), tmp_path / "outside"
     fill(outside, "precious")
     fill(rundir.export, "config.json")
@@ -712,8 +716,8 @@ def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=6))
-def test_readers_see_every_step_once_as_it_was_last_made(attempts: list[tuple[int, int, bool]]) -> None:
-    """An attempt resumes after `at` steps, or as many as were saved, makes some more, and may say nothing of it."""
+def test_readers_see_every_step_once_as_it_was_trained_last(attempts: list[tuple[int, int, bool]]) -> None:
+    """An attempt resumes after `at` steps (at most those made), trains some more, and may write no resume event."""
     records: list[dict[str, Any]] = []
     expected: dict[int, int] = {}
     newest = 0
@@ -733,7 +737,7 @@ def test_readers_see_every_step_once_as_it_was_last_made(attempts: list[tuple[in
     assert [r["attempt"] for r in kept if r["event"] == "start"] == list(range(len(attempts)))
 
 
-def test_tensorboard_and_the_history_forget_what_a_resume_undid(tmp_path: Path) -> None:
+def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for at, last in ((0, 9), (4, 7), (0, 3)):
         with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
@@ -766,7 +770,7 @@ def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is
 # --- paths -----------------------------------------------------------------------------------------------------------
 
 
-def test_home_is_home_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     recipe = write_recipe(tmp_path)
     (tmp_path / "m").mkdir()
@@ -775,7 +779,7 @@ def test_home_is_home_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert plan.run_dir == str(tmp_path / "x" / "y")
     assert plan.data_path == plan.eval_path == str(tmp_path / "text.jsonl")
     assert plan.recipe.model.id == plan.recipe.model.tokenizer == str(tmp_path / "m")
-    assert plan.recipe.data.path == "~/text.jsonl"  # by which runs that began before are known
+    assert plan.recipe.data.path == "~/text.jsonl"  # unchanged, because earlier runs are identified by it
 
 
 @pytest.mark.parametrize(
@@ -795,9 +799,9 @@ def test_a_reference_to_the_environment_is_refused_with_the_way_out(tmp_path: Pa
         load(write_recipe(tmp_path), ["output_dir=${HOME}/x"])
 
 
-def test_home_is_home_on_the_command_line(tmp_path: Path) -> None:
+def test_tilde_is_expanded_on_the_command_line(tmp_path: Path) -> None:
     write_recipe(tmp_path, train__steps=6)
-    made(tmp_path / "recipe.yaml", steps=6, total=6)
+    run_folder_after(tmp_path / "recipe.yaml", steps=6, total=6)
     done = fsdptrain("run", "~/recipe.yaml", "output_dir=~/run", HOME=str(tmp_path))
     assert done.returncode == 0 and "is finished (6 steps): nothing was trained" in done.stdout, done.stderr
     assert f'folder = "{tmp_path}/run/export"' in done.stdout
@@ -806,6 +810,6 @@ def test_home_is_home_on_the_command_line(tmp_path: Path) -> None:
     for words in (["export", "$X/run"], ["export", "~/run", "--out", "$X"], ["verify", "$X"], ["run", "$X.yaml"]):
         done = fsdptrain(*words, HOME=str(tmp_path))
         assert done.returncode == 2 and "variables such as $HOME are not expanded" in done.stderr
-    for out, told in {"~/run/checkpoints/x": "which the run itself writes", "~/recipe.yaml": "is a file"}.items():
+    for out, message in {"~/run/checkpoints/x": "which the run itself writes", "~/recipe.yaml": "is a file"}.items():
         done = fsdptrain("export", "~/run", "--out", out, HOME=str(tmp_path))
-        assert done.returncode == 2 and told in done.stderr
+        assert done.returncode == 2 and message in done.stderr

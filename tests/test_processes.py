@@ -1,4 +1,4 @@
-"""Nobody outlives a killed process, and nobody ends for what it prints."""
+"""No process outlives a killed one, and output that cannot be written ends no process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FSDPTRAIN = ("-m", "fsdptrain")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *FSDPTRAIN)
 
 
-def outlived(run: Path, moment: str, victim: str, *words: object) -> dict[str, Any]:
-    """Start `python words` below a subreaper and kill one of its processes: who was left, and for how long."""
+def kill_and_watch(run: Path, moment: str, victim: str, *words: object) -> dict[str, Any]:
+    """Start `python words` below a subreaper and kill one of its processes; return what was left, and for how long."""
     command = [sys.executable, str(ROOT / "tests" / "subreaper.py"), str(run), moment, victim]
     done = subprocess.run(
         [*command, sys.executable, *map(str, words)],
@@ -39,14 +39,14 @@ def outlived(run: Path, moment: str, victim: str, *words: object) -> dict[str, A
 
 
 def check_killed(tmp: Path, table: FaultTable, moment: str, victim: str, start: Sequence[str] = FSDPTRAIN) -> None:
-    found = outlived(tmp / "run", moment, victim, *start, "run", small_recipe(tmp, train__steps=5000))
+    found = kill_and_watch(tmp / "run", moment, victim, *start, "run", small_recipe(tmp, train__steps=5000))
     gone = not found["left"] and found["seconds"] < LEAVE_WITHIN_S
     table.add(f"{victim} killed {moment} s", 1, int(gone), [found["seconds"]])
     assert gone, found
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{WORKER}+0", "command"), (f"{WORKER}+0.8", AGENT)])
-def test_nobody_outlives_a_process_killed_while_workers_import(
+def test_no_process_outlives_one_killed_while_workers_import(
     moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     check_killed(tmp_path, fault_table, moment, victim)
@@ -55,35 +55,35 @@ def test_nobody_outlives_a_process_killed_while_workers_import(
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["command", AGENT, WORKER])
 @pytest.mark.parametrize("moment", ["0", "0.5", "2", "6", f"{AGENT}+0", f"{WORKER}+0", f"{WORKER}+2", "step+1"])
-def test_nobody_outlives_any_killed_process(moment: str, victim: str, tmp_path: Path, fault_table: FaultTable) -> None:
+def test_no_process_outlives_a_killed_one(moment: str, victim: str, tmp_path: Path, fault_table: FaultTable) -> None:
     check_killed(tmp_path, fault_table, moment, victim)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["command", "-u -m fsdptrain run "])  # torchrun, or a worker
 @pytest.mark.parametrize("moment", ["-u -m fsdptrain+1", "-u -m fsdptrain+4", "step+1"])
-def test_nobody_outlives_a_killed_process_under_torchrun(
+def test_no_process_outlives_a_killed_one_under_torchrun(
     moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     check_killed(tmp_path, fault_table, moment, victim, TORCHRUN)
 
 
 @pytest.mark.soak
-def test_nobody_outlives_a_killed_validate(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_validate(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
-    found = outlived(
+    found = kill_and_watch(
         tmp_path / "run", "fsdptrain.simulate.server+0.2", "command", *FSDPTRAIN, "validate", "--advise", recipe
     )
     assert not found["left"] and found["seconds"] < LEAVE_WITHIN_S, found
 
 
-# --- what cannot be said ---------------------------------------------------------------------------------------------
+# --- output that cannot be written -----------------------------------------------------------------------------------
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
 
-def printing(to: str, *words: object, **extra: str) -> tuple[int, str]:
-    """Run a command in a shell with its standard output redirected: its exit code and what it says of errors."""
+def run_redirected(to: str, *words: object, **extra: str) -> tuple[int, str]:
+    """Run a command in a shell with its output redirected; return its exit code and standard error."""
     line = shlex.join([sys.executable, "-m", "fsdptrain", *map(str, words)])
     done = subprocess.run(
         ["bash", "-c", f"{line} {to}; exit ${{PIPESTATUS[0]}}"],
@@ -93,23 +93,23 @@ def printing(to: str, *words: object, **extra: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("words", [("schema",), ("recipes", "list"), ("recipes", "show", "shakespeare"), ("--help",)])
-def test_a_result_that_cannot_be_written_is_no_success(words: Sequence[str]) -> None:
-    assert printing("> /dev/full", *words) == (
+def test_a_result_that_cannot_be_written_ends_with_6(words: Sequence[str]) -> None:
+    assert run_redirected("> /dev/full", *words) == (
         6, "fsdptrain: standard output cannot be written: No space left on device\n",
     )  # fmt: skip
-    for nobody_reads in ("| true", ">&-", ">&- 2>&- <&-"):
-        assert printing(nobody_reads, *words) == (0, "")
-    assert printing("> /dev/null", *words, **ASCII) == (0, "")
+    for no_reader in ("| true", ">&-", ">&- 2>&- <&-"):
+        assert run_redirected(no_reader, *words) == (0, "")
+    assert run_redirected("> /dev/null", *words, **ASCII) == (0, "")
 
 
-def test_a_verdict_stands_whoever_reads_it(tmp_path: Path) -> None:
-    code, said = printing("> /dev/full", "verify", tmp_path)
-    assert code == 6 and said == f"fsdptrain: {tmp_path}: no checkpoint\n"
+def test_the_exit_code_of_a_failure_does_not_depend_on_its_readers(tmp_path: Path) -> None:
+    code, stderr = run_redirected("> /dev/full", "verify", tmp_path)
+    assert code == 6 and stderr == f"fsdptrain: {tmp_path}: no checkpoint\n"
     recipe = small_recipe(tmp_path, optim__lr=-1)
-    assert printing("| true", "validate", recipe)[0] == printing("2> /dev/full", "validate", recipe)[0] == 2
+    assert run_redirected("| true", "validate", recipe)[0] == run_redirected("2> /dev/full", "validate", recipe)[0] == 2
 
 
-def test_what_an_encoding_lacks_is_spelled_out() -> None:
+def test_characters_that_an_encoding_lacks_are_replaced_or_escaped() -> None:
     print_it = (
         "from fsdptrain.processes import open_safe_streams; open_safe_streams(); print('2 × 2 · ⟦a⟧ → é夜\\udcff')"
     )
@@ -122,18 +122,18 @@ def test_what_an_encoding_lacks_is_spelled_out() -> None:
         assert done.stdout.decode(encoding) == text + "\n"
 
 
-def test_a_run_does_not_end_for_what_it_prints(tmp_path: Path) -> None:
+def test_a_run_does_not_end_because_its_output_cannot_be_written(tmp_path: Path) -> None:
     recipe, run = small_recipe(tmp_path), tmp_path / "run"
     rows = [json.dumps({"text": f"— {number} · «ночь» ⟦…⟧ 夜"}, ensure_ascii=False) for number in range(400)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    assert printing("> /dev/full", "run", recipe, **ASCII) == (0, "")
+    assert run_redirected("> /dev/full", "run", recipe, **ASCII) == (0, "")
     assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
     assert not [path.name for path in (run / "logs").iterdir() if not path.stat().st_size and path.name != "lock"]
-    assert printing("> /dev/full", "verify", run)[0] == 6
-    assert printing(">&-", "verify", run, **ASCII) == (0, "")
+    assert run_redirected("> /dev/full", "verify", run)[0] == 6
+    assert run_redirected(">&-", "verify", run, **ASCII) == (0, "")
 
 
-def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     recipe, run = small_recipe(tmp_path, train__steps=5000, checkpoint__every=None), tmp_path / "run"
     with Terminal("run", recipe) as terminal:
         wait_for_step(run, 2)
@@ -166,23 +166,23 @@ def test_a_list_of_columns_is_shortened(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "cache"
-    code, said = printing("> /dev/null", "run", small_recipe(tmp_path), FSDPTRAIN_CACHE=str(cache))
-    assert code == 2 and f"{cache}/tokenizers: Not a directory" in said and "set FSDPTRAIN_CACHE" in said
-    assert len(said.splitlines()) == 1
+    code, stderr = run_redirected("> /dev/null", "run", small_recipe(tmp_path), FSDPTRAIN_CACHE=str(cache))
+    assert code == 2 and f"{cache}/tokenizers: Not a directory" in stderr and "set FSDPTRAIN_CACHE" in stderr
+    assert len(stderr.splitlines()) == 1
 
 
-def test_a_user_without_a_home_is_told_where_to_set_a_cache() -> None:
+def test_without_a_home_folder_the_message_names_the_cache() -> None:
     ask = (
         "import os, pwd; from fsdptrain.data.cache import cache_dir; os.getuid() or os.setuid(54321); cache_dir('data')"
     )
     env = {name: value for name, value in environment().items() if name not in ("HOME", "FSDPTRAIN_CACHE")}
     done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
     if os.getuid():
-        pytest.skip("only root may become a user that is not known")
+        pytest.skip("only root can become an unknown user")
     assert "RecipeError: the cache for prepared data cannot be written" in done.stderr
 
 
-def test_a_name_that_the_locale_cannot_say_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_file_name_that_the_locale_cannot_encode_is_refused_with_the_way_out(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
-    code, said = printing("> /dev/null", "run", recipe, **ASCII)
-    assert code == 2 and "set LC_ALL=C.UTF-8" in said and len(said.splitlines()) == 1
+    code, stderr = run_redirected("> /dev/null", "run", recipe, **ASCII)
+    assert code == 2 and "set LC_ALL=C.UTF-8" in stderr and len(stderr.splitlines()) == 1

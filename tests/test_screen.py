@@ -1,4 +1,4 @@
-"""What is drawn at which width, what the first lines and the last ones say: no torch, no terminal."""
+"""The live line at every width, and the first and last lines of a run: no torch, no terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def drawn(line: LiveLine, width: int) -> str:
-    """The live line as a terminal of that width gets it."""
+    """Return the live line as it is drawn on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(line, end="")
     return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def drawn(line: LiveLine, width: int) -> str:
 @given(
     st.integers(60, 200), st.integers(1, 99_999), st.floats(0, 9.9), st.floats(1, 9e6), st.floats(0.01, 3), st.data()
 )
-def test_the_live_line_keeps_what_matters(
+def test_the_live_line_keeps_its_most_important_parts(
     width: int, total: int, loss: float, speed: float, step_s: float, data: st.DataObject
 ) -> None:
     number = data.draw(st.integers(1, total))
@@ -56,19 +56,19 @@ def test_the_live_line_keeps_what_matters(
     screen.show(STARTED | {"total_steps": total})
     screen.show(step(number, loss=loss, positions_per_s=speed, step_s=step_s))
     shown = drawn(screen._line, width)
-    assert len(shown) <= width - 2 and "\n" not in shown  # a terminal writes ^C behind it
+    assert len(shown) <= width - 2 and "\n" not in shown  # room for the ^C that a terminal prints
     kept = rf"step {number}/{total}  .*loss {loss:.4f}  {re.escape(rate(speed))}  ETA \d+:[\d:]+(  .*)?"
     assert re.fullmatch(kept, shown), shown
     assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
 
 
 @given(st.integers(12, 60), st.integers(0, 3000), st.integers(0, 3000))
-def test_work_is_shown_at_any_width_and_counted_only_where_there_is_a_count(width: int, done: int, total: int) -> None:
+def test_work_fits_any_width_and_has_a_bar_only_with_a_count(width: int, done: int, total: int) -> None:
     line = LiveLine()
     line.show_work("tokenise", done, total)
     shown = drawn(line, width)
     assert "tokenise" in shown and len(shown) <= width - 2
-    assert total > 1 or not re.search(r"\d/\d|━|\d:\d", shown)  # no count, no bar, no time left
+    assert total > 1 or not re.search(r"\d/\d|━|\d:\d", shown)  # without a count no bar and no ETA
 
 
 @given(st.lists(st.text("abc/·", min_size=1, max_size=30), min_size=1, max_size=20), st.integers(8, 80), st.booleans())
@@ -76,7 +76,7 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
     text = ("label  " if labelled else "") + " ".join(words)
     lines = wrapped(text, width).split("\n")
     assert " ".join(lines).split() == text.split()
-    label = int(labelled)  # stays with its first word
+    label = int(labelled)  # the label stays on the line of its first word
     assert all(len(line) <= width or len(line.split()) == 1 + label * (not n) for n, line in enumerate(lines))
     assert not labelled or all(line.startswith(" " * min(7, width // 3)) for line in lines[1:])
 
@@ -97,23 +97,23 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> No
     assert ("hub" in lines) == (written.recipe.model.id is not None)
 
 
-def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
+def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
     plan = make_plan(written, topology_of(written.recipe, None, parse("cpu").hardware))
     rundir = RunDir(Path(plan.run_dir))
     found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
-    said = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
+    states = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
     rundir.root.mkdir()
     rundir.metrics.touch()
-    said.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
-    assert said == [
+    states.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
+    assert states == [
         "new", "resumes after step 2", "all 4 steps are trained; evaluation or export is missing",
         "starts from step 0 (no checkpoint yet)",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("records", "says"),
+    ("records", "message"),
     [
         (
             [STARTED, step(40)],
@@ -129,16 +129,16 @@ def test_the_heading_says_what_becomes_of_a_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_summary_tells_this_command_from_the_whole_run(records: list[dict[str, Any]], says: str) -> None:
+def test_the_summary_separates_this_command_from_the_whole_run(records: list[dict[str, Any]], message: str) -> None:
     screen = Screen(Console(file=io.StringIO(), width=80))
     for record in records:
         screen.show(record)
     screen.summary(75.0)
     shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"\n{says} · training loss 5.9941\n" in shown
+    assert f"\n{message} · training loss 5.9941\n" in shown
 
 
-def test_a_pipe_is_no_terminal_whatever_the_environment_says(
+def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

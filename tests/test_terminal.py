@@ -1,4 +1,4 @@
-"""Every command on a pseudo-terminal: what a person sees, not what a pipe gets."""
+"""Every command on a pseudo-terminal: what a user sees, rather than what a pipe gets."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ lr     0.0003, constant; 400 steps"""
 
 
 def live_frames(terminal: Terminal) -> list[str]:
-    """The live line of training, each time that it was drawn."""
+    """Return the live line of training each time that it was drawn."""
     return [piece.removesuffix("^C") for piece in terminal.pieces() if re.match(r"step \d+/\d+  ", piece)]
 
 
 def assert_tidy(terminal: Terminal, *widths: int) -> None:
-    """Nothing crashed, no word was cut at the terminal's edge, and the shell finds it as it left it."""
+    """Check that nothing crashed, no word was cut at the edge, and the cursor and the screen are left clean."""
     text = terminal.text()
     assert "Traceback" not in text and terminal.cursor_is_reset, text
-    for piece in terminal.pieces():  # what is too long is one word (a path), with its label at most
+    for piece in terminal.pieces():  # only one word (a path), maybe with its label, may be too long
         assert len(piece) <= max(widths) or len(piece.split()) == 1 or re.match(r'(\w+ +|folder = ")\S+$', piece), piece
     dumb = b"\x1b" not in terminal.raw
-    assert dumb or not re.search(r"━|ETA \d|^[-\\|/]  ", "\n".join(terminal.display()), re.MULTILINE), text  # left over
+    assert dumb or not re.search(r"━|ETA \d|^[-\\|/]  ", "\n".join(terminal.display()), re.MULTILINE), (
+        text
+    )  # of the live line
 
 
-def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_twice_and_resumed(tmp_path: Path) -> None:
     slow = {"train__steps": 400, "schedule__name": "constant", "checkpoint__every": 5, "checkpoint__async": False}
     recipe, run = write_recipe(tmp_path, log__forecast=True, **slow), tmp_path / "run"
 
     with Terminal("run", recipe, columns=60) as fresh:  # stopped once
         fresh.wait_for("starting 2 workers")
-        assert not events(run)  # the heading is there before any worker has said a word
+        assert not events(run)  # the heading is there before any worker has shown a word
         lines = fresh.lines()
         assert all(line in lines for line in HEADING.format("new", run).splitlines()[1:]), fresh.text()
         fresh.wait_for("checkpoint: step-00000010")
@@ -54,15 +56,15 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         whole = r"step \d+/400  .*loss \d\.\d{4}  [\d,]+ tok/s  ETA [\d:]+"
         assert all(re.fullmatch(whole, frame) for frame in live_frames(fresh)), live_frames(fresh)
     stopped = events(run, "stop")[-1]["step"]
-    said = " ".join(fresh.text().split())
-    lost = re.search(r"Ctrl-C: stopping after this step, with a checkpoint \(Ctrl-C again: stop now(.*?)\)", said)
-    assert lost and (not lost[1] or re.fullmatch(r" and lose the work since step \d*[05]", lost[1])), said
+    shown = " ".join(fresh.text().split())
+    lost = re.search(r"Ctrl-C: stopping after this step, with a checkpoint \(Ctrl-C again: stop now(.*?)\)", shown)
+    assert lost and (not lost[1] or re.fullmatch(r" and lose the work since step \d*[05]", lost[1])), shown
     assert (
         f"fsdptrain: stopped by Ctrl-C after step {stopped}, with a checkpoint; run the same command to continue"
-        in said
+        in shown
     )
 
-    with Terminal("run", recipe, columns=120, NO_COLOR="1") as resumed:  # its window dragged, stopped twice
+    with Terminal("run", recipe, columns=120, NO_COLOR="1") as resumed:  # with a resized window, stopped by two Ctrl-C
         resumed.wait_for(f"run: resumes after step {stopped}, in {run}")
         ahead = [f"checkpoint: step-{(stopped // 5 + more) * 5:08}" for more in (2, 4)]
         resumed.wait_for(ahead[0])
@@ -76,13 +78,13 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         assert resumed.wait() == 75
         assert_tidy(resumed, 120)
         assert b"\x1b[3" not in resumed.raw  # no colour
-    said = " ".join(resumed.text().split())
+    shown = " ".join(resumed.text().split())
     made, kept = events(run, "step")[-1]["step"], max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
-    if f"step {made}, with a checkpoint" not in said:  # the second came before the first was done with
-        assert "fsdptrain: stopped at once by a second Ctrl-C; " in said
-        assert f"the newest checkpoint is that of step {kept}; run the same command to continue" in said
+    if f"step {made}, with a checkpoint" not in shown:  # the second Ctrl-C came before the checkpoint was complete
+        assert "fsdptrain: stopped at once by a second Ctrl-C; " in shown
+        assert f"the newest checkpoint is that of step {kept}; run the same command to continue" in shown
 
-    with Terminal("run", recipe, f"train.steps={kept + 12}") as last:  # to its end
+    with Terminal("run", recipe, f"train.steps={kept + 12}") as last:  # runs to its end
         assert last.wait() == 0
         assert_tidy(last, 80)
     text = last.text()
@@ -90,7 +92,7 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
         rf"\n12 steps in \d:\d\d \({kept + 12} total\) · [\d,]+ tok/s while training · peak [\d.]+ GiB/rank\n",
         text,
     )
-    assert "forecast" not in text and not (run / "forecast.json").exists()  # on a CPU nothing could be compared
+    assert "forecast" not in text and not (run / "forecast.json").exists()  # a run on a CPU has no forecast
     written = last.pieces()
     first = next(i for i, line in enumerate(written) if line.startswith("from transformers"))
     code = "\n".join([*written[first : first + 4], "print(len(tokenizer), model.config.hidden_size)"])
@@ -109,7 +111,7 @@ def test_a_run_stopped_twice_and_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_stop_before_the_first_step_on_a_dumb_terminal(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2000)
-    for patience in (0.0, 2.0):  # the agent may have no ear for it yet; workers that import have none either
+    for patience in (0.0, 2.0):  # the agent may not handle signals yet, and importing workers do not
         with Terminal("run", recipe, columns=60, TERM="dumb") as terminal:
             terminal.wait_for("2,000 steps")
             time.sleep(patience)
@@ -121,7 +123,7 @@ def test_a_stop_before_the_first_step_on_a_dumb_terminal(tmp_path: Path) -> None
 
 
 def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
-    """Plain lines in the file, the message in the file or on the terminal, and no escape sequence in either file."""
+    """A redirected stream gets plain lines without escape sequences; the other one stays on the terminal."""
     recipe = write_recipe(tmp_path)
     with (tmp_path / "errors").open("w+") as errors:
         with Terminal("run", recipe, "fsdp.wrap=[GPT2Block]", stderr=errors) as terminal:  # a worker fails
@@ -135,8 +137,8 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
         with Terminal("run", recipe, columns=60, stdout=output) as terminal:  # the data is wrong
             assert terminal.wait() == 4
             assert_tidy(terminal, 60)
-            said = terminal.text().replace("\n", "").replace("  ", "")  # the terminal breaks the path
-            assert said.endswith("text.jsonl:2:'text' is an int; expected text; put quotes around it"), said
+            shown = terminal.text().replace("\n", "").replace("  ", "")  # the terminal wrapped the path
+            assert shown.endswith("text.jsonl:2:'text' is an int; expected text; put quotes around it"), shown
         output.seek(0)
         plain = output.read()
     assert "\x1b" not in plain and "starting" not in plain
@@ -148,7 +150,7 @@ def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
 
 def test_a_dry_run_at_every_width(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
-    small = ("launch.nproc_per_node=1", "model.config.num_hidden_layers=1")  # there is less to search
+    small = ("launch.nproc_per_node=1", "model.config.num_hidden_layers=1")  # so that --advise has less to search
     with Terminal("validate", recipe, *small, "--plot", tmp_path / "step.svg", "--advise") as terminal:
         assert terminal.wait() == 0, terminal.text()
         assert_tidy(terminal, 80)
@@ -161,7 +163,7 @@ def test_a_dry_run_at_every_width(tmp_path: Path) -> None:
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, model={"id": "nobody/nothing"}, launch__nproc_per_node=1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes every connection, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         there = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for offline, asked in (("0", 1), ("1", 0)):
             cache = {"HF_ENDPOINT": there, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "hub")}
@@ -172,21 +174,20 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
                     terminal.wait_for("asking the Hub for nobody/nothing")
                 assert terminal.wait() == 2
                 assert_tidy(terminal, 120)
-                said = " ".join(terminal.text().split())
-                assert "'nobody/nothing' is not in the cache, and the Hub cannot be reached" in said
-            assert len(waiting_at(silent)) == asked
+                shown = " ".join(terminal.text().split())
+                assert "'nobody/nothing' is not in the cache, and the Hub cannot be reached" in shown
+            assert connections_to(silent) == asked
 
 
-def waiting_at(server: socket.socket) -> list[socket.socket]:
-    """The connections that somebody has made to a listening socket."""
+def connections_to(server: socket.socket) -> int:
+    """Close the connections that wait at a listening socket; return how many there were."""
     server.setblocking(False)
-    found = []
+    count = 0
     with contextlib.suppress(BlockingIOError):
         while True:
-            found.append(server.accept()[0])
-    for each in found:
-        each.close()
-    return found
+            server.accept()[0].close()
+            count += 1
+    return count
 
 
 @pytest.mark.parametrize("words", [("recipes", "list"), ("recipes", "show", "shakespeare"), ("schema",), ("--help",)])

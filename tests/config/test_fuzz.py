@@ -140,7 +140,7 @@ def recipes(draw: st.DrawFn) -> Broken:
     return Broken(raw, draw(st.lists(words, max_size=2)))
 
 
-# --- what happens when it is read -----------------------------------------------------------------------------------
+# --- what happens when it is read ------------------------------------------------------------------------------------
 
 FILES = sorted(["recipe.yaml", *(Path(name).name for name in DATA)])
 HARMLESS = {"os.scandir", "os.listdir", "glob.glob", "glob.glob/2", "compile", "exec", "object.__getattr__"}

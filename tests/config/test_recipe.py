@@ -114,7 +114,7 @@ def places(problems: list[Problem]) -> list[tuple[str | None, str | None]]:
     return [(p.where, p.field) for p in problems]
 
 
-# --- defaults -------------------------------------------------------------------------------------------------------
+# --- defaults --------------------------------------------------------------------------------------------------------
 
 
 def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_async_is_a_key(tmp_path: Path) -> None:
     assert problem.field == "checkpoint.async_" and "`checkpoint.async`" in problem.message
 
 
-# --- unknown keys ---------------------------------------------------------------------------------------------------
+# --- unknown keys ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_foreign_name_is_never_a_recipe_key() -> None:
     assert not set(REPLACEMENTS) & {path.rpartition(".")[2] for path in all_paths()}
 
 
-# --- every problem, in order ----------------------------------------------------------------------------------------
+# --- every problem, in order -----------------------------------------------------------------------------------------
 
 
 def test_every_problem_is_reported_at_once_in_line_order(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_message_has_a_line_for_each_problem_and_exit_code_2(tmp_path: Path)
     ]
 
 
-# --- types and limits -----------------------------------------------------------------------------------------------
+# --- types and limits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -650,7 +650,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         assert [p.field for p in refused(tmp_path, with_key(path, "null"))] == [path]
 
 
-# --- combinations ---------------------------------------------------------------------------------------------------
+# --- combinations ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -757,7 +757,7 @@ def test_a_key_without_effect_is_named_with_its_line(tmp_path: Path) -> None:
     assert places(problems) == [("recipe.yaml:5", "schedule.min_lr"), ("recipe.yaml:7", "fsdp.shard_size")]
 
 
-# --- overrides ------------------------------------------------------------------------------------------------------
+# --- overrides -------------------------------------------------------------------------------------------------------
 
 
 def test_an_override_wins_over_the_file_and_the_last_over_the_first(tmp_path: Path) -> None:
@@ -811,7 +811,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, word: str, field: str | None,
     assert says in problem.message
 
 
-# --- references -----------------------------------------------------------------------------------------------------
+# --- references ------------------------------------------------------------------------------------------------------
 
 
 def test_plain_references_are_resolved(tmp_path: Path) -> None:
@@ -858,7 +858,7 @@ def test_a_reference_to_nothing_or_to_itself_is_refused(tmp_path: Path, value: s
     assert {p.field for p in refused(tmp_path, BASE + f'name: "{value}"\n')} == {"name"}
 
 
-# --- YAML -----------------------------------------------------------------------------------------------------------
+# --- YAML ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1055,7 +1055,7 @@ def test_a_bad_reference_has_its_line(tmp_path: Path) -> None:
     assert places(problems) == [("recipe.yaml:3", "optim.betas")]
 
 
-# --- the JSON Schema ------------------------------------------------------------------------------------------------
+# --- the JSON Schema -------------------------------------------------------------------------------------------------
 
 
 def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
@@ -1167,7 +1167,7 @@ def test_the_json_schema_refuses_what_the_reader_refuses(tmp_path: Path, path: s
     assert violations(json_schema(), tree) != []
 
 
-# --- imports and shipped recipes ------------------------------------------------------------------------------------
+# --- imports and shipped recipes -------------------------------------------------------------------------------------
 
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:

@@ -1,7 +1,7 @@
-"""Nothing is lost: faults injected into real runs, each with what must come of it. docs/faults.md tells them.
+"""Faults injected into real runs lose nothing; docs/faults.md lists them with what must hold.
 
-After every fault the same command goes on, and what comes out is bitwise equal to a run that nothing disturbed: the
-loss, the gradient norm and the samples of every step, the last checkpoint, the export.
+After every fault the same command resumes, and its results are bitwise equal to those of an undisturbed run: the loss,
+the gradient norm and the samples of every step, the last checkpoint, the export.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fsdptrain.parallel.pulse import SILENT
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
-BATCH = "fsdptrain.data.corpus:Corpus.batch"  # what `data.batch` of a stream calls
-MICRO_BATCHES = 2  # that a rank sees in a step
+BATCH = "fsdptrain.data.corpus:Corpus.batch"  # which `data.batch` of a stream calls
+MICRO_BATCHES = 2  # of a rank in a step
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a run that nothing disturbed."""
+    """Return the run folder of an undisturbed run."""
     tmp = tmp_path_factory.mktemp("reference")
     ended = run_with(small_recipe(tmp))
     assert not ended.problems(0, f"{STEPS} steps in")
@@ -56,16 +56,16 @@ EVALUATED: Any = {"data__eval": {"fraction": 0.1}, "eval__every": 4}
 
 @pytest.fixture(scope="module")
 def whole_with_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of an undisturbed run that evaluates."""
+    """Return the run folder of an undisturbed run that evaluates."""
     tmp = tmp_path_factory.mktemp("evaluated")
     assert not run_with(small_recipe(tmp, **EVALUATED)).problems(0)
     return tmp / "run"
 
 
-def settle(
+def record_try(
     table: FaultTable, fault: str, problems: list[str], notice: Sequence[float] = (), lost: str = "nothing"
 ) -> list[str]:
-    """Write one try into the table; returns what is not as it should be."""
+    """Add one try to the table; return its problems."""
     table.add(fault, 1, 0 if problems else 1, notice, lost)
     return problems
 
@@ -84,17 +84,17 @@ def test_a_worker_killed_while_it_writes_is_named_and_restarted(
     ended = run_with(recipe, kill("fsdptrain.checkpoint.save:write_shards", rank=1, call=3, mark=tmp_path / "killed"))
     problems = ended.problems(0, r"rank 1 was killed by SIGKILL.* after step \d", "restart 1 of 1")
     problems += differences(run, reference)
-    problems += [] if events(run, "resume")[-1]["step"] >= EVERY else ["it began again"]
-    assert not settle(fault_table, "worker killed while writing, restarted", problems)
+    problems += [] if events(run, "resume")[-1]["step"] >= EVERY else ["it started again at step 0"]
+    assert not record_try(fault_table, "worker killed while writing, restarted", problems)
 
 
 @pytest.mark.parametrize("to", ["agent", "command"])
-def test_nobody_outlives_a_killed(to: str, tmp_path: Path, fault_table: FaultTable) -> None:
+def test_no_process_outlives_a_killed(to: str, tmp_path: Path, fault_table: FaultTable) -> None:
     recipe = small_recipe(tmp_path, train__steps=2000)
     ended = run_with(recipe, kill(UPDATE, rank=1, call=5, mark=tmp_path / "killed", how={"to": to}))
     problems = ended.problems(5 if to == "agent" else -9)
     problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
-    assert not settle(fault_table, f"{to} killed", problems, [ended.notice + ended.leaving])
+    assert not record_try(fault_table, f"{to} killed", problems, [ended.notice + ended.leaving])
 
 
 PHASES: dict[str, list[dict[str, Any]]] = {
@@ -131,7 +131,7 @@ KILLS_A_PHASE = 8
 
 
 def random_kills(seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """(phase, kill) in random order: KILLS_A_PHASE of each phase, its kinds in turn, at random calls and ranks."""
+    """Return (phase, kill) in random order: KILLS_A_PHASE per phase, its kinds in turn, at random calls and ranks."""
     chance = random.Random(seed)
     kills = []
     for phase, kinds in PHASES.items():
@@ -147,7 +147,7 @@ def random_kills(seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Killed:
-    """What one kill cost: seconds until the command ended, steps to make again, and what was not as it should be."""
+    """The cost of one kill: seconds until the command ended, steps to repeat, and what was not as expected."""
 
     notice: float
     lost: int
@@ -170,7 +170,7 @@ def kill_once(recipe: Path, fault: dict[str, Any], before: int) -> Killed:
 def test_workers_killed_at_any_moment_lose_nothing(tmp_path: Path, fault_table: FaultTable) -> None:
     print(f"FSDPTRAIN_FAULT_SEED={SEED}")
     kills = random_kills(SEED)
-    steps = 6 * len(kills)  # no kill lets a process make more
+    steps = 6 * len(kills)  # more than the runs train until their kills
     whole = small_recipe(tmp_path / "whole", train__steps=steps, checkpoint__every=None)
     problems = run_with(whole).problems(0)
     recipe, run = small_recipe(tmp_path / "killed", train__steps=steps), tmp_path / "killed" / "run"
@@ -191,13 +191,13 @@ def test_workers_killed_at_any_moment_lose_nothing(tmp_path: Path, fault_table: 
 
 
 @pytest.mark.soak
-def test_a_run_killed_twice_ends_well_in_one_command(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
+def test_a_run_killed_twice_finishes_in_one_command(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
     recipe = small_recipe(tmp_path, launch__max_restarts=5)
     kills = [kill(UPDATE, 1, 3, tmp_path / "first"), kill(UPDATE, 0, 5, tmp_path / "second")]
     ended = run_with(recipe, *kills)
     problems = ended.problems(0, "rank 1 was killed", "rank 0 was killed", "restart 2 of 5")
     problems += differences(tmp_path / "run", reference)
-    assert not settle(fault_table, "worker killed twice, restarted", problems)
+    assert not record_try(fault_table, "worker killed twice, restarted", problems)
 
 
 @pytest.mark.soak
@@ -205,7 +205,7 @@ def test_a_worker_that_dies_every_time_is_given_up_after_two_restarts(tmp_path: 
     ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), kill(UPDATE, 1, 1))
     problems = ended.problems(5, "restart 2 of 5")
     problems += ["restarted a third time"] if "restart 3" in ended.output else []
-    assert not settle(fault_table, "worker dies every time: given up", problems)
+    assert not record_try(fault_table, "worker dies every time: given up", problems)
 
 
 DETERMINISTIC = {
@@ -222,7 +222,7 @@ def test_what_would_fail_again_is_not_restarted(name: str, tmp_path: Path, fault
     code, fault = DETERMINISTIC[name]
     ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), fault)
     problems = ended.problems(code) + (["it was restarted"] if "restart " in ended.output else [])
-    assert not settle(fault_table, f"{name}: not restarted", problems)
+    assert not record_try(fault_table, f"{name}: not restarted", problems)
 
 
 # --- hanging ---------------------------------------------------------------------------------------------------------
@@ -231,22 +231,22 @@ HANG_S = 8  # launch.timeout_s
 
 
 def hang(where: str, call: int = 1, do: str = "sleep", **how: Any) -> dict[str, Any]:
-    """Rank 1 never comes out of this call."""
+    """Return a fault in which rank 1 never returns from a call."""
     return {"where": where, "rank": 1, "call": call, "do": do, "how": {"seconds": 3600} | how if do == "sleep" else how}
 
 
 def check_hang(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) -> tuple[list[str], float]:
-    """Run into a hang; what is wrong with how it was ended, and the seconds it took to notice."""
+    """Run into a hang; return what is not as expected, and the seconds until the run ended."""
     recipe = small_recipe(tmp, launch__timeout_s=HANG_S, **changes)
     ended = run_with(recipe, {**fault, "mark": str(tmp / "hung")})
     return ended.problems(5, *words, within=HANG_S + 10), ended.notice
 
 
-def test_a_hang_is_ended_and_told(tmp_path: Path, fault_table: FaultTable) -> None:
+def test_a_hang_is_ended_and_explained(tmp_path: Path, fault_table: FaultTable) -> None:
     words = ("rank 0 waits in", "rank 1 is in corpus.batch")
     problems, notice = check_hang(tmp_path, hang(BATCH, call=7), *words)
     problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
-    assert not settle(fault_table, "hang: in corpus.batch", problems, [notice])
+    assert not record_try(fault_table, "hang: in corpus.batch", problems, [notice])
 
 
 HANGS = {
@@ -259,23 +259,23 @@ HANGS = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", HANGS)
-def test_any_hang_is_ended_and_goes_on(
+def test_any_hang_is_ended_and_the_run_resumes(
     name: str, whole_with_evaluation: Path, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     problems, notice = check_hang(tmp_path, HANGS[name], "rank 1", **EVALUATED)
     problems += run_with(tmp_path / "recipe.yaml").problems(0) + differences(tmp_path / "run", whole_with_evaluation)
-    assert not settle(fault_table, f"hang: {name}", problems, [notice])
+    assert not record_try(fault_table, f"hang: {name}", problems, [notice])
 
 
 @pytest.mark.soak
-def test_a_hang_among_four_names_who_waits_where(tmp_path: Path, fault_table: FaultTable) -> None:
+def test_a_hang_among_four_ranks_names_each_rank_and_its_place(tmp_path: Path, fault_table: FaultTable) -> None:
     words = ("ranks 0, 2 and 3 wait in all-gather", "rank 1 is in corpus.batch")
     changes: Any = {"launch__nproc_per_node": 4, "train__global_batch_size": 8}
     problems, notice = check_hang(tmp_path / "hung", hang(BATCH, call=5), *words, **changes)
     problems += run_with(tmp_path / "hung" / "recipe.yaml").problems(0)
     problems += run_with(small_recipe(tmp_path / "whole", **changes)).problems(0)
     problems += differences(tmp_path / "hung" / "run", tmp_path / "whole" / "run")
-    assert not settle(fault_table, "hang: one of four in corpus.batch", problems, [notice])
+    assert not record_try(fault_table, "hang: one of four in corpus.batch", problems, [notice])
 
 
 # --- late ------------------------------------------------------------------------------------------------------------
@@ -292,11 +292,11 @@ LATE = {
 def test_a_straggler_is_named(cause: str, tmp_path: Path, fault_table: FaultTable) -> None:
     recipe = small_recipe(tmp_path, train__steps=48, checkpoint__every=None, export__at_end=False)
     ended = run_with(recipe, {**LATE[cause], "do": "sleep", "rank": 1, "times": None})
-    told = events(tmp_path / "run", "straggler")
-    named = [event for event in told if (event["rank"], event["cause"]) == (1, cause)]
-    problems = ended.problems(0) + ([] if named and named == told else [f"stragglers told: {told}"])
+    stragglers = events(tmp_path / "run", "straggler")
+    named = [event for event in stragglers if (event["rank"], event["cause"]) == (1, cause)]
+    problems = ended.problems(0) + ([] if named and named == stragglers else [f"stragglers: {stragglers}"])
     problems += [f"cost {event['cost']}" for event in named if not 0.1 < event["cost"] < 1]
-    assert not settle(fault_table, f"straggler: {cause}", problems, lost="time")
+    assert not record_try(fault_table, f"straggler: {cause}", problems, lost="time")
 
 
 # --- not finite ------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ LASTING = {
     "call": MICRO_BATCHES * (AT - 1) + 1,
     "at": "exit",
     "times": 2 * MICRO_BATCHES,
-}  # the repetition too
+}  # also when the step is repeated
 NANS: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({**LASTING, "where": LOSS, "do": "nan"}, r"the loss is nan on rank 1 \(samples \d+"),
     "gradient": ({**LASTING, "where": LOSS, "do": "nan_gradient"}, r"the gradient of \S+ on rank 1 \(samples \d+"),
@@ -315,7 +315,7 @@ NANS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def check_nan(name: str, tmp: Path) -> list[str]:
-    """Run into a NaN on rank 1; what is wrong with how it ended."""
+    """Run into a NaN on rank 1; return what is not as expected."""
     recipe, run = small_recipe(tmp), tmp / "run"
     fault, words = NANS[name]
     problems = run_with(recipe, {**fault, "rank": 1}).problems(7, f"step {AT}", words)
@@ -326,17 +326,17 @@ def check_nan(name: str, tmp: Path) -> list[str]:
 
 def test_a_loss_that_is_nan_on_one_rank_touches_nothing(tmp_path: Path, fault_table: FaultTable) -> None:
     problems = check_nan("loss", tmp_path)
-    assert not settle(fault_table, "NaN: loss", problems)
+    assert not record_try(fault_table, "NaN: loss", problems)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NANS)
-def test_after_a_nan_the_run_goes_on_from_the_checkpoint_before(
+def test_after_a_nan_the_run_resumes_from_the_checkpoint_before(
     name: str, reference: Path, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     problems = check_nan(name, tmp_path)
     problems += run_with(tmp_path / "recipe.yaml").problems(0) + differences(tmp_path / "run", reference)
-    assert not settle(fault_table, f"NaN: {name}, then gone on", problems)
+    assert not record_try(fault_table, f"NaN: {name}, then gone on", problems)
 
 
 @pytest.mark.soak
@@ -348,36 +348,36 @@ def test_not_finite_steps_are_skipped_up_to_the_bound(
     ended = run_with(recipe, {**NANS["loss"][0], "rank": 1, "times": 2 * MICRO_BATCHES * bad})
     skipped = [event["step"] for event in events(run, "skip")]
     problems = ended.problems(code) + ([] if skipped[:2] == [AT, AT + 1] else [f"skipped: {skipped}"])
-    assert not settle(fault_table, f"NaN: {bad} steps in a row, 2 may be skipped", problems)
+    assert not record_try(fault_table, f"NaN: {bad} steps in a row, 2 may be skipped", problems)
 
 
 # --- full disk -------------------------------------------------------------------------------------------------------
 
-DISK_MB = 12  # room for what the run writes, three checkpoints of 1 MB among it
+DISK_MB = 12  # space for all that the run writes, with three checkpoints of 1 MB
 
 
 @dataclass
 class SmallDisk:
-    """A file system of DISK_MB in a mount namespace of its own: where it lies inside, and the same from outside."""
+    """A file system of DISK_MB in its own mount namespace; `inside` and `outside` are its paths there and here."""
 
     inside: Path
     outside: Path
     prefix: list[str]
 
     def ballast(self, free: int) -> Path:
-        """Fill it up to `free` bytes with one file."""
+        """Fill the disk with one file until `free` bytes are free."""
         path = self.outside / "ballast"
         path.write_bytes(bytes(shutil.disk_usage(self.outside).free - free))
         return path
 
     def recipe(self, **changes: Any) -> Path:
-        """The recipe of this suite, whose run is on the small disk."""
+        """Write the recipe of this suite with its run folder on the small disk."""
         return small_recipe(self.inside, output_dir=str(self.inside / "disk" / "run"), **changes)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A small disk; skips where no file system may be mounted."""
+    """Mount a small disk; skip if this machine does not allow it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     flags = ["--mount"] if os.getuid() == 0 else ["--user", "--map-root-user", "--mount"]
@@ -389,33 +389,33 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def full_at(where: str, call: int, disk: SmallDisk) -> dict[str, Any]:
-    """Another's file takes all the room there is, at this call on rank 0."""
+    """Return a fault in which another file takes all the space, at this call on rank 0."""
     path = str(disk.inside / "disk" / "ballast")
     return {"where": where, "do": "fill", "rank": 0, "call": call, "how": {"path": path},
             "mark": str(disk.inside / "filled")}  # fmt: skip
 
 
-def goes_on_with_room(disk: SmallDisk, recipe: Path, reference: Path) -> list[str]:
-    """Make room and run the same command; what is wrong with what comes out."""
+def resumes_with_space(disk: SmallDisk, recipe: Path, reference: Path) -> list[str]:
+    """Free the space and run the same command; return what is not as expected."""
     (disk.outside / "ballast").unlink(missing_ok=True)
     return Running(recipe, prefix=disk.prefix).wait().problems(0) + differences(disk.outside / "run", reference)
 
 
 def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: str) -> tuple[list[str], float]:
-    """Run into a disk that is full from some moment on, make room, and go on."""
+    """Run into a full disk, free the space, resume; return what is not as expected, and the seconds to notice."""
     recipe, run = disk.recipe(), disk.outside / "run"
     ended = Running(recipe, full_at(where, call, disk), prefix=disk.prefix).wait()
     problems = ended.problems(6, "no space", *words)
     problems += [] if valid_steps(run) else ["no valid checkpoint"]
     problems += [f"{path} is left" for path in run.glob("checkpoints/*.tmp")]
-    return problems + goes_on_with_room(disk, recipe, reference), ended.notice
+    return problems + resumes_with_space(disk, recipe, reference), ended.notice
 
 
-def test_a_disk_that_fills_up_costs_the_newest_checkpoint_only(
+def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
     problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:prepare_scratch", 2, "needs", "has")
-    assert not settle(fault_table, "disk full before the second save", problems, [notice])
+    assert not record_try(fault_table, "disk full before the second save", problems, [notice])
 
 
 FILLINGS = {
@@ -431,11 +431,11 @@ def test_a_disk_that_is_full_at_any_moment_loses_nothing(
     when: str, reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
     problems, notice = check_full(small_disk, reference, *FILLINGS[when])
-    assert not settle(fault_table, f"disk full {when}", problems, [notice])
+    assert not record_try(fault_table, f"disk full {when}", problems, [notice])
 
 
 @pytest.mark.soak
-def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_run(
+def test_a_disk_without_space_for_two_checkpoints_is_refused_before_the_run(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
     small_disk.ballast(free=2**20)
@@ -443,8 +443,8 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_run(
     ended = Running(recipe, prefix=small_disk.prefix).wait()
     problems = ended.problems(6, "no space: needs .*, has .* on the disk of")
     problems += [f"step {step} was made" for step in curve(small_disk.outside / "run")]
-    problems += goes_on_with_room(small_disk, recipe, reference)
-    assert not settle(fault_table, "disk full before the run", problems)
+    problems += resumes_with_space(small_disk, recipe, reference)
+    assert not record_try(fault_table, "disk full before the run", problems)
 
 
 # --- cut -------------------------------------------------------------------------------------------------------------
@@ -454,11 +454,11 @@ CUT_S = 10  # launch.timeout_s
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
-    """Two network namespaces with one cable between them, where `node-0` and `node-1` are their names; else a skip."""
+    """Create two network namespaces, `node-0` and `node-1`, with a cable between them; skip if not allowed."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-0\n10.77.0.2 node-1\n")
     if os.getuid() != 0:
-        pytest.skip("only root may lay a cable between two network namespaces")
+        pytest.skip("only root can connect two network namespaces")
     with contextlib.ExitStack() as stack:
         try:
             nodes = [
@@ -482,13 +482,13 @@ def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
 
 
 def set_cable(node: Inside, state: str) -> None:
-    """Plug the cable in (`up`) or pull it (`down`) at this node."""
+    """Connect (`up`) or cut (`down`) the cable at this node."""
     subprocess.run([*node.prefix, "ip", "link", "set", "cable", state], check=True)
 
 
 @contextlib.contextmanager
 def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
-    """The command under way on every node, slow enough to pull a cable in the middle; killed if it does not end."""
+    """Run the command on every node, slowly enough to cut the cable in the middle; kill it at the end."""
     pace = {"where": BATCH, "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
     commands = [Running(recipe, pace, prefix=node.prefix, GLOO_SOCKET_IFNAME="cable") for node in nodes]
     try:
@@ -499,7 +499,7 @@ def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
 
 
 def recipe_of_two(tmp: Path, **changes: Any) -> Path:
-    """The recipe of this suite for two nodes with a worker each."""
+    """Write the recipe of this suite for two nodes with one worker each."""
     return small_recipe(
         tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400", launch__timeout_s=CUT_S,
         **changes,
@@ -520,12 +520,14 @@ def test_a_process_killed_on_one_node_ends_both(
     codes[node] = -9 if victim == "command" else 5
     problems = [problem for each, code in zip(ended, codes, strict=True) for problem in each.problems(code, within=5.0)]
     what = {"self": "worker"}.get(victim, victim)
-    assert not settle(fault_table, f"{what} killed on node {node} of two", problems, [each.notice for each in ended])
+    assert not record_try(
+        fault_table, f"{what} killed on node {node} of two", problems, [each.notice for each in ended]
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("do", "within"), [("send", SILENT + 10.0), ("fail", 10.0)])
-def test_a_node_lost_on_the_way_to_the_others_is_not_waited_for(
+def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     do: str, within: float, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
 ) -> None:
     way: dict[str, Any] = {"where": "fsdptrain.data.corpus:prepare", "rank": 1}
@@ -537,11 +539,11 @@ def test_a_node_lost_on_the_way_to_the_others_is_not_waited_for(
     commands = [Running(recipe, *faults, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
     other, lost = (command.wait() for command in commands)
     problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(5, "node 1 was lost", within=within)
-    assert not settle(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
+    assert not record_try(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
 
 
 @pytest.mark.soak
-def test_a_cut_link_ends_both_nodes_and_they_go_on(
+def test_a_cut_link_ends_both_nodes_and_they_resume(
     reference: Path, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
 ) -> None:
     recipe, run = recipe_of_two(tmp_path), tmp_path / "run"
@@ -559,12 +561,14 @@ def test_a_cut_link_ends_both_nodes_and_they_go_on(
     with started_on(two_nodes, recipe) as commands:
         for command in commands:
             problems += command.wait().problems(0)
-    assert not settle(fault_table, "link between two nodes cut", problems + differences(run, reference), notice)
+    assert not record_try(fault_table, "link between two nodes cut", problems + differences(run, reference), notice)
 
 
 # --- stopped ---------------------------------------------------------------------------------------------------------
 
-STOPS: dict[str, tuple[dict[str, Any], bool]] = {  # moment → (where the signal comes, whether a checkpoint is saved)
+STOPS: dict[
+    str, tuple[dict[str, Any], bool]
+] = {  # moment → (the call in which the signal comes, whether a checkpoint is saved)
     "tokenising": ({"where": "fsdptrain.data.encode:Encoder.__call__"}, False),
     "loading": ({"where": "fsdptrain.model.init:draw_weights"}, True),
     "resuming": ({"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"}, True),
@@ -573,11 +577,11 @@ STOPS: dict[str, tuple[dict[str, Any], bool]] = {  # moment → (where the signa
     "saving": ({"where": "fsdptrain.checkpoint.save:write_shards", "call": 2}, True),
     "export": ({"where": "fsdptrain.checkpoint.export:write_folder"}, True),
 }
-LONG_ENOUGH_S = 1.0  # for the signal to come by way of the command
+LONG_ENOUGH_S = 1.0  # for the signal to arrive through the command
 
 
 def stop_in(moment: str, name: str, mark: Path) -> list[dict[str, Any]]:
-    """The faults that send the command a signal at this moment, and hold the moment until it has come."""
+    """Return faults that send the command a signal at this moment, and sleep there until it has arrived."""
     where = {**STOPS[moment][0], "rank": 0, "mark": str(mark)}
     return [
         {**where, "do": "sleep", "how": {"seconds": LONG_ENOUGH_S}, "mark": f"{mark}-held"},
@@ -585,7 +589,7 @@ def stop_in(moment: str, name: str, mark: Path) -> list[dict[str, Any]]:
     ]
 
 
-SENT = [("SIGTERM", moment) for moment in STOPS]  # the way is the same for each signal
+SENT = [("SIGTERM", moment) for moment in STOPS]  # all signals take the same path
 SENT += [(name, moment) for name in ("SIGINT", "SIGUSR1") for moment in ("forward", "evaluation")]
 
 
@@ -601,7 +605,7 @@ def test_a_stop_at_any_moment_loses_nothing(
     ended = run_with(recipe, *stop_in(moment, name, tmp_path / "stopped"), FSDPTRAIN_CACHE=str(cache))
     problems = ended.problems(75, name, "run the same command to continue", within=15.0)
     problems += run_with(recipe).problems(0) + differences(tmp_path / "run", whole_with_evaluation)
-    assert not settle(fault_table, f"{name} in {moment}", problems, [ended.notice])
+    assert not record_try(fault_table, f"{name} in {moment}", problems, [ended.notice])
 
 
 @pytest.mark.soak
@@ -614,11 +618,11 @@ def test_a_second_signal_ends_at_once(reference: Path, tmp_path: Path, fault_tab
     problems = ended.problems(ended.code, within=5.0) + ([] if ended.code in (5, 75) else [f"exit code {ended.code}"])
     problems += [] if valid_steps(tmp_path / "run") else ["no checkpoint is left"]
     problems += run_with(recipe).problems(0) + differences(tmp_path / "run", reference)
-    assert not settle(fault_table, "a second SIGTERM", problems, [ended.notice])
+    assert not record_try(fault_table, "a second SIGTERM", problems, [ended.notice])
 
 
 @pytest.mark.soak
-def test_a_stop_that_takes_too_long_is_cut_off(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
+def test_a_stop_that_takes_too_long_is_killed(reference: Path, tmp_path: Path, fault_table: FaultTable) -> None:
     grace = 4
     recipe = small_recipe(tmp_path, launch__grace_s=grace)
     slow = {
@@ -633,7 +637,7 @@ def test_a_stop_that_takes_too_long_is_cut_off(reference: Path, tmp_path: Path, 
     problems = ended.problems(75, within=grace + 5.0)
     problems += [] if valid_steps(tmp_path / "run") else ["no checkpoint is left"]
     problems += run_with(recipe).problems(0) + differences(tmp_path / "run", reference)
-    assert not settle(fault_table, "a stop longer than launch.grace_s", problems, [ended.notice])
+    assert not record_try(fault_table, "a stop longer than launch.grace_s", problems, [ended.notice])
 
 
 FINISHED = 50

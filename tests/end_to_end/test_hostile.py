@@ -74,7 +74,7 @@ def plan_of(folder: Path, trust: bool = False, **changes: Any) -> Plan:
     return make_plan(written, find_topology(written.recipe, {}), trust_remote_code=trust)
 
 
-def go(folder: Path, **changes: Any) -> None:
+def prepare_run(folder: Path, **changes: Any) -> None:
     """Do what a run does with the model folder before it creates a process group, and write the model's files."""
     plan = plan_of(folder, **changes)
     tokenizer = load_tokenizer(plan, quiet)
@@ -87,7 +87,7 @@ def go(folder: Path, **changes: Any) -> None:
 def refusal(folder: Path, **changes: Any) -> str:
     """Return the message with which the run is refused: a single line of an FsdptrainError."""
     with pytest.raises(FsdptrainError) as caught:
-        go(folder, **changes)
+        prepare_run(folder, **changes)
     message = str(caught.value)
     assert message.strip()
     assert len(message.splitlines()) == 1, message
@@ -114,8 +114,8 @@ def evil(canary: Path) -> str:
     return f"import pathlib; pathlib.Path({str(canary)!r}).touch()\nclass Evil: pass\n"
 
 
-def test_the_sound_folder_goes_all_the_way(model: Path, tmp_path: Path) -> None:
-    go(tmp_path)
+def test_the_sound_folder_is_accepted(model: Path, tmp_path: Path) -> None:
+    prepare_run(tmp_path)
     assert (tmp_path / "written" / "config.json").is_file()
 
 
@@ -137,11 +137,11 @@ def test_a_model_that_has_only_pickled_weights_is_refused(model: Path, tmp_path:
 )
 def test_a_pickle_beside_sound_files_is_not_read(model: Path, tmp_path: Path, canary: Path, name: str) -> None:
     (model / name).write_bytes(pickle.dumps(Payload(canary)))
-    go(tmp_path)
+    prepare_run(tmp_path)
     assert not canary.exists()
 
 
-def test_a_pickle_in_the_place_of_a_tokenizer_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
+def test_a_pickle_instead_of_a_file_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors", "config.json"):
         before = (model / name).read_bytes() if (model / name).exists() else b""
         (model / name).write_bytes(pickle.dumps(Payload(canary)))
@@ -166,23 +166,23 @@ def with_code(model: Path, canary: Path, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [{"model_type": "evil"}, {"architectures": ["EvilForCausalLM"]}])
-def test_code_of_its_own_is_refused_in_a_sentence_that_names_the_flag(
+def test_own_code_is_refused_with_a_message_that_names_the_flag(
     model: Path, tmp_path: Path, canary: Path, change: dict[str, Any]
 ) -> None:
     with_code(model, canary, **change)
-    said = refusal(tmp_path)
-    assert "has custom code, which is not run" in said
-    assert "--trust-remote-code" in said
+    message = refusal(tmp_path)
+    assert "has custom code, which is not run" in message
+    assert "--trust-remote-code" in message
     assert not canary.exists()
 
 
 def test_code_for_an_architecture_that_is_known_is_never_run(model: Path, tmp_path: Path, canary: Path) -> None:
     with_code(model, canary)
-    go(tmp_path)
+    prepare_run(tmp_path)
     assert not canary.exists()
 
 
-def test_a_tokenizer_class_of_its_own_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
+def test_an_own_tokenizer_class_is_refused(model: Path, tmp_path: Path, canary: Path) -> None:
     with_code(model, canary)
     rewrite(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
     (model / "tokenizer.json").unlink()
@@ -199,14 +199,14 @@ def test_code_of_another_repository_is_refused_even_with_the_flag(model: Path, t
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "abc1234", "A" * 40, "f" * 39, "f" * 41])
-def test_the_flag_wants_a_full_commit(tmp_path: Path, revision: str | None) -> None:
+def test_the_flag_needs_a_full_commit(tmp_path: Path, revision: str | None) -> None:
     changes: dict[str, Any] = {"model": {"id": "org/name", "revision": revision}}
     with pytest.raises(RecipeError, match=r"model\.revision.*full commit"):
         plan_of(tmp_path, trust=True, **changes)
     assert not plan_of(tmp_path, **changes).trust_remote_code
 
 
-def test_the_flag_takes_a_commit_or_a_folder_and_travels_in_the_plan(model: Path, tmp_path: Path) -> None:
+def test_the_flag_accepts_a_commit_or_a_folder_and_is_in_the_plan(model: Path, tmp_path: Path) -> None:
     pinned = {"model": {"id": "org/name", "revision": "0123456789abcdef" * 2 + "01234567"}}
     for plan in (plan_of(tmp_path, trust=True, **pinned), plan_of(tmp_path, trust=True)):
         assert Plan.from_json(plan.to_json()).trust_remote_code
@@ -230,8 +230,8 @@ OUT = "{{ self.__init__.__globals__.__builtins__.__import__('os').mkdir('CANARY'
 )  # fmt: skip
 def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary: Path, template: str) -> None:
     (model / "chat_template.jinja").write_text(template.replace("CANARY", str(canary)))
-    said = refusal(tmp_path)
-    assert "chat template" in said
+    message = refusal(tmp_path)
+    assert "chat template" in message
     assert not canary.exists()
 
 
@@ -248,7 +248,7 @@ def test_a_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, canary
     ],
     ids=["loops", "recursion", "product", "doubling", "method", "power"],
 )
-def test_a_template_without_an_end_is_stopped(
+def test_a_template_that_never_ends_is_stopped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr("fsdptrain.data.chat.TEMPLATE_S", 1)
@@ -270,7 +270,7 @@ def test_a_link_out_of_the_folder_is_not_followed(model: Path, tmp_path: Path, n
     assert f"{name} is a link to a file outside its folder" in refusal(tmp_path)
 
 
-def test_the_hubs_cache_is_made_of_links_and_weights_may_be_links(model: Path, tmp_path: Path) -> None:
+def test_links_inside_the_hubs_cache_and_linked_weights_are_accepted(model: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
     for folder in (snapshot, blobs):
@@ -281,14 +281,14 @@ def test_the_hubs_cache_is_made_of_links_and_weights_may_be_links(model: Path, t
     (blobs / "model.safetensors").rename(tmp_path / "weights")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(tmp_path / "weights")
-    go(tmp_path, model={"id": str(snapshot)})
+    prepare_run(tmp_path, model={"id": str(snapshot)})
 
 
 INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('{"metadata": {}, "weight_map": {"a": "../outside.safetensors"}}', "outside its folder"),
         ('{"metadata": {}, "weight_map": {"a": "/etc/passwd"}}', "outside its folder"),
@@ -304,9 +304,9 @@ INDEX = "model.safetensors.index.json"
         ("[" * 100_000, INDEX),
     ],
 )
-def test_a_hostile_index_is_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
+def test_a_hostile_index_is_refused(model: Path, tmp_path: Path, text: str, message: str) -> None:
     (model / INDEX).write_text(text)
-    assert says in refusal(tmp_path)
+    assert message in refusal(tmp_path)
 
 
 def tensors(header: str | bytes, length: int | None = None, data: bytes = b"") -> bytes:
@@ -341,7 +341,7 @@ def test_a_hostile_header_is_refused(model: Path, tmp_path: Path, raw: bytes) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         *(({name: 2 * limit}, "not a") for name, limit in LIMITS.items() if name in TINY),
         ({"hidden_size": 10**9}, "hidden_size: 1000000000 is not a whole number from 1 to"),
@@ -358,19 +358,19 @@ def test_a_hostile_header_is_refused(model: Path, tmp_path: Path, raw: bytes) ->
     ],
     ids=str,
 )  # fmt: skip
-def test_a_hostile_configuration_is_refused(model: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_a_hostile_configuration_is_refused(model: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rewrite(model / "config.json", **change)
-    assert says in refusal(tmp_path)
+    assert message in refusal(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB: nothing large was allocated
 
 
 @pytest.mark.parametrize("text", ["", "[]", "5", "null", "{", "[" * 100_000, '{"a":' * 5000, "\0", "\xff"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"])
-def test_a_file_of_garbage_is_refused_or_left_aside(model: Path, tmp_path: Path, name: str, text: str) -> None:
+def test_a_file_of_garbage_is_refused_or_ignored(model: Path, tmp_path: Path, name: str, text: str) -> None:
     (model / name).write_bytes(text.encode("latin1"))
     try:
-        go(tmp_path)
+        prepare_run(tmp_path)
     except FsdptrainError as error:
         assert len(str(error).splitlines()) == 1
 
@@ -380,7 +380,7 @@ def test_a_file_of_garbage_is_refused_or_left_aside(model: Path, tmp_path: Path,
 )
 def test_a_generation_config_that_cannot_be_used_is_replaced(model: Path, tmp_path: Path, text: str) -> None:
     (model / "generation_config.json").write_bytes(text.encode("latin1"))
-    go(tmp_path)
+    prepare_run(tmp_path)
     json.loads((tmp_path / "written" / "generation_config.json").read_text())
 
 
@@ -408,7 +408,7 @@ def test_a_generation_config_that_cannot_be_used_is_replaced(model: Path, tmp_pa
         ),
     ],
 )
-def test_how_far_the_positions_of_an_architecture_reach(kind: str, keys: dict[str, Any], limit: int | None) -> None:
+def test_the_position_limit_of_an_architecture(kind: str, keys: dict[str, Any], limit: int | None) -> None:
     assert position_limit(AutoConfig.for_model(kind, **keys)) == limit
 
 
@@ -417,7 +417,7 @@ def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers(model: Pat
         "data.seq_len: 512 is beyond the model's 256 positions: use 256 or less"
     )
     rewrite(model / "config.json", max_position_embeddings=512)
-    go(tmp_path, data__seq_len=512)
+    prepare_run(tmp_path, data__seq_len=512)
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------
@@ -502,13 +502,13 @@ def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return {"with": with_flag, "without": without, "folder": tmp / "run", "model": model}
 
 
-def test_a_model_with_code_of_its_own_trains_when_the_command_line_says_so(runs: dict[str, Any]) -> None:
+def test_a_model_with_own_code_trains_with_the_flag(runs: dict[str, Any]) -> None:
     assert runs["with"].returncode == 0, runs["with"].stderr
     assert [event["step"] for event in events(runs["folder"], "step")] == [1, 2]
     assert "the model's own code runs" in (runs["folder"] / "logs" / "rank-0.log").read_text()
 
 
-def test_its_code_goes_along_into_the_export(runs: dict[str, Any]) -> None:
+def test_the_code_is_copied_into_the_export(runs: dict[str, Any]) -> None:
     export = runs["folder"] / "export"
     written = json.loads((export / "config.json").read_text())
     assert written["architectures"] == ["OwnForCausalLM"]

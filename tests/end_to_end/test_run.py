@@ -23,7 +23,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A whole run: six steps over two ranks with evaluation, checkpoints and TensorBoard."""
+    """Run six steps over two ranks to the end, with evaluation, checkpoints and TensorBoard."""
     tmp = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(
         tmp, train__steps=STEPS, data__eval={"fraction": 0.2}, eval__every=3, log__tensorboard=True, checkpoint__keep=2
@@ -31,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     return tmp, fsdptrain("run", recipe)
 
 
-def test_a_run_ends_well_and_says_where_the_model_is(finished: Any) -> None:
+def test_a_run_finishes_and_shows_how_to_load_the_model(finished: Any) -> None:
     tmp, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
     assert f'\nfolder = "{tmp}/run/export"\n' in done.stdout
@@ -39,7 +39,7 @@ def test_a_run_ends_well_and_says_where_the_model_is(finished: Any) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_the_run_folder_is_as_promised(finished: Any) -> None:
+def test_the_run_folder_has_the_documented_files(finished: Any) -> None:
     run = finished[0] / "run"
     assert (run / "recipe.yaml").read_text() == (finished[0] / "recipe.yaml").read_text()
     names = {"recipe.yaml", "plan.json", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "export", "model"}
@@ -49,7 +49,7 @@ def test_the_run_folder_is_as_promised(finished: Any) -> None:
     assert json.loads((run / "plan.json").read_text())["accumulation"] == 4
 
 
-def test_metrics_hold_what_was_promised(finished: Any) -> None:
+def test_metrics_have_the_documented_fields(finished: Any) -> None:
     found = events(finished[0] / "run")
     assert [event["event"] for event in found][:1] == ["start"] and found[-1]["event"] == "export"
     steps = events(finished[0] / "run", "step")
@@ -81,7 +81,7 @@ def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) ->
     model = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
     batch = corpus.batch(held_out)
     with torch.no_grad():
-        # without a cache: with one, transformers does not look for packed documents
+        # without a cache, because with one transformers ignores packed documents
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
     last = events(run, "eval")[-1]
@@ -105,20 +105,23 @@ def contents(root: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
-def test_a_finished_run_is_not_touched(finished: Any) -> None:
+def test_a_finished_run_is_not_changed(finished: Any) -> None:
     recipe, run = finished[0] / "recipe.yaml", finished[0] / "run"
     before = contents(run)
-    done = fsdptrain("run", recipe, "log.every=2")  # which changes nothing of what was trained
+    done = fsdptrain("run", recipe, "log.every=2")  # which does not affect training
     assert done.returncode == 0, done.stderr
     assert f"the run in {run} is finished ({STEPS} steps): nothing was trained" in done.stdout
     assert f'folder = "{run}/export"' in done.stdout
-    for overrides, told in ((["optim.lr=1e-5"], "optim.lr: 0.0003 → 1e-05"), (["train.steps=3"], "train.steps: 6 → 3")):
+    for overrides, change in (
+        (["optim.lr=1e-5"], "optim.lr: 0.0003 → 1e-05"),
+        (["train.steps=3"], "train.steps: 6 → 3"),
+    ):
         done = fsdptrain("run", recipe, *overrides)
-        assert done.returncode == 2 and told in done.stderr and "choose another `name`" in done.stderr
+        assert done.returncode == 2 and change in done.stderr and "choose another `name`" in done.stderr
     assert contents(run) == before
 
 
-def test_a_longer_run_goes_on_and_says_what_was_changed(finished: Any, tmp_path: Path) -> None:
+def test_a_longer_run_resumes_and_shows_what_was_changed(finished: Any, tmp_path: Path) -> None:
     recipe, run = finished[0] / "recipe.yaml", tmp_path / "run"
     shutil.copytree(finished[0] / "run", run)
     mine = ["notes.md", "export/notes.md", "model/notes.md", "checkpoints/notes.tmp", "checkpoints/step-00000004/notes"]
@@ -129,8 +132,8 @@ def test_a_longer_run_goes_on_and_says_what_was_changed(finished: Any, tmp_path:
     changed = {"train.steps": [6, 8], "optim.lr": [0.0003, 0.0001], "output_dir": [str(finished[0] / "run"), str(run)]}
     (resume,) = events(run, "resume")
     assert (resume["step"], resume["changed"]) == (STEPS, changed)
-    told = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items())]
-    assert all(line in done.stdout.splitlines() for line in told)
+    lines = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items())]
+    assert all(line in done.stdout.splitlines() for line in lines)
     assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
     assert {path.name for path in (run / "plans").iterdir()} == {"0001.json", "0001.yaml", "0002.json", "0002.yaml"}
     mine[-1] = "checkpoints/step-00000004.old.kept/notes"
@@ -167,7 +170,7 @@ def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_a_stop_signal_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     recipe, run = (
         write_recipe(tmp_path, train__steps=60, checkpoint__every=None, checkpoint__async=False),
         tmp_path / "run",
@@ -187,7 +190,7 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> Non
     assert events(run, "resume")[-1]["step"] == stopped
 
 
-def test_the_first_failing_ranks_own_words_are_shown(tmp_path: Path) -> None:
+def test_the_message_of_the_first_rank_that_fails_is_shown(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, fsdp__wrap=["GPT2Block"])
     done = fsdptrain("run", recipe)
     assert done.returncode == 2
@@ -208,7 +211,7 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     assert missing.returncode == 4 and "'nowhere.jsonl' was not found" in missing.stderr
 
 
-def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
+def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".fsdptrain").touch()
@@ -220,12 +223,12 @@ def test_under_an_existing_torchrun_it_joins_in(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 steps in" in done.stdout
-    assert done.stdout.count("step 2/2") == 1  # one voice, rank 0's
+    assert done.stdout.count("step 2/2") == 1  # only rank 0 prints
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
-    assert len(events(tmp_path / "run", "start")) == 1  # it begins on a line of its own
+    assert len(events(tmp_path / "run", "start")) == 1  # the partial line before it was cut off
 
 
-def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:
+def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
     process = start(recipe)
     end = time.monotonic() + 60
@@ -239,7 +242,7 @@ def test_a_stop_in_the_first_seconds_is_heard(tmp_path: Path) -> None:
     assert processes_using(run) == []
 
 
-def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
     process = start(recipe)
     wait_for_step(run, 1)
@@ -249,13 +252,13 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     assert [(run / name).read_bytes() for name in ("recipe.yaml", "plan.json")] == before
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
-    text = tmp_path / "text.jsonl"  # and what it goes on with is what it began with
+    text = tmp_path / "text.jsonl"  # the data must not change between the attempts
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:-9]))
     other = fsdptrain("run", recipe)
     assert other.returncode == 2 and "data.content: was" in other.stderr
 
 
-def test_an_export_overwrites_nothing_of_yours(finished: Any, tmp_path: Path) -> None:
+def test_an_export_overwrites_no_file_of_the_user(finished: Any, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("x")
     done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "mine")

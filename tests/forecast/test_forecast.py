@@ -43,7 +43,7 @@ from fsdptrain.validate.summary import show_outcome
 H100 = KNOWN["h100-80gb"]
 SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
 
-# --- hardware -------------------------------------------------------------------------------------------------------
+# --- hardware --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_mfu_and_forecast_use_the_same_peak(name: str, monkeypatch: pytest.Monke
     assert known and world.peak_flops(torch.bfloat16) == known.flops
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
+# --- time ------------------------------------------------------------------------------------------------------------
 
 BUSY = 1_000_000_000_000  # FLOPs
 
@@ -186,7 +186,7 @@ def test_a_step_takes_at_least_its_busiest_stream_and_at_most_the_sum_of_all(wor
     assert timed.flops == sum(flops for _, flops in work)
 
 
-# --- the forecasting process ----------------------------------------------------------------------------------------
+# --- the forecasting process -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_a_simulation_that_ends_its_process_is_repeated_on_a_fake_cpu(
     assert math.isclose(dry.step["peak_bytes"], answer["peak_bytes"], rel_tol=0.02)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(

@@ -1,4 +1,4 @@
-"""What the launcher says of ranks that hang or die, who is slow, and which errors cross between processes."""
+"""How ranks that hang, die or are slow are explained, and how errors travel between processes."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ Thread 0x00007f7d2a5f5b80 (most recent call first):
 """
 
 
-def a_plan(tmp_path: Path, world: int, **changes: Any) -> Plan:
+def plan_for(tmp_path: Path, world: int, **changes: Any) -> Plan:
     written = load(write_recipe(tmp_path, launch__nproc_per_node=world, **changes))
     return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}))
 
 
-def test_a_hang_is_told_in_one_paragraph(tmp_path: Path) -> None:
-    plan = a_plan(tmp_path, 4)
+def test_a_hang_is_explained_in_one_paragraph(tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, 4)
     rundir = RunDir(Path(plan.run_dir))
     rundir.logs.mkdir(parents=True)
     for rank in (0, 2):
         report = {"rank": rank, "waits": True, "where": "all-gather of model.layers.7"}
         rundir.hang_report(rank).write_text(json.dumps(report))
     rundir.stack_dump(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
-    told = explain_hang([0, 1, 2], plan, rundir, "after step 12")
-    assert "the run hung after step 12: no progress for 60 s" in told
-    assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in told
-    assert "rank 3 does not respond" in told
+    message = explain_hang([0, 1, 2], plan, rundir, "after step 12")
+    assert "the run hung after step 12: no progress for 60 s" in message
+    assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in message
+    assert "rank 3 does not respond" in message
 
 
 def test_the_place_of_a_rank_is_the_innermost_function_of_this_package() -> None:
@@ -101,7 +101,7 @@ def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
 
 
 def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
-    plan = a_plan(tmp_path, 1, launch__timeout_s=1)
+    plan = plan_for(tmp_path, 1, launch__timeout_s=1)
     hang = RunDir(Path(plan.run_dir)).hang_report(0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.beat(step_done=True)
@@ -116,7 +116,7 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
     assert "entries" in json.loads(RunDir(Path(plan.run_dir)).collectives(0).read_text())
 
 
-def judged(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
+def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
     found = {}
     for rank, facts in enumerate(failures):
         file = tmp_path / f"{rank}.json"
@@ -127,13 +127,13 @@ def judged(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
 
-def test_the_cause_is_told_and_not_its_consequence(tmp_path: Path) -> None:
+def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
     lost = {"code": 5, "type": "WorkerLost", "message": "connection closed", "at": 1.0}
-    killed = judged(tmp_path, lost, {"code": -9}, {"code": -15})
+    killed = explained(tmp_path, lost, {"code": -9}, {"code": -15})
     assert type(killed) is errors.WorkerLost and "rank 1 was killed by SIGKILL" in str(killed)
-    wrong = judged(tmp_path, lost, {"code": 5, "type": "WorkerError", "message": "KeyError: 7", "at": 2.0})
+    wrong = explained(tmp_path, lost, {"code": 5, "type": "WorkerError", "message": "KeyError: 7", "at": 2.0})
     assert type(wrong) is errors.WorkerError and "rank 1 failed after step 3: KeyError: 7" in str(wrong)
-    data = judged(tmp_path, {"code": 4, "type": "DataError", "message": "rows.jsonl:7: no", "at": 3.0}, lost)
+    data = explained(tmp_path, {"code": 4, "type": "DataError", "message": "rows.jsonl:7: no", "at": 3.0}, lost)
     assert type(data) is errors.DataError and str(data) == "rows.jsonl:7: no"
 
 
@@ -150,7 +150,7 @@ def test_the_cause_is_told_and_not_its_consequence(tmp_path: Path) -> None:
         (errors.NonFiniteError("nan"), errors.NonFiniteError),
     ],
 )
-def test_only_what_a_restart_can_mend_is_lost(error: Exception, kind: type) -> None:
+def test_only_errors_that_a_restart_can_fix_are_worker_lost(error: Exception, kind: type) -> None:
     assert type(as_fsdptrain_error(error)) is kind
     assert type(errors.from_record(errors.to_record(as_fsdptrain_error(error)))) is kind
 

@@ -24,7 +24,7 @@ Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
 op = torch.ops.fsdptrain.attention
 
 
-# --- masks: bool [rows, 1, length, length], True where a query sees a key -------------------------------------------
+# --- masks: bool [rows, 1, length, length], True where a query sees a key --------------------------------------------
 
 
 def causal(length: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ MASKS: dict[str, tuple[int, torch.Tensor | None]] = {
 }
 
 
-# --- the operator ---------------------------------------------------------------------------------------------------
+# --- the operator ----------------------------------------------------------------------------------------------------
 
 
 def inputs(length: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Made:
@@ -182,7 +182,7 @@ def test_the_memory_it_works_in_is_foreseen(dtype: torch.dtype, heads: int, grou
         assert needed(operator, *args, mask, 0.25) < foreseen
 
 
-# --- tiles ----------------------------------------------------------------------------------------------------------
+# --- tiles -----------------------------------------------------------------------------------------------------------
 
 
 def pairs(found: list[Tile]) -> int:
@@ -225,7 +225,7 @@ def test_rows_that_see_the_same_are_computed_at_once() -> None:
     assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 3 + [slice(1, 2)] * 3
 
 
-# --- in a model -----------------------------------------------------------------------------------------------------
+# --- in a model ------------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

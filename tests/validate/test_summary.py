@@ -48,7 +48,7 @@ def gpu_plan(tmp_path: Path, world: int = 8) -> Plan:
     return make_plan(load(write_recipe(tmp_path)), Topology("cuda", 1, world), elsewhere=True)
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
+# --- lines -----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), min_size=1, max_size=30))
@@ -107,7 +107,7 @@ def test_a_table_that_is_too_wide_becomes_paragraphs(width: int | None) -> None:
         assert "parameters 218,112,000" in everything and "gathered 1002.0 MiB" in everything
 
 
-# --- the verdict ----------------------------------------------------------------------------------------------------
+# --- the verdict -----------------------------------------------------------------------------------------------------
 
 STEP = {
     "fits": True, "tight": False, "hardware": "h100-80gb", "needed_bytes": int(52.4 * GIB),
@@ -154,7 +154,7 @@ def test_a_request_survives_its_json(tmp_path: Path) -> None:
     assert Request.from_json(here.to_json()) == here
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 
 ELSEWHERE = ("--hardware", "8xh100", "--price-per-gpu-hour", "2.5", "train.steps=100000")
 HEADINGS = [
@@ -205,7 +205,7 @@ def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no GPUs" in json.loads(done.stdout)["problems"][0]
 
 
-# --- the Hub --------------------------------------------------------------------------------------------------------
+# --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answers", [False, True])
