@@ -1,8 +1,8 @@
-"""Before the ranks of several nodes have met, tells each node that the others live, or that one is lost.
+"""A heartbeat between nodes until all ranks have joined the process group.
 
-On one node the agent sees a worker end. From another node nothing is seen: whoever came first to the meeting would wait
-for ever for a node that was killed, or found no data, on its way there. So the first worker of every node counts in the
-agents' store, once a second, and looks whether the others count.
+On one node the agent sees a worker end. A node sees nothing of the others: it would wait for ever for one that was
+killed, or that found no data, before it joined. So the first worker of every node increments a counter in the agents'
+store once a second, and checks that the counters of the others change.
 """
 
 from __future__ import annotations
@@ -17,56 +17,58 @@ import torch.distributed as dist
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import Stopped
 
-LOOK_S = 1.0
+INTERVAL_S = 1.0
 
 
-SILENT = 30  # looks: native code may keep Python from counting for some seconds, a lost node does for good
+MAX_MISSED = 30  # intervals without a change: native code can block Python for some seconds, a lost node stays silent
 
 
-SLOW_START = 300  # looks until the first count of a node: a cold network disk takes minutes to import torch from
+MAX_MISSED_AT_START = 300  # intervals until the first beat: importing torch from a cold network disk takes minutes
 
 
-MET = 2**40  # what a node adds that has come to the meeting, where collectives notice; one that failed subtracts it
+JOINED = (
+    2**40
+)  # added by a node that has joined (from then on collectives notice a loss), subtracted by one that failed
 
 
 class Pulse:
-    """Counts and looks while it is entered. Inert on one node, and in all workers of a node but the first."""
+    """Sends and checks heartbeats while it is entered, in the first worker of each node; does nothing on one node."""
 
     def __init__(self, plan: Plan, lost: Callable[[str], None]) -> None:
-        """`lost` is called from a thread, with what has happened."""
+        """`lost` is called from a thread, with a message, when another node is lost."""
         local = plan.topology.nproc_per_node
         self._node, inside = divmod(int(os.environ["RANK"]), local)
         self._nodes, self._lost = plan.topology.nnodes, lost
         self._ended, self._last = threading.Event(), 0
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
-        self._wanted = self._nodes > 1 and inside == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._active = self._nodes > 1 and inside == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def __enter__(self) -> Pulse:
-        if self._wanted:
+        if self._active:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        stopped = kind is not None and issubclass(kind, Stopped)  # so will the others be, by a signal of their own
-        self._last = MET if kind is None else 0 if stopped else -MET
+        stopped = kind is not None and issubclass(kind, Stopped)  # each node gets the signal itself
+        self._last = JOINED if kind is None else 0 if stopped else -JOINED
         self._ended.set()
-        if self._wanted:
+        if self._active:
             self._thread.join()
 
     def _watch(self) -> None:
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=SILENT)))
-            counts, silent = [0] * self._nodes, [0] * self._nodes
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MAX_MISSED)))
+            counts, missed = [0] * self._nodes, [0] * self._nodes
             while True:
                 for node in range(self._nodes):
                     count = store.add(f"fsdptrain/pulse/{node}", int(node == self._node))
-                    silent[node] = 0 if count != counts[node] or count >= MET else silent[node] + 1
+                    missed[node] = 0 if count != counts[node] or count >= JOINED else missed[node] + 1
                     counts[node] = count
-                    if count < 0 or silent[node] > (SILENT if count else SLOW_START):
+                    if count < 0 or missed[node] > (MAX_MISSED if count else MAX_MISSED_AT_START):
                         return self._lost(
                             f"node {node} stopped responding before training started; see that node's output"
                         )
-                if self._ended.wait(LOOK_S):
+                if self._ended.wait(INTERVAL_S):
                     break
             store.add(f"fsdptrain/pulse/{self._node}", self._last)
         except dist.DistError:

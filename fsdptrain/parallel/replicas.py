@@ -14,14 +14,14 @@ from fsdptrain.parallel.world import World
 def check_replicas(model: Any, world: World) -> None:
     """Raise FsdptrainError unless all copies of the model are bitwise equal; collective.
 
-    Gradients are summed over the copies, and nothing else ever is: copies that start apart stay apart, silently.
-    Compared are the wrapped sums of each shard's bits, and those of the buffers, of which every rank has all.
+    Only gradients are summed over the copies: copies that differ at the start would differ for ever, without an error.
+    The sums of the bits of each rank's shards are compared, and of the buffers, which every rank has as a whole.
     """
-    kept = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    sums = torch.stack([_bit_sum(tensor) for tensor in kept.values()]).double()
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    sums = torch.stack([_bit_sum(tensor) for tensor in state.values()]).double()
     ranks = torch.from_numpy(world.gather(sums))
     grid = world.mesh.mesh if world.mesh.ndim == 2 else world.mesh.mesh[None]
-    for number, (name, tensor) in enumerate(kept.items()):
+    for number, (name, tensor) in enumerate(state.items()):
         copies = grid if isinstance(tensor, DTensor) else grid.reshape(-1, 1)
         found = ranks[:, number][copies]
         if (found != found[0]).any():
@@ -33,7 +33,7 @@ def check_replicas(model: Any, world: World) -> None:
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a local tensor's bit patterns modulo 2⁵³, which a float64 holds exactly."""
+    """Return the sum of a local tensor's bit patterns modulo 2⁵³, which float64 represents exactly."""
     local = tensor.detach()
     local = (local.to_local() if isinstance(local, DTensor) else local).contiguous()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]

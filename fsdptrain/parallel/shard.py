@@ -1,7 +1,7 @@
 """Activation checkpointing → compile → `fully_shard`, in this order.
 
-Recomputation and compilation replace a block's `forward`; FSDP's hooks sit around the block's `__call__`. So a block is
-gathered once in backward, before its recomputation, and parameter names stay as transformers has them.
+Recomputation and compilation replace a block's `forward`; FSDP's hooks run around the block's `__call__`. So a block is
+gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-KEPT = [  # what selective checkpointing does not recompute: matrix products and attention
+KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -47,7 +47,7 @@ KEPT = [  # what selective checkpointing does not recompute: matrix products and
 
 
 def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
-    """The plan's model spread over the ranks, with its units: everything but memory for the weights, and weights."""
+    """Return the plan's model, sharded over the ranks, and its units; parameters are still on the meta device."""
     recipe = plan.recipe
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     if world.device.type == "cpu":
@@ -62,14 +62,16 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
 
 
 def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
-    """Spread a skeleton over the ranks in place, as the plan's strategy says."""
+    """Shard a skeleton over the ranks in place, by the plan's strategy."""
     fsdp = plan.recipe.fsdp
+    # Recomputation, then compilation: both replace the `forward` of blocks, around which FSDP2 will add its hooks.
     blocks = [module for _, module in blocks_of(model)]
     kept = {(id(model.get_submodule(owner)), key) for owner, _, key in (n.rpartition(".") for n in model.float32_names)}
     recompute(blocks, fsdp.activation_checkpointing)
     if plan.recipe.train.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward)
+    # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
         "mp_policy": precision(fsdp),
@@ -77,34 +79,36 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     }
     reshard = fsdp.strategy.reshards
     for unit in units:
-        # What runs last in forward runs first in backward: freeing the head in between would be for nothing.
+        # The head runs last in forward and first in backward: it would be gathered again at once.
         fully_shard(unit.modules, reshard_after_forward=reshard and unit.name != "head", **policies)
     fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+    # Gradients are summed, not averaged: the loss is already divided by the label tokens of the global batch.
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # the loss is divided by the global batch's tokens: gradients are plain sums
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if world.device.type == "cpu":
                 module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
+    # Both change the units that exist now: groups of their own for float32 parameters, and the order of prefetching.
     if kept:
         keep_float32(model, kept)
     set_prefetch([unit.modules[0] for unit in units], fsdp)
 
 
 class GlooReduceScatter:
-    """Sends every rank its part and adds up what comes, in the order of the ranks.
+    """A reduce-scatter for gloo: sends every rank its part, and sums the received parts in rank order.
 
-    gloo's own reduce-scatter is an all-reduce of a copy of everything, and takes three times as long.
+    gloo's own reduce-scatter all-reduces a copy of the whole buffer, and takes three times as long.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where FSDP puts what it reduces."""
+        """Return memory for FSDP's buffers."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """`output_tensor` [n] becomes this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
+        """Set `output_tensor` [n] to this rank's part of the sum over ranks of `input_tensor` [ranks · n]."""
         assert op == dist.ReduceOp.SUM, "the mean is taken of the loss"
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
@@ -112,9 +116,9 @@ class GlooReduceScatter:
 
 
 def check_dtypes(bare: Any, plan: Plan) -> None:
-    """Raise RecipeError when parameters are to be computed with in float32 beside others in bf16, and torch cannot.
+    """Raise RecipeError if the model computes some parameters in float32, others in bf16, and torch cannot do both.
 
-    torch before 2.13 has one group of parameters, and one dtype, for each unit.
+    Before 2.13 torch has one group of parameters, and so one dtype, for each unit.
     """
     recipe = plan.recipe
     compute = recipe.fsdp.mixed_precision.param_dtype
@@ -128,9 +132,9 @@ def check_dtypes(bare: Any, plan: Plan) -> None:
 
 
 def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
-    """Compute in `param_dtype`, reduce gradients in `reduce_dtype`; what is stored keeps the master dtype.
+    """Compute in `param_dtype` and reduce gradients in `reduce_dtype`; shards keep the master dtype.
 
-    Inputs of units are not cast: what is float32 among them (ALiBi, rotary tables, mamba's residual) is so on purpose.
+    Inputs of units are not cast: some (ALiBi, rotary tables, mamba's residual) must be float32.
     """
     dtypes = fsdp.mixed_precision
     return MixedPrecisionPolicy(
@@ -141,7 +145,7 @@ def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
 
 
 def recompute(blocks: list[nn.Module], kind: Any) -> None:
-    """Drop the activations of these blocks after forward and compute them again in backward."""
+    """Free the activations of these blocks after forward and compute them again in backward."""
     every = kind["every"] if isinstance(kind, dict) else 1
     if kind == "none":
         return
@@ -161,16 +165,16 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
 
 
 def set_prefetch(units: list[Any], fsdp: Fsdp) -> None:
-    """Set which units are gathered ahead of their use; `units` in forward order.
+    """Set which units are gathered ahead of their use; `units` are in forward order.
 
-    FSDP2 by itself gathers the next unit before this one's backward (BACKWARD_PRE) and nothing ahead in forward.
+    By default FSDP2 gathers the next unit before this one's backward (BACKWARD_PRE), and none ahead in forward.
     """
     for i, unit in enumerate(units):
         ahead = units[i + 1 : i + 1 + fsdp.forward_prefetch]
         if ahead:
             unit.set_modules_to_forward_prefetch(ahead)
         if fsdp.backward_prefetch != "BACKWARD_PRE":
-            unit.set_modules_to_backward_prefetch([unit])  # itself, already gathered: that is, nothing
+            unit.set_modules_to_backward_prefetch([unit])  # already gathered: nothing is prefetched
         if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0:
             unit.register_full_backward_hook(functools.partial(_gather_next, units[i - 1]))
 

@@ -1,7 +1,7 @@
-"""A pretended accelerator and a pretended world: a device with streams and a process group with no one in it.
+"""A pretended accelerator and a pretended world: a device with streams, and a process group without other processes.
 
-torch takes the device for a real one (PrivateUse1), tells it from the host, and asks it for streams and events; all it
-does is to write down who waits for whom. It cannot be taken back: pretend in a process of its own.
+torch treats the device (PrivateUse1) as a real one, separate from the host, with streams and events. The device only
+records which stream waits for which. It cannot be unregistered: use it in a separate process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def trace_event(event: Event) -> None:
 
 
 class PretendStream:
-    """A stream of the pretended accelerator: it only has a number, and writes down who waits for whom."""
+    """A stream of the pretended accelerator: a number, and a record of what waits for what."""
 
     numbers = 0
     current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
@@ -45,18 +45,18 @@ class PretendStream:
         PretendStream.numbers += 1
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
-        """Record an event here."""
+        """Record an event on this stream."""
         event = event or DeviceEvent()
         event.record(self)
         return event
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """Go on only after an event."""
+        """Make this stream wait for an event."""
         if event.number is not None:
             trace_event(WaitEvent(event.number, self.number))
 
     def wait_stream(self, other: PretendStream) -> None:
-        """Go on only after all that another stream was given."""
+        """Make this stream wait for all work that was given to another one."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
@@ -73,14 +73,14 @@ class DeviceEvent:
         self.number: int | None = None
 
     def record(self, stream: PretendStream | None = None) -> DeviceEvent:
-        """Happen when a stream, the current one by default, gets here."""
+        """Record this event on a stream, by default the current one."""
         DeviceEvent.numbers += 1
         self.number = DeviceEvent.numbers
         trace_event(RecordEvent(self.number, (stream or PretendStream.current[-1]).number))
         return self
 
     def wait(self, stream: PretendStream | None = None) -> None:
-        """Let a stream go on only after this."""
+        """Make a stream, by default the current one, wait for this event."""
         (stream or PretendStream.current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
@@ -88,7 +88,7 @@ class DeviceEvent:
         trace_event(Synchronize())
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return that the event has happened."""
         return True
 
 
@@ -131,7 +131,7 @@ def pretend_accelerator() -> torch.device:
 
 
 def cuda_attention(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Scaled dot product attention by the rules CUDA chooses its kernel by; a device of our own would get `math`."""
+    """Return scaled dot product attention that chooses its kernel as on CUDA; other devices would get `math`."""
 
     def attention(
         q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -157,23 +157,23 @@ def cuda_attention(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PretendWorld(World):
-    """A world whose other ranks only seem to be there: collectives return at once, with anything in them."""
+    """A world whose other ranks do not exist: collectives return at once, and what they return is arbitrary."""
 
     def gather(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
-        """The same traffic as in a run, and finite numbers that are large enough to be clipped."""
+        """Cause the traffic of a run, and return finite numbers, large enough for gradients to be clipped."""
         local = values.to(self.device, torch.float64)
         dist.all_gather([torch.empty_like(local) for _ in range(self.size)], local)
         trace_event(Synchronize())
         return np.full((self.size, len(values)), 1e6)
 
     def peak_memory(self) -> int:
-        """Nothing: the trace knows."""
+        """Return 0: the peak is computed from the trace."""
         return 0
 
 
 @contextlib.contextmanager
 def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
-    """Rank 0 of the plan's world over torch's fake process group."""
+    """Provide rank 0 of the plan's world over torch's fake process group."""
     size = plan.topology.world_size
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, rank=0, world_size=size, store=fake_store())
@@ -184,5 +184,5 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
 
 
 def current_stream() -> int:
-    """The number of the stream that work is given to."""
+    """Return the number of the stream that work is given to."""
     return PretendStream.current[-1].number if PretendStream.current else 0

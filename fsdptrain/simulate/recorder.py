@@ -1,4 +1,4 @@
-"""Writes down all that torch does while it is entered, on fake tensors or on real ones: the author of a `Trace`."""
+"""Record what torch does on fake or real tensors as a `Trace`: memory, kernels, collectives and their order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
 }
 
 
-ATTENTION: dict[Any, Callable[..., int]] = {  # the CPU's flash kernel is missing from torch's registry of FLOP formulas
+ATTENTION: dict[Any, Callable[..., int]] = {  # torch's registry of FLOP formulas lacks the CPU's flash kernel
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),
@@ -60,19 +60,19 @@ ATTENTION: dict[Any, Callable[..., int]] = {  # the CPU's flash kernel is missin
 }
 
 
-NO_KERNEL = {  # neither computes nor moves anything, though no view by its schema
+NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.lift_fresh.default, aten.detach.default, aten.new_empty_strided.default,
 }  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a trace of all that torch does while it is entered: on fake tensors, or on real ones.
+    """Records a trace of what torch does while it is entered, on fake or real tensors.
 
-    It sees storages, not tensors: views share one, and FSDP2 gives its storages back by resizing them to nothing.
+    It tracks storages, not tensors: views share one, and FSDP2 frees a storage by resizing it to 0 bytes.
     """
 
-    hidden = 0  # while above 0, nothing is seen
+    hidden = 0  # nothing is recorded while this is above 0
 
     def __init__(self, device: str, vocab_size: int | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.vocab_size = vocab_size
         self.known: Any = WeakIdKeyDictionary()  # torch storage → _Entry
         self.moment = ""
-        self.backwards = 0  # begun so far
+        self.backwards = 0  # backward passes begun so far
         self.entered = False
 
     def __enter__(self) -> Recorder:
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exception)
         self._resizes.__exit__(None, None, None)
         pretend.write_down.remove(self.write)
-        self.entered = False  # what is given back from now on is no part of the trace
+        self.entered = False  # what is freed from now on is not part of the trace
 
     @classmethod
     @contextlib.contextmanager
@@ -113,13 +113,13 @@ class Recorder(TorchDispatchMode):
         self.trace.events.append(event)
 
     def begin(self, moment: str) -> None:
-        """From now on it is this moment of the step."""
+        """Name the moment of the step that begins now."""
         self.moment = moment
         self.backwards += moment == LOSS_BACKWARD
         self.write(Moment(moment))
 
     def tag(self, tensor: torch.Tensor, category: Category, unless: Category | None = None) -> None:
-        """Say what a tensor's memory is for; if it was not seen before, it was there before the trace."""
+        """Set the category of a tensor's memory; memory that is not known yet was allocated before the trace."""
         storage = storage_of(tensor)
         entry = self.known.get(storage)
         if entry is None:
@@ -129,10 +129,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # it comes back as operators on local tensors
+            return NotImplemented  # DTensor then calls operators on local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if Recorder.hidden or func.namespace == "prim":  # prim asks for a tensor's device and the like
+        if Recorder.hidden or func.namespace == "prim":  # prim reads a tensor's device and the like
             return result
         backward = torch._C._current_graph_task_id() != -1
         if backward and self.moment == "loss":
@@ -149,15 +149,15 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _category(self, tensor: torch.Tensor, backward: bool) -> Category:
-        """What a new tensor is for, as far as that can be told at its birth."""
+        """Return the category of a new tensor, as far as it is known at its allocation."""
         if tensor.ndim and tensor.shape[-1] == self.vocab_size and self.moment != "optimizer":
             return "logits and loss"
-        if backward:  # with gradients enabled it is recomputation
+        if backward:  # gradients are enabled there only in recomputation
             return "recomputed activations" if torch.is_grad_enabled() else "temporaries"
         return "saved activations" if torch.is_grad_enabled() else "temporaries"
 
     def _roles(self, func: Any, args: Any, kwargs: Any) -> None:
-        """FSDP2's own operators say what their tensors are for."""
+        """Set the categories of tensors that FSDP2's own operators take and return."""
         if func is c10d._allgather_base_.default:
             self.tag(args[0], "communication buffers")
         elif func is fsdp.split_with_sizes_copy.default:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
             self.tag(kwargs["out"], "gradients")
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A collective or a kernel, on the current stream."""
+        """Record a collective or a kernel on the current stream."""
         stream = pretend.current_stream()
         if func in collective_ops:
             if func not in sync_ops:
@@ -214,13 +214,13 @@ class Recorder(TorchDispatchMode):
             self._sized(entry, storage.nbytes())
 
     def _sized(self, entry: _Entry, size: int) -> None:
-        """A storage now has this many bytes."""
+        """Record that a storage now has `size` bytes."""
         before, entry.size = entry.size, size
         if size == before or not self.entered:
             return
         if before:
             if entry.storage.category == "saved activations" and entry.born == self.backwards:
-                entry.storage.category = "temporaries"  # gone before any backward could need it
+                entry.storage.category = "temporaries"  # freed before a backward pass could use it
             self.write(Free(entry.storage))
         if size:
             self.write(Alloc(entry.storage, size, pretend.current_stream()))
@@ -229,12 +229,12 @@ class Recorder(TorchDispatchMode):
 @dataclasses.dataclass(slots=True)
 class _Entry:
     storage: Storage
-    born: int  # after so many backwards
+    born: int  # how many backward passes had begun when it was allocated
     size: int = 0
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor, or of this rank's part of a DTensor."""
+    """Return the memory of a tensor, or of this rank's part of a DTensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 

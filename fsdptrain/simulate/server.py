@@ -1,6 +1,6 @@
-"""The forecasting process: plans come in on standard input, a line each, and forecasts go out.
+"""The forecasting process: reads jobs from standard input, one per line, and writes one forecast for each.
 
-`forecast.Forecaster` starts it, and is the other side.
+`forecast.client.Forecaster` starts it and sends the jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Trace
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
-from fsdptrain.model.skeleton import settle_attention, skeleton
+from fsdptrain.model.skeleton import flash_fits, settle_attention, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
@@ -32,32 +32,34 @@ from fsdptrain.simulate.step import simulate
 GPU_BLOCK = 512  # bytes: the CUDA allocator rounds up to these
 
 
-def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
-    """Simulate a step of the plan and read everything off its trace. Raises RecipeError as the run would."""
+def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
+    """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
+    # The engine runs on fake tensors: leave out what cannot run on them, and say so.
     notes = []
     if plan.recipe.train.compile:
-        notes.append("train.compile: what the compiler saves is unknown; these are the figures without it")
+        notes.append("train.compile: the savings of the compiler are unknown; these figures are without it")
         plan = varied(plan, {"train.compile": False})
-    if plan.recipe.model.attn_implementation == "auto":
-        plan, _ = settle_attention(plan, config)
+    plan = models.with_kernel(plan)
     kernel = plan.recipe.model.attn_implementation
     if kernel in ("flash_attention_2", "flex_attention"):
-        notes.append(f"{kernel}: counted as the flash kernel of torch, without a mask")
+        notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+    # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, config, pretend)
+    trace = simulate(plan, models.config, pretend)
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title)
-    step = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
-    useful = model_flops(skeleton(config, plan.recipe.model), step, plan.recipe.data.seq_len)
+    tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
+    bare = models.skeleton(plan)
+    useful_flops = model_flops(bare, tokens, plan.recipe.data.seq_len)
     return Forecast(
         **memory(trace, device, hardware),
-        **communication(plan, trace, config),
-        **time(plan, trace, hardware, step, useful),
-        model_flops=useful,
+        **communication(plan, trace, sum(p.numel() for p in bare.parameters())),
+        **time(plan, trace, hardware, tokens, useful_flops),
+        model_flops=useful_flops,
         hardware=hardware.name,
         method="pretended accelerator" if pretend else "fake CPU",
         notes=notes,
@@ -65,7 +67,7 @@ def estimate(plan: Plan, config: Any, hardware: Hardware, pretend: bool, drawing
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
-    """This machine: its memory shared by the ranks, and the matrix rate of a rank's threads."""
+    """Return the hardware of this machine: a rank's share of its memory, and the matrix rate of a rank's threads."""
     torch.set_num_threads(plan.threads)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rate = {dtype: matrix_rate(torch.device(HOST), dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -75,7 +77,7 @@ def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
 
 
 def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
-    """The peak and its parts, and whether it fits beside what torch does not see."""
+    """Return the peak and its parts, and whether it fits beside the memory that torch does not allocate."""
     blocks = 1 if hardware.is_cpu else GPU_BLOCK
     top = ledger.peak(trace, device, blocks)
     groups = {e.ranks for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
@@ -99,20 +101,19 @@ def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def communication(plan: Plan, trace: Trace, config: Any) -> dict[str, Any]:
-    """The collectives of a step as they were called, and what the book says of a micro-batch."""
+def communication(plan: Plan, trace: Trace, parameters: int) -> dict[str, Any]:
+    """Return the collectives of a step as they were called, and the textbook's traffic of a micro-batch."""
     found = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
     dtypes = plan.recipe.fsdp.mixed_precision
     width = {name: getattr(torch, getattr(dtypes, name)).itemsize for name in ("param_dtype", "reduce_dtype")}
-    parameters = sum(p.numel() for p in skeleton(config, plan.recipe.model).parameters())
     return {
         "collectives": [dataclasses.asdict(t) | {"wire": t.wire} for t in found],
         "textbook": ledger.textbook(parameters, plan.topology.world_size, *width.values()),
     }
 
 
-def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful: float) -> dict[str, Any]:
-    """Seconds and rates. MFU counts the model's own FLOPs, as the run does, not recomputation."""
+def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
+    """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
     timed = timing.replay_streams(trace.repeated(plan.accumulation), hardware, half, plan.topology.nproc_per_node)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
@@ -124,30 +125,66 @@ def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful: floa
         "communication_s": timed.communication_s,
         "exposed_s": timed.exposed_s,
         "tokens_per_s": tokens / timed.step_s,
-        "mfu": useful / (timed.step_s * peak),
+        "mfu": useful_flops / (timed.step_s * peak),
     }
 
 
-def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """The forecast a job asks for, as a dict; `{"error": record}` for an error of the recipe."""
+class Models:
+    """Configuration and skeletons of one architecture, each built once: a search asks for many plans of one model."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._kernels: dict[bool, str] = {}  # whether flash_attention_2 fits → what `auto` stands for
+        self._bare: Any = None
+
+    def with_kernel(self, plan: Plan) -> Plan:
+        """Return the plan with `attn_implementation: auto` replaced by a kernel."""
+        if plan.recipe.model.attn_implementation != "auto":
+            return plan
+        fits = flash_fits(plan)
+        if fits not in self._kernels:
+            settled, self._bare = settle_attention(plan, self.config)
+            self._kernels[fits] = settled.recipe.model.attn_implementation
+        return varied(plan, {"model.attn_implementation": self._kernels[fits]})
+
+    def skeleton(self, plan: Plan) -> Any:
+        """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
+        if self._bare is None:
+            self._bare = skeleton(self.config, plan.recipe.model)
+        return self._bare
+
+
+def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Models:
+    """Return the models of a job from `known`, where those of the last job are kept; raises RecipeError."""
+    folder, vocab_size, described = job.get("config_dir"), job.get("vocab_size"), dataclasses.asdict(plan.recipe.model)
+    key = json.dumps([folder, vocab_size, plan.trust_remote_code, plan.recipe.data.seq_len, described])
+    if key not in known:
+        known.clear()
+        if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone
+            config = AutoConfig.from_pretrained(folder)
+        else:
+            config = load_config(plan, vocab_size)
+        known[key] = Models(config)
+    return known[key]
+
+
+def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
+    """Return the forecast of a job as a dict; `{"error": record}` for an error of the recipe."""
     plan, hardware = Plan.from_json(job["plan"]), Hardware(**job["hardware"])
     hardware = dataclasses.replace(hardware, attention_share=tuple(hardware.attention_share))  # type: ignore[arg-type]
     try:
-        folder = job.get("config_dir")
-        adopted = plan.trust_remote_code  # by `load_config`, which registers the classes that were trusted
-        config = (
-            AutoConfig.from_pretrained(folder) if folder and not adopted else load_config(plan, job.get("vocab_size"))
-        )
         drawing = Path(job["plot"]) if job.get("plot") else None
-        return dataclasses.asdict(estimate(plan, config, hardware, job["pretend"], drawing))
+        models = models_of(job, plan, known)
+        return dataclasses.asdict(estimate(plan, models, hardware, job["pretend"], drawing))
     except FsdptrainError as error:
         return {"error": to_record(error)}
 
 
 def main() -> None:
     """Answer every line; nothing else goes to standard output."""
+    known: dict[str, Models] = {}
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
     for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answers.write(json.dumps(answer(json.loads(line), known)) + "\n")
         answers.flush()

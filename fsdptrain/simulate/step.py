@@ -1,7 +1,7 @@
-"""The engine itself on fake tensors: one optimizer step of rank 0, without a GPU, without weights, as a `Trace`.
+"""Run one optimizer step of rank 0 on fake tensors, without a GPU and without weights, and record it as a `Trace`.
 
-Everything is the trainer's own: `build`, `allocate`, optimizer, `Engine.step`. What is pretended are
-the device, the process group and the numbers.
+The code is that of training: `build`, `allocate`, the optimizer, `Engine.step`. Only the device, the process group and
+the numbers are not real.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from fsdptrain.train.step import Engine
 
 
 def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
-    """The trace of one optimizer step of rank 0, of at most two micro-batches, with the optimizer's state in place.
+    """Return the trace of one optimizer step of rank 0, of at most two micro-batches, with optimizer state allocated.
 
-    `pretend` chooses the pretended accelerator, else the fake device is the CPU. `config` is the transformers
-    configuration of the model.
+    `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
     """
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
@@ -47,7 +46,7 @@ def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
 
 
 def make_engine(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Unit]]:
-    """The engine as the worker builds it, but with memory where weights would be."""
+    """Return the engine as a worker builds it, with unset weights."""
     model, units = build(plan, config, world)
     allocate(model, torch.device(HOST) if plan.recipe.fsdp.cpu_offload else world.device)
     optimizer = make_optimizer(model, plan.recipe.optim)
@@ -56,7 +55,7 @@ def make_engine(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Uni
 
 
 def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Plan) -> Trace:
-    """Make one step while the recorder is entered; what was there before it comes first."""
+    """Make one step while the recorder is entered; return the trace, which starts with what is allocated already."""
     trace = recorder.trace
     for param in engine.model.parameters():
         recorder.tag(param.detach(), "parameter shards")
@@ -77,10 +76,10 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
 
 
 def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
-    """Let the recorder know which unit is computing, through hooks that change nothing."""
+    """Register hooks that tell the recorder which unit computes; they change nothing."""
 
     def forward(unit: Unit) -> Callable[..., None]:
-        def hook(*_: Any) -> None:  # FSDP's own hook came first: the unit is gathered
+        def hook(*_: Any) -> None:  # FSDP's own hook ran before: the unit is gathered
             recorder.begin(f"forward of {unit.name}")
             for param in itertools.chain.from_iterable(module.parameters() for module in unit.modules):
                 if not isinstance(param, DTensor):
@@ -106,6 +105,6 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
         unit.modules[-1].register_forward_hook(backward(unit.name))
     head = engine.model.get_output_embeddings()
     if all(head is not inner for unit in units for module in unit.modules for inner in module.modules()):
-        head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: it is the root's
+        head.register_forward_pre_hook(lambda *_: recorder.begin("forward of head"))  # tied: in the root
     engine.model.register_forward_hook(lambda *_: recorder.begin("loss"))
     engine.optimizer.register_step_pre_hook(update)

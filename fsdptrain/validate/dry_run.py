@@ -50,9 +50,9 @@ def dry_run(
     vocab_size, steps = check_data(plan, findings)
     if build:
         with findings.continue_on_error():
-            check_model(plan, vocab_size, steps, findings)
+            config = check_model(plan, vocab_size, steps, findings)
             if options and not problems:
-                check_step(plan, vocab_size, steps, findings, options)
+                check_step(plan, config, vocab_size, steps, findings, options)
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:

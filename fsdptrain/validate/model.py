@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.model.skeleton import flash_fits
+from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
@@ -24,8 +24,11 @@ HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
 
 
-def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> None:
-    """Build the model without its weights, divide it into units as the run will, and compute its room on the disk."""
+def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> Any:
+    """Build the model without its weights, divide it into units as the run will, and compute its room on the disk.
+
+    Returns the transformers configuration of the model.
+    """
     findings.send_busy("building the model")
     if not attention_available(plan.recipe.model.attn_implementation):  # already a problem of the machine level
         plan = varied(plan, {"model.attn_implementation": "auto"})
@@ -39,12 +42,13 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     findings.add_facts("model", {"disk": disk}, "Disk", disk_summary(disk))
     for error in disk_problems(plan, disk):
         findings.add_problem(error, this_machine_only=True)
+    return ready.config
 
 
 def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
     kernel = ready.plan.recipe.model.attn_implementation
-    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and ready.bare._supports_flash_attn):
+    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and has_flash(ready.bare)):
         return None
     other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
     return (

@@ -23,7 +23,6 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import search
-from fsdptrain.model.config import load_config
 from fsdptrain.text import size
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import machine_facts
@@ -48,7 +47,9 @@ class StepOptions:
     price: float | None = None
 
 
-def check_step(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings, options: StepOptions) -> None:
+def check_step(
+    plan: Plan, config: Any, vocab_size: int | None, steps: int | None, findings: Findings, options: StepOptions
+) -> None:
     """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
     hardware = options.hardware or hardware_here(plan)
     if hardware is None:
@@ -71,7 +72,7 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, findings: 
         raise
     except FsdptrainError as error:
         findings.add_note(f"{error}; memory is estimated by formula, without fragments; no communication, no time")
-        check_memory_by_formula(plan, vocab_size, hardware, findings)
+        check_memory_by_formula(plan, config, hardware, findings)
         return
 
     cost = run_cost(forecast, plan, steps, options.price)
@@ -85,7 +86,7 @@ def check_step(plan: Plan, vocab_size: int | None, steps: int | None, findings: 
     for note in forecast.notes:
         findings.add_note(note)
     if options.advise:
-        advise(plan, hardware, forecast, vocab_size, findings, options)
+        advise(plan, config, hardware, forecast, vocab_size, findings, options)
 
 
 def run_cost(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:
@@ -112,9 +113,9 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.forecast = verdict(findings.step, plan)
 
 
-def check_memory_by_formula(plan: Plan, vocab_size: int | None, hardware: Hardware, findings: Findings) -> None:
+def check_memory_by_formula(plan: Plan, config: Any, hardware: Hardware, findings: Findings) -> None:
     """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
-    peak = closed_form.peak_by_arithmetic(plan, load_config(plan, vocab_size))
+    peak = closed_form.peak_by_arithmetic(plan, config)
     needed = peak.allocated + hardware.context + hardware.communicator
     capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
     findings.step = {
@@ -130,17 +131,23 @@ def check_memory_by_formula(plan: Plan, vocab_size: int | None, hardware: Hardwa
 
 
 def advise(
-    plan: Plan, hardware: Hardware, own: Forecast, vocab_size: int | None, findings: Findings, options: StepOptions
+    plan: Plan,
+    config: Any,
+    hardware: Hardware,
+    own: Forecast,
+    vocab_size: int | None,
+    findings: Findings,
+    options: StepOptions,
 ) -> None:
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
-    config, parameters = load_config(plan, vocab_size).to_dict(), findings.levels["model"]["parameters"]
+    parameters = findings.levels["model"]["parameters"]
 
     def progress(settled: int, total: int) -> None:
         findings.send_progress("comparing plans", settled, total)
 
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
-        advice = search(plan, hardware, own, forecasters, parameters, config, progress, vocab_size=vocab_size)
+        advice = search(plan, hardware, own, forecasters, parameters, config.to_dict(), progress, vocab_size=vocab_size)
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_table.lines(advice))
     rows = advice_table.rows(advice.options)

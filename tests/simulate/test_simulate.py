@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from simulated import SMALL, config_of, named, on_fake, plan_of
 from support import environment, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST
+from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import pretend_world
 from fsdptrain.simulate.patches import fake_tensor_patches
@@ -159,6 +163,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
+from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.plan import Plan
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.parallel.shard import shard
@@ -192,3 +197,28 @@ def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Pa
         [sys.executable, "-c", OFFLOADED], input=plan.to_json(), text=True, capture_output=True, env=environment()
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_plans_of_one_model_are_forecast_from_one_configuration_and_one_skeleton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: Counter[str] = Counter()
+
+    def count(name: str, build: Callable[..., Any]) -> None:
+        def counted(*args: Any) -> Any:
+            built[name] += 1
+            return build(*args)
+
+        monkeypatch.setattr(server, name, counted)
+
+    for name in ("load_config", "settle_attention", "skeleton"):
+        count(name, getattr(server, name))
+    known: dict[str, server.Models] = {}
+    job = {"hardware": dataclasses.asdict(KNOWN["h100-80gb"]), "pretend": False}
+    changes = ({"fsdp__strategy": "NO_SHARD"}, {"fsdp__strategy": "FULL_SHARD"})
+    plans = [plan_of(tmp_path, world=2, model__attn_implementation="auto", **change) for change in changes]
+    answers = [server.answer(job | {"plan": plan.to_json()}, known) for plan in plans]
+    assert built == {"load_config": 1, "settle_attention": 1}
+    assert answers[0]["model_flops"] == answers[1]["model_flops"] > 0
+    server.answer(job | {"plan": plan_of(tmp_path, world=2, data__seq_len=128).to_json()}, known)
+    assert built["load_config"] == 2, "a configuration is checked against seq_len"
