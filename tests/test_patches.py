@@ -58,7 +58,7 @@ def private_names(module: Path) -> set[str]:
     tree = ast.parse(module.read_text())
     nodes = [node for node in ast.walk(tree) if not isinstance(node, ast.Constant)]
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own.add("_replace")  # of named tuples: documented
+    own |= {"_replace", "_value_"}  # of named tuples and enums: documented
     found = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("fsdptrain"):

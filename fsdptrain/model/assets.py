@@ -1,7 +1,7 @@
-"""All of a Hugging Face folder but the weights: config, generation config and tokenizer, which agree with each other.
+"""The files of a Hugging Face folder besides the weights: config, generation config and tokenizer, made consistent.
 
-The tokenizer decides: an architecture's own defaults (Llama's end token is 2) mean nothing to another tokenizer, and
-generation would stop at the wrong token, or never.
+The tokenizer's special tokens are used: with the defaults of an architecture (Llama's end token is 2) and another
+tokenizer, generation would stop at the wrong token, or never.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdptrain.ownership import install_assets
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-# What else a generation config says in token ids, which are another token's once the tokenizer is another.
+# The other token ids of a generation config: another tokenizer has other tokens under these ids.
 GENERATION_TOKENS = (
     "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
     "bad_words_ids", "sequence_bias",
@@ -41,7 +41,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as temporary:
         scratch = Path(temporary)
-        if type(model)._auto_class is not None:  # code of its own goes along
+        if type(model)._auto_class is not None:  # the folder needs the model's own code
             custom_object_save(model, scratch, config=config)
         config.save_pretrained(scratch)
         generation.save_pretrained(scratch)
@@ -52,8 +52,8 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
 def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool, turn_end: int | None = None) -> None:
     """Set the special tokens of both configurations, in place, to the tokenizer's.
 
-    `own`: the tokenizer is the model's own, so what it does not define the model may know better, and every end token
-    that either configuration lists stays one (Llama 3 has three). `turn_end` ends an assistant's turn in training.
+    `own`: the tokenizer is the model's own. Then tokens that it does not define keep the model's values, and every end
+    token of either configuration is kept (Llama 3 has three). `turn_end` ends an assistant's turn in training.
     """
     for part in _parts(config):
         for name in SPECIAL_TOKENS:
@@ -76,7 +76,7 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
 
 
 def special_token_faults(folder: Path) -> list[str]:
-    """How config, generation config and tokenizer of a Hugging Face folder disagree on their special tokens."""
+    """Return how config, generation config and tokenizer of a Hugging Face folder disagree on special tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = GenerationConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -102,14 +102,14 @@ def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token that ends an assistant's turn in the chat template; None for the end token, or none.
+    """Return the special token that ends an assistant's turn in the chat template; None if none or the end token does.
 
-    A model that was trained to end its turns with it must stop there when it generates.
+    A model that is trained to end its turns with it must stop there when it generates.
     """
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # whatever a template raises over such a conversation; its rows will tell
+    except Exception:  # a template may reject this conversation; errors of real rows are reported when they are encoded
         return None
     after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False).input_ids
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -118,7 +118,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _parts(config: Any) -> list[Any]:
-    """The configuration, and the language model's inside it, whichever say what the special tokens are."""
+    """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
     text = config.get_text_config()
     return [text] if text is config else [config, text]
 
@@ -128,17 +128,17 @@ def _as_list(value: Any) -> list[int]:
 
 
 def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
-    """The generation config of `model.id`, or the architecture's where it has none or one that cannot be used."""
+    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one."""
     name, plain = plan.recipe.model.id, copy.deepcopy(model.generation_config)
     if name is None:
         return plain
     try:
         found = GenerationConfig.from_pretrained(name, revision=model_revision(plan))
         plain.eos_token_id = found.eos_token_id
-        found.validate(strict=True)  # as it will be when it is saved
+        found.validate(strict=True)  # as `save_pretrained` does
         return found
     except OSError:  # many models have none of their own
         pass
-    except Exception as error:  # it takes no part in training; and many a one that is shipped contradicts itself
-        print(f"generation_config.json of {name} is left out, a plain one is written: {error_summary(error)}")
+    except Exception as error:  # training does not use it, and many published ones are inconsistent
+        print(f"generation_config.json of {name} is invalid, a plain one is written instead: {error_summary(error)}")
     return plain

@@ -1,9 +1,9 @@
-"""Attention on the CPU, in tiles: what no query of a tile may see is not computed.
+"""Attention on the CPU, in tiles: keys that no query of a tile sees are skipped.
 
-torch's own CPU kernel takes a fifth of a step in bf16; and where several documents share a block their tokens pay for
-each other, though they see nothing of each other. Here a tile of queries is multiplied with the keys from the first to
-the last that any of them may see, by oneDNN's matrix products, and scores are computed again in backward, as in
-FlashAttention (Dao et al., arXiv:2205.14135).
+torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a block it also computes the
+scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to the
+last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
+arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-QUERIES = 128  # in a tile: fewer are slow to multiply, more waste what masks save
+QUERIES = 128  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
 
 
-LARGE = 8  # scores beyond are rounded by more than their weights are: by 2^-5 in bf16, of a weight that is 3%
+LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
 
 
-STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a product for every shape it meets
+STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
 
 
 def install() -> None:
-    """Let transformers' `sdpa` be `attend` from now on, in this process."""
+    """Replace transformers' `sdpa` by `attend` from now on, in this process."""
     AttentionInterface.register("sdpa", attend)
 
 
@@ -42,14 +42,14 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query` [B, H, S, D], `key` and `value` [B, G, S, D]; returns [B, S, H, D].
+    """Compute attention by transformers' interface: `query` [B, H, S, D], `key`, `value` [B, G, S, D] → [B, S, H, D].
 
-    What tiles cannot do, or torch's kernel does faster, is left to transformers' own function.
+    Calls transformers' own function where tiles cannot be used, or torch's kernel is faster.
     """
     special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    special = special or query.device.type != "cpu"  # an accelerator that is pretended after a CPU was
+    special = special or query.device.type != "cpu"  # a simulation on the pretended accelerator follows one on the CPU
     same = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3] == value.shape[3]
-    if attention_mask is None:  # in float32 torch is faster where half of all pairs are to be computed
+    if attention_mask is None:  # causal: half of all pairs; in float32 torch is faster then
         causal = others.get("is_causal")
         tiled = query.dtype == torch.bfloat16 and (getattr(module, "is_causal", True) if causal is None else causal)
     else:
@@ -64,12 +64,12 @@ def attend(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """softmax(scale · q kᵀ) v: [B, S, H, D] of q's dtype.
+    """Return softmax(scale · q kᵀ) v: [B, S, H, D] of q's dtype.
 
-    `q` is [B, H, S, D], `k` and `v` [B, G, S, D], where each of the G heads serves H / G of q's; `mask` says what a
-    query sees, bool [B, 1, S, S], at least one key each, and is never written to; without one it is causal. Products
-    are taken in the dtype of q, k and v; where bf16 scores may be large, they are rounded by their distance from the
-    highest of their row.
+    `q` is [B, H, S, D], `k` and `v` [B, G, S, D]; each of the G heads serves H / G of q's. `mask`, bool [B, 1, S, S],
+    is True where a query sees a key, at least once for each query; it must never be modified. None: causal. Products
+    are computed in the dtype of q, k and v. Large bf16 scores are computed relative to the highest of their row, so
+    that those with a large weight are rounded by little.
     """
     out = q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3])
     k, v = k.contiguous(), v.contiguous()
@@ -77,7 +77,7 @@ def attention(
     for tile in tiles(q, mask):
         weights = _weights(tile, tile.queries_of(q, k), k, scale, large)
         tile.put(out.transpose(1, 2), weights @ tile.keys_of(v))
-        del weights  # else it is there beside the next tile's
+        del weights  # before those of the next tile are allocated
     return out
 
 
@@ -90,7 +90,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | No
 def attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `attention` for q, k and v, each of its own shape and dtype; sums over tiles are float32."""
+    """Return the gradients of `attention` for q, k and v, in their shapes and dtypes; sums over tiles are float32."""
     of_q = q.new_empty(q.shape)
     k, v = k.contiguous(), v.contiguous()
     of_k, of_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
@@ -103,7 +103,7 @@ def attention_backward(
         tile.put(of_q, of_scores @ tile.keys_of(k))
         tile.keys_of(of_k).add_(of_scores.mT @ queries)
         tile.keys_of(of_v).add_(weights.mT @ of_out)
-        del weights, of_weights, of_scores  # else they are there beside the next tile's
+        del weights, of_weights, of_scores  # before those of the next tile are allocated
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
@@ -128,9 +128,9 @@ attention.register_autograd(_backward, setup_context=_keep)
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries of some rows, all the keys that any of them sees, and which of these pairs are hidden.
+    """Queries of some rows, the keys from the first to the last that any of them sees, and which pairs are masked.
 
-    Pairs before the key `clear` are all seen; `hidden` is bool [queries, keys from `clear` on].
+    No pair before the key `clear` is masked; `hidden` is bool [queries, keys from `clear` on].
     """
 
     rows: slice
@@ -140,34 +140,34 @@ class Tile:
     hidden: torch.Tensor
 
     def queries_of(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """The tile's part of [B, H, S, D], with heads that share a key head as rows of one matrix: [B·G, H/G·n, D]."""
+        """Return the tile's part of [B, H, S, D] as [B·G, H/G·n, D]: heads that share a key head share a matrix."""
         return q[self.rows, :, self.queries].reshape(-1, q.shape[1] // k.shape[1] * len(self.hidden), q.shape[3])
 
     def keys_of(self, k: torch.Tensor) -> torch.Tensor:
-        """The tile's part of a contiguous [B, G, S, D], as a view: [B·G, n, D]."""
+        """Return a view of the tile's part of a contiguous [B, G, S, D]: [B·G, n, D]."""
         return k[self.rows].flatten(0, 1)[:, self.keys]
 
     def hide(self, scores: torch.Tensor) -> None:
-        """Give hidden pairs of [B·G, H/G·queries, keys] the lowest score there is."""
+        """Set the scores [B·G, H/G·queries, keys] of masked pairs to the lowest value of their dtype."""
         part = scores.unflatten(1, (-1, len(self.hidden)))[..., self.clear - self.keys.start :]
         part.masked_fill_(self.hidden, torch.finfo(scores.dtype).min)
 
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the tile's part of [B, H, S, D]."""
+        """Write `values` into the tile's part of `target` [B, H, S, D]."""
         part = target[self.rows, :, self.queries]
         part.copy_(values.view(part.shape))
 
 
 def _may_be_large(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
-    """Whether rounding scores could matter: none exceeds the product of the longest query and the longest key."""
+    """Return whether rounding could matter: no score exceeds the product of the longest query and the longest key."""
     return q.dtype == torch.bfloat16 and float(scale * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) > LARGE
 
 
 def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, large: bool) -> torch.Tensor:
-    """The softmax of a tile's scores: [B·G, H/G·queries, keys].
+    """Return the softmax of a tile's scores: [B·G, H/G·queries, keys].
 
-    Scores are rounded once, by oneDNN. Where they are large they are computed again, less the highest of their row: it
-    is the same softmax, and a difference near 0, whose weight is large, is rounded by little.
+    oneDNN rounds scores once. Where they are large, they are computed again minus the highest of their row: the softmax
+    is the same, and the differences with a large weight are near 0, where rounding is small.
     """
     keys = tile.keys_of(k).mT
     scores = torch.baddbmm(queries.new_empty(()), queries, keys, beta=0, alpha=scale)
@@ -182,7 +182,7 @@ _of_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in 
 
 
 def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
-    """The tiles for q [B, H, S, D]: of all rows at once where all see the same, else of each row by itself."""
+    """Return the tiles for q [B, H, S, D]: of all rows together if their masks are equal, else of each row."""
     if mask is None:
         return _causal_tiles(len(q), q.shape[2])
     if mask not in _of_mask:
@@ -200,14 +200,14 @@ def _causal_tiles(rows: int, length: int) -> list[Tile]:
 
 
 def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
-    """The tiles of rows that see the same: `seen` is bool [queries, keys]."""
+    """Return the tiles of rows with the same mask: `seen` is bool [queries, keys]."""
     found = []
     for at in range(0, len(seen), QUERIES):
         part = seen[at : at + QUERIES]
-        somebody = part.any(dim=0).nonzero()
-        first, end = int(somebody[0]) // STEP * STEP, int(somebody[-1]) + 1
-        unclear = (~part[:, first:end].all(dim=0)).nonzero()
-        clear = first + int(unclear[0]) if len(unclear) else end
+        seen_keys = part.any(dim=0).nonzero()
+        first, end = int(seen_keys[0]) // STEP * STEP, int(seen_keys[-1]) + 1
+        masked_keys = (~part[:, first:end].all(dim=0)).nonzero()
+        clear = first + int(masked_keys[0]) if len(masked_keys) else end
         hidden = ~part[:, clear:end]
         found.append(Tile(rows, slice(at, at + len(part)), slice(first, end), clear, hidden))
     return found
@@ -224,19 +224,20 @@ def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> in
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> int:
-    """Bytes that an operator needs beside arguments and results, for the last tile where all rows see all before it.
+    """Return the bytes that an operator needs besides arguments and results, in the last tile of a causal mask.
 
-    No mask's contents are known ahead; most need less. Of scores there are two in forward, three in backward.
+    The contents of masks are not known in advance; most need less. A tile has two tensors of scores in forward, three
+    in backward.
     """
     tile = len(q) * q.shape[1] * min(QUERIES, q.shape[2])
     copies = sum(x.numel() for x in (k, v) if not x.is_contiguous())
     size = q.element_size() * ((3 if backward else 2) * tile * k.shape[2] + 2 * tile * q.shape[3] + copies)
-    if backward:  # what is added to the gradients of k and v; in bf16 these and it are float32
+    if backward:  # a product to add to the gradients of k and v; in bf16 the gradients are float32 copies, too
         size += k.numel() * (4 if k.element_size() == 4 else 3 * 4 - k.element_size())
     return size
 
 
-WORKSPACE: dict[Any, Callable[..., int]] = {  # nothing is seen of what happens within an operator: see `recorder`
+WORKSPACE: dict[Any, Callable[..., int]] = {  # for `simulate.recorder`, which cannot see inside an operator
     torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: _workspace(q, k, v, backward=False),
     torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: _workspace(q, k, v, backward=True),
 }

@@ -1,4 +1,4 @@
-"""The architecture's configuration: read, overridden by the recipe, and checked."""
+"""Read the architecture's configuration, apply the recipe's overrides, and check the result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import layer_values, set_token
 
-# The largest sizes that a model is built with, each some ten times what the largest models have: a damaged or hostile
-# configuration would ask for all the memory there is before anybody could count parameters.
+# The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
+# configuration could use all memory before its parameters are counted.
 LIMITS = {
     "vocab_size": 2**22, "hidden_size": 2**18, "intermediate_size": 2**21, "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**28,
@@ -24,13 +24,13 @@ LIMITS = {
 }  # fmt: skip
 
 
-NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed here; remove the key"
+NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed; remove the key"
 
 
-NO_CLASSES = "it is about classifiers and has no effect on a language model; remove the key"
+NO_CLASSES = "it configures classifiers and has no effect on a language model; remove the key"
 
 
-WITHOUT_EFFECT = {  # keys of a configuration that nothing reads here → the way out
+WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training → what to do instead
     "dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
     "torch_dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
     "attn_implementation": "use model.attn_implementation",
@@ -47,12 +47,13 @@ OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformer
 
 
 def load_config(plan: Plan, vocab_size: int | None) -> Any:
-    """The architecture: `model.config` where it is a whole one, else that of `model.id` with its overrides.
+    """Return the configuration of `model.config` if it has a `model_type`, else that of `model.id` with its overrides.
 
-    `vocab_size` is the tokenizer's, taken where the recipe gives none; a smaller one is refused, for its tokens would
-    have no embedding. None: a dry run could not load the tokenizer. Raises RecipeError for keys the architecture does
-    not have, and NoModel when there is no telling how large the vocabulary is.
+    `vocab_size` is the tokenizer's and the default of the recipe's, which must not be smaller: tokens would have no
+    embedding. None: a dry run could not load the tokenizer. Raises RecipeError for keys that the architecture does not
+    have, and NoModel if the size of the vocabulary is unknown.
     """
+    # Read the configuration, under the names that this version of transformers has for its keys.
     model = plan.recipe.model
     overrides = dict(model.config)
     kind = overrides.pop("model_type", None)
@@ -62,7 +63,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
         overrides = translated(overrides, known)
         text = _text_of(overrides, known)
         if vocab_size is None and "vocab_size" not in text:
-            raise NoModel("model.config.vocab_size: unknown without the tokenizer; give it to plan without one")
+            raise NoModel("model.config.vocab_size: unknown without the tokenizer; set it to plan without one")
         text.setdefault("vocab_size", vocab_size)
         with recipe_errors("model.config"):
             config = AutoConfig.for_model(kind, **overrides)
@@ -75,14 +76,15 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
         overrides = translated(overrides, known)
         with recipe_errors("model.config"):
             config = type(known).from_dict(overridden(known, overrides)) if overrides else known
-            _adopt(plan, own, config)
+            _register_own_classes(plan, own, config)
+    # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     text_config = config.get_text_config()
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
-        # It is a token of another vocabulary, whose embedding would get no gradient, or it lies beyond this one.
         for part in (config, text_config):
             set_token(part, "pad_token_id", None)
+    # Check sizes before a model is built, then the recipe against the architecture's limits, all problems at once.
     for part in {id(part): part for part in (config, text_config)}.values():
-        _refuse_sizes(part)
+        _reject_sizes(part)
     refuse_without_effect(overrides, config)
     limit, problems = position_limit(text_config), []
     if vocab_size is not None and text_config.vocab_size < vocab_size:
@@ -99,7 +101,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
 def translated(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
     """Return overrides of the configuration `known` under the names that this version of transformers has for them.
 
-    Keys of older files (`rope_theta`, `rope_scaling`) mean what they mean there. Raises RecipeError for a key that the
+    Keys of older files (`rope_theta`, `rope_scaling`) keep their meaning. Raises RecipeError for a key that the
     architecture does not have.
     """
     found: dict[str, Any] = {}
@@ -123,10 +125,10 @@ def translated(overrides: dict[str, Any], known: Any, field: str = "model.config
 
 
 def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any, field: str) -> dict[str, Any]:
-    """The rotary parameters that older keys, or the new one, ask for; those of `known` where they say nothing."""
+    """Return the rotary parameters of older keys (`old`) or of `rope_parameters` (`new`), else those of `known`."""
     there = known.rope_parameters or {}
     if old and new is not None:
-        raise RecipeError(f"{field}.{next(iter(old))}: rope_parameters is there as well: keep one of the two")
+        raise RecipeError(f"{field}.{next(iter(old))}: rope_parameters is set, too: remove one of the two")
     if any(isinstance(one, dict) for one in there.values()):
         if old:
             raise RecipeError(
@@ -145,9 +147,9 @@ def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any
 
 
 def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration `known` as a dict with `overrides` in it, inner configurations included.
+    """Return the configuration `known`, and those inside it, as a dict with `overrides` applied.
 
-    With fewer layers, lists with an entry for each layer are cut; with more they are left to the architecture.
+    With fewer layers, lists with an entry for each layer are cut; with more, the architecture sets them.
     """
     whole = known.to_dict()
     name = known.attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -162,7 +164,7 @@ def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists_of_layers(known: Any, name: str) -> set[str]:
-    """The keys that hold a list with an entry for each layer: those that by default are as long as there are layers."""
+    """Return the keys that hold a list with an entry for each layer: by default, these lists grow with the layers."""
     default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]
     return {
         key for key, value in known.to_dict().items()
@@ -172,7 +174,7 @@ def _lists_of_layers(known: Any, name: str) -> set[str]:
 
 
 def _text_of(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
-    """The overrides of the language model: all of them, or those of the configuration inside `known` that is its."""
+    """Return the overrides of the language model: all, or those of its configuration inside `known`."""
     inner = known.get_text_config()
     name = next((name for name, value in vars(known).items() if value is inner), None)
     if name is None:
@@ -183,10 +185,10 @@ def _text_of(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
 
 
 def position_limit(config: Any) -> int | None:
-    """The longest sequence an architecture was made for; None where it has no positions to run out of.
+    """Return the longest sequence that an architecture supports; None if its positions have no limit.
 
-    Rotary positions that are stretched by a factor (yarn and the like) reach that many times as far as they did before;
-    dynamic ones do not: beyond the limit their frequencies depend on the longest sequence so far.
+    A factor that stretches rotary positions (yarn, for example) raises the limit by that factor, except for dynamic
+    ones: beyond the limit their frequencies depend on the longest sequence so far.
     """
     limit = next((n for key in ("max_position_embeddings", "max_seq_len") if (n := getattr(config, key, None))), None)
     stretched = [
@@ -194,21 +196,23 @@ def position_limit(config: Any) -> int | None:
         for one in rope_sets(config)
         if one.get("original_max_position_embeddings") and one.get("rope_type") != "dynamic"
     ]
-    no_limit = getattr(config, "alibi", None) or getattr(config, "attn_config", None)  # MPT keeps alibi in there
+    no_limit = getattr(config, "alibi", None) or getattr(
+        config, "attn_config", None
+    )  # MPT has alibi inside attn_config
     return None if no_limit or not isinstance(limit, int) else max([limit, *stretched])
 
 
 def rope_sets(config: Any) -> list[dict[str, Any]]:
-    """The rotary parameters of a language model's configuration: one set, or one for each type of layer."""
+    """Return the rotary parameters of a language model's configuration: one set, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     inner = [one for one in rope.values() if isinstance(one, dict)]
     return inner or [rope]
 
 
 def long_positions(config: Any, seq_len: int) -> int | None:
-    """Return the position from which on longrope takes other frequencies for a whole micro-batch, if `seq_len` has it.
+    """Return the position from which longrope changes the frequencies of a whole micro-batch, if `seq_len` reaches it.
 
-    There padding must not have higher positions than documents do.
+    Then padding must not have higher positions than documents.
     """
     limits = [
         int(one["original_max_position_embeddings"])
@@ -219,10 +223,10 @@ def long_positions(config: Any, seq_len: int) -> int | None:
 
 
 def own_classes(plan: Plan) -> dict[str, str]:
-    """The classes of its own that `model.id` asks for (`auto_map`), when they are to be run; nothing is run here.
+    """Return the model's own classes (`auto_map` of `model.id`) if they are needed; none is imported here.
 
-    Raises RecipeError when it cannot do without them and the command line does not allow them, or when they are to come
-    from another repository, which no revision pins.
+    Raises RecipeError if they are needed and the command line does not allow them, or if they are in another
+    repository, which no revision pins.
     """
     written = read_json(plan, "config.json")
     named = written.get("auto_map") or {}
@@ -234,7 +238,7 @@ def own_classes(plan: Plan) -> dict[str, str]:
         "AutoModelForCausalLM" not in named or first in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     )
     if known or not named:
-        return {}  # transformers has this architecture: its own code is as good
+        return {}  # transformers implements this architecture itself
     if not plan.trust_remote_code:
         raise RecipeError(f"model.id: {plan.recipe.model.id} {CUSTOM_CODE}")
     elsewhere = [name for name in named.values() if "--" in str(name)]
@@ -243,10 +247,10 @@ def own_classes(plan: Plan) -> dict[str, str]:
     return named
 
 
-def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
-    """Make the model's own classes those of its kind of configuration, in this process; runs their code.
+def _register_own_classes(plan: Plan, own: dict[str, str], config: Any) -> None:
+    """Register the model's own classes for its type of configuration, in this process; runs their code.
 
-    From here on everything that builds or reads this model, the export too, gets them without asking again.
+    From then on everything that builds or reads this model, the export too, uses them.
     """
     if "AutoModelForCausalLM" in own:
         made: Any = get_class_from_dynamic_module(
@@ -258,7 +262,7 @@ def _adopt(plan: Plan, own: dict[str, str], config: Any) -> None:
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
 
 
-def _refuse_sizes(config: Any) -> None:
+def _reject_sizes(config: Any) -> None:
     for name, limit in LIMITS.items():
         for size in layer_values(config, name):
             if size is not None and not (type(size) is int and 1 <= size <= limit):
@@ -268,15 +272,15 @@ def _refuse_sizes(config: Any) -> None:
 
 
 def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
-    """Raise RecipeError for a window that is switched off, and for an auxiliary loss that would not be added.
+    """Raise RecipeError for a sliding window that is switched off, or an auxiliary loss that would not be added.
 
-    That of a mixture is a product of two means over the global batch, which no micro-batch knows.
+    A mixture's auxiliary loss is a product of two means over the global batch: a micro-batch cannot compute it.
     """
     text = config.get_text_config()
     if overrides.get("sliding_window") and getattr(text, "use_sliding_window", None) is False:
-        raise RecipeError("model.config.sliding_window: it has no effect without use_sliding_window: true")
+        raise RecipeError("model.config.sliding_window: no effect without use_sliding_window: true")
     if getattr(text, "output_router_logits", False):
         raise RecipeError(
-            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed "
-            "here; set output_router_logits: false to train on the tokens' loss alone"
+            f"model.config.output_router_logits: the auxiliary loss of {config.model_type}'s router is not computed; "
+            "set output_router_logits: false to train on the tokens' loss alone"
         )

@@ -15,11 +15,11 @@ EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 
 def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
-    """FLOPs of forward and backward for `tokens` positions: 6·N·T + 12·L·A·S·T (Chowdhery et al., arXiv:2204.02311).
+    """Return the FLOPs of forward and backward for T tokens: 6·N·T + 12·L·A·S·T (Chowdhery et al., arXiv:2204.02311).
 
-    N counts what multiplies every token: all parameters of the unsharded skeleton `bare` but an untied embedding table,
-    and of a mixture's experts only the share that a token uses. A is heads × head size, 0 without attention; S the
-    sequence length.
+    N counts the weights that multiply every token: all parameters of the unsharded skeleton `bare` except an untied
+    embedding table, and of a mixture's experts the share that a token uses. L is the number of layers, A heads × head
+    size, 0 without attention, S the sequence length.
     """
     config = bare.config.get_text_config()
     experts, used = (
@@ -29,7 +29,7 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     share = used / experts if experts and used else 1.0
     weights = sum(
         p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters()
-    )  # experts are kept in one tensor
+    )  # all experts are one tensor
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()
     layers = config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Draw initial weights as `from_config` does, a block at a time, on every rank the same."""
+"""Draw initial weights as `from_config` does, one block at a time, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdptrain.model.units import blocks_of
 
 
 def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) -> None:
-    """Fill a sharded model with random weights that depend on the recipe's seed and the parameter's name alone.
+    """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
-    Every rank draws the same weights, a block at a time, and keeps its slices. So all world sizes start from the same
-    weights, and no rank ever holds the model. `mirror` is an unsharded skeleton.
+    Every rank draws the same weights, one block at a time, and keeps its slices: all world sizes start from the same
+    weights, and no rank holds the whole model. `mirror` is an unsharded skeleton.
     """
     targets = dict(model.named_parameters())
     groups = init_groups(mirror)
@@ -39,18 +39,19 @@ def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) ->
 
 @dataclass(frozen=True)
 class InitGroup:
-    """Modules that are initialised in one go, children before parents: (name, module, `_init_weights` of its model)."""
+    """Modules that are initialised together, children before parents: (name, module, `_init_weights` of its model)."""
 
     name: str
     modules: list[tuple[str, nn.Module, Callable[[nn.Module], None]]]
 
 
 def init_groups(mirror: Any) -> list[InitGroup]:
-    """Split a skeleton into blocks, children of other lists of modules, and what is around them.
+    """Split a skeleton into groups: blocks, children of other lists of modules, and what surrounds them.
 
-    A module's own rules may reach into its children, so that blocks stay in one piece. What contains blocks is a group
-    of its own, without its children: else it would be the whole model.
+    `_init_weights` of a module may change its children: so a block is one group. A module that contains blocks is a
+    group without its children: else it would be the whole model.
     """
+    # Groups are filled in the order in which transformers initialises modules: children first, each module once.
     blocks = {id(module) for _, module in blocks_of(mirror)}
     groups: dict[str, InitGroup] = {}
     visited: set[int] = set()
@@ -64,10 +65,10 @@ def init_groups(mirror: Any) -> list[InitGroup]:
         return isinstance(parent, nn.ModuleList) or not any(isinstance(m, nn.ModuleList) for m in inner)
 
     def visit(name: str, module: nn.Module, parent: nn.Module | None, rules: Any, group: str | None) -> None:
-        if id(module) in visited:  # transformers initialises a module once, wherever else it is used
+        if id(module) in visited:  # used in several places, initialised in the first
             return
         visited.add(id(module))
-        if isinstance(module, PreTrainedModel):  # a model inside a model has rules of its own
+        if isinstance(module, PreTrainedModel):  # a model inside a model has its own rules
             rules = module._init_weights
         if group is None and stays_whole(module, parent):
             group = name
@@ -83,9 +84,9 @@ def init_groups(mirror: Any) -> list[InitGroup]:
 def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the weights of each group by name, whole and on the CPU, as `AutoModelForCausalLM.from_config` draws them.
 
-    The memory is NaN before `_init_weights` runs. What is still NaN afterwards `_init_weights` leaves to constructors:
-    it gets the value of its module's constructor, and `_init_weights` runs again over that. A tied parameter is drawn
-    where its source is, because transformers ties after the initialisation. Raises RecipeError for a parameter that
+    The memory is NaN before `_init_weights` runs. A parameter that is still NaN afterwards is left to its module's
+    constructor: it gets the constructor's value, and `_init_weights` runs a second time. A tied parameter is drawn with
+    its source, because transformers ties weights after the initialisation. Raises RecipeError for a parameter that
     nothing initialises.
     """
     names = {id(param): name for name, param in mirror.named_parameters()}
@@ -97,6 +98,7 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
             for key, param in _own_parameters(module).items()
             if _joined(name, key) not in mirror.all_tied_weights_keys
         ]
+        # Put real parameters into the modules, let `_init_weights` fill them, and put the meta ones back.
         constructed: dict[int, torch.Tensor] = {}
         for _ in range(2):
             real = {id(p): _filled(p, constructed.get(id(p))) for *_, p in places}
@@ -130,7 +132,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _filled(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
-    """Return a real parameter like this one, flags that `_init_weights` may ask for included; NaN without a value."""
+    """Return a real parameter like this one, with the flags that `_init_weights` may read; NaN without a value."""
     memory = torch.full_like(param, torch.nan, device="cpu") if value is None else value.clone()
     made = nn.Parameter(memory, requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)
@@ -138,14 +140,14 @@ def _filled(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
 
 
 class Constructors:
-    """What the constructors of a model's modules put into their own parameters; each is run again to find out."""
+    """The values that constructors of modules give their parameters; a constructor is run again for each value."""
 
     def __init__(self, mirror: Any, recipe: Recipe) -> None:
         self._mirror, self._recipe = mirror, recipe
-        self._twin: Any = None  # a skeleton whose modules know what they were constructed with
+        self._twin: Any = None  # a skeleton whose modules keep the arguments of their constructors
 
     def value(self, name: str, key: str) -> torch.Tensor:
-        """Return the value of parameter `key` of the module called `name`: NaN where the constructor sets none."""
+        """Return the value of parameter `key` of the module `name`: NaN where the constructor sets none."""
         if self._twin is None:
             with constructor_arguments_recorded({type(module) for module in self._mirror.modules()}):
                 self._twin = skeleton(self._mirror.config, self._recipe.model)
@@ -160,7 +162,7 @@ class Constructors:
 
 @contextlib.contextmanager
 def _unset_memory_is_nan() -> Iterator[None]:
-    """Inside, `torch.empty` gives NaN; see torch.utils.deterministic.fill_uninitialized_memory."""
+    """Let `torch.empty` return NaN; see torch.utils.deterministic.fill_uninitialized_memory."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

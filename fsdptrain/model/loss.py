@@ -1,8 +1,8 @@
-"""The loss over chunks of tokens: logits of a whole micro-batch never exist.
+"""The loss over chunks of tokens: the logits of a whole micro-batch are never in memory.
 
-Plainly, T tokens and a vocabulary of V cost 12·V·T bytes: float32 logits, their log-softmax and its gradient. Here a
-chunk's gradient is computed right after its loss, as Liger-Kernel does (Hsu et al., arXiv:2410.10989), in the memory of
-its logits and a few rows at a time, and only its products with the weight and with the hidden states are kept.
+The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 logits, log-softmax and gradient. Here the
+gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
+time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ AfterHead = Callable[[torch.Tensor], torch.Tensor]
 
 
 def compute_in_chunks(model: Any) -> None:
-    """Teach an unsharded causal LM `model(labels=…, divisor=…, **inputs)`: a loss (`cross_entropy`) instead of logits.
+    """Let an unsharded causal LM return a loss (`cross_entropy`) for `model(labels=…, divisor=…, **inputs)`.
 
-    Labels are those of the positions themselves: nothing is shifted. Without labels the model is what it was. FSDP's
-    hooks sit around `__call__` and so around this: the head is called once, and gathered and reduced as ever. Raises
-    RecipeError for an architecture that does not simply call a linear head on its hidden states.
+    Labels belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before.
+    FSDP's hooks run around `__call__` and so around this: the head is called, gathered and reduced once, as before.
+    Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     after = after_head(model)
@@ -43,17 +43,17 @@ def compute_in_chunks(model: Any) -> None:
         if labels is None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
-        hidden = hidden.to(head.weight.dtype)  # a residual stream in float32: mamba2's
+        hidden = hidden.to(head.weight.dtype)  # mamba2's residual stream is float32
         return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
 
 
 def after_head(model: Any) -> AfterHead:
-    """What this architecture does to the output of its head (gemma2 caps it, granite scales it): [n, V] → [n, V].
+    """Return what an architecture does to the output of its head (gemma2 caps it, granite scales it): [n, V] → [n, V].
 
-    It is the architecture's own forward, around stand-ins for decoder and head that return what they are given. So no
-    list of architectures is kept, and none can be forgotten. Raises RecipeError where that cannot be.
+    It is the architecture's own forward, with stand-ins for decoder and head that return their input: no list of
+    architectures is needed. Raises RecipeError if the architecture's code does not allow this.
     """
     if model.get_decoder() is model or not isinstance(model.get_output_embeddings(), nn.Linear):
         raise _refused(model, "is not a decoder and a linear head")
@@ -66,15 +66,15 @@ def after_head(model: Any) -> AfterHead:
     given = torch.zeros(1, 1)
     try:
         _forward_around(model, watched)(given)
-    except Exception as error:  # another's code, run on stand-ins: whatever it says, the plain loss is always right
+    except Exception as error:  # any error of the architecture's code: the plain loss still works
         raise _refused(model, f"does not run around stand-ins ({type(error).__name__}: {error})") from None
-    if len(seen) != 1 or seen[0]._base is not given:  # no view of what was given, but something computed from it
+    if len(seen) != 1 or seen[0]._base is not given:  # not a view of the input: computed from it
         raise _refused(model, "computes something between its decoder and its head")
     return _forward_around(model, lambda hidden: hidden)
 
 
 def _forward_around(model: Any, head: AfterHead) -> AfterHead:
-    """The model's forward as a function of its decoder's output, with `head` in the place of its own."""
+    """Return the model's forward as a function of its decoder's output, with `head` instead of its own head."""
 
     def decoder(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
         return _DecoderOutput((inputs_embeds,))
@@ -90,7 +90,7 @@ def _forward_around(model: Any, head: AfterHead) -> AfterHead:
 
 
 class _StandIn:
-    """Takes a module's place: is called instead of it, and has its attributes. Hooks of the module are not run."""
+    """Replaces a module: it is called instead, and has the module's attributes. Hooks of the module are not run."""
 
     def __init__(self, module: Any, call: Callable[..., Any]) -> None:
         self._module, self._call = module, call
@@ -103,14 +103,14 @@ class _StandIn:
 
 
 class _DecoderOutput(tuple[torch.Tensor]):
-    """What a decoder returns, with nothing in it but the last hidden state."""
+    """The output of a decoder with nothing but the last hidden state."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def _twin(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
-    """A shallow copy of a module, with stand-ins (by the id of what they stand in for) somewhere inside."""
+    """Return a shallow copy of a module in which modules are replaced by `stand_ins` (id of a module → stand-in)."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     for name, child in module.named_children():
@@ -130,12 +130,12 @@ def cross_entropy(
     divisor: int,
     after: AfterHead,
 ) -> torch.Tensor:
-    """The cross-entropy of `after(hidden @ weight.T + bias)` summed over labels that are not IGNORED, over `divisor`.
+    """Return the cross-entropy of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
-    `hidden` [T, H], `weight` [V, H] and `bias` [V] are of one dtype, and products are taken in it; `labels` is [T]. The
-    result is a float32 scalar. It is divided here, and not by the caller, so that gradients are divided before they are
-    rounded to bf16, as they are in plain PyTorch: an undivided one, softmax minus 1, is close to -1 for nearly every
-    label, and all of them would be rounded to the same side.
+    `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `labels` is [T]. The
+    result is a float32 scalar. The division happens here, not in the caller, so that gradients are divided before they
+    are rounded to bf16, as in plain PyTorch: without it, softmax minus 1 is close to -1 for nearly every label, and all
+    of these would be rounded in the same direction.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, divisor, after)
@@ -153,18 +153,18 @@ SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
 def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of hidden states and labels, a pair for each chunk; chunks differ by one token at most."""
+    """Return views of hidden states and labels, a pair for each chunk; chunk sizes differ by at most one token."""
     count = loss_chunks(len(labels), weight.shape[1])
     return list(zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True))
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Float32, in memory of its own."""
+    """Return the log-softmax in float32, in newly allocated memory."""
     return functional.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes loss and gradients in forward. Backward only scales them: neither weight nor logits are kept for it."""
+    """Computes loss and gradients in forward. Backward only scales them: it needs neither weight nor logits."""
 
     @staticmethod
     def forward(
@@ -190,7 +190,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_bias:
                 part = grad.sum(dim=0, dtype=torch.float32)
                 of_bias = part if of_bias is None else of_bias.add_(part)
-            del grad  # else it would still be there beside the next chunk's logits
+            del grad  # before the logits of the next chunk are allocated
         ctx.save_for_backward(torch.cat(of_hidden) if needs_hidden else None, of_weight, of_bias)
         ctx.dtype = hidden.dtype
         return total / divisor
@@ -198,15 +198,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In the engine `scale` is 1, for the divisor has been applied: nothing is rounded a second time.
+        # In the engine `scale` is 1, because the divisor is already applied: nothing is rounded a second time.
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
         return *grads, None, None, None
 
 
 def _to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
-    """The summed loss of a chunk; the head's output `logits` [n, V] becomes the gradient of that over `divisor`.
+    """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`.
 
-    The gradient of a cross-entropy is softmax minus one-hot. Float32 is only ever a few rows of it.
+    The gradient of a cross-entropy is softmax minus one-hot; only a few rows at a time are in float32.
     """
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -224,10 +224,10 @@ def _to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, afte
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`total`, which may be overwritten, plus a @ b; the product is taken in the dtype of its factors.
+    """Return `total`, which may be overwritten, plus a @ b; the product is computed in the dtype of its factors.
 
-    A sum is float32 whatever they are: in bf16 a chunk would be rounded away by the sum of those before it. A single
-    product needs no sum, and so none of the 4·V·H bytes of one.
+    A sum is always float32: in bf16 the sum of earlier chunks would round a chunk away. A single product needs no sum,
+    and so none of its 4·V·H bytes.
     """
     if total is None:
         return a @ b

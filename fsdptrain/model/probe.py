@@ -1,9 +1,9 @@
-"""Whether a model computes a document the same alone and among others: its own forward decides, not a list of names.
+"""Test whether a model computes a document the same alone and among others, by running it, not by a list of names.
 
-Documents of a block are told apart by their position ids alone, and some architectures ignore these (bloom, state space
-models); some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The
-architecture is run in its own sizes, but with a block of each kind, random weights that take no memory, and a selection
-of the inputs in place of every large product: a model of any size answers in about a second on a CPU.
+Only position ids separate the documents of a block, and some architectures ignore them (bloom, state space models);
+some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The architecture
+runs in its own sizes, but with one block of each kind, random weights that take no memory, and a selection of the
+inputs instead of every large product: this takes about a second on a CPU for a model of any size.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import blocks_of
 
-SMALL = 2**16  # elements of a weight with which a product is really computed
+SMALL = 2**16  # products with weights of up to so many elements are computed
 
 
-TOLERANCE = 1e-3  # of the largest logit: rounding is a thousandth of it, and what one document sees of another far more
+TOLERANCE = 1e-3  # of the largest logit: above rounding, and far below the effect of another document
 
 
 PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of its second factor that is the result's last
@@ -33,12 +33,12 @@ PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of it
 
 
 class Probe:
-    """A causal LM of which nothing is kept but how its tokens see one another."""
+    """A causal LM reduced to what decides which tokens see one another."""
 
     def __init__(self, model: Any, compute: torch.dtype = torch.float32) -> None:
-        """Take over a skeleton, which is of no other use afterwards; its parameters get the dtype `compute`."""
+        """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
-        model.set_experts_implementation("eager")  # an expert at a time: all of them at once would have to be copied
+        model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
         kinds = {id(block): kind_of(block) for _, block in blocks_of(model)}
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and all(id(block) in kinds for block in module):
@@ -47,10 +47,10 @@ class Probe:
         fill_cheaply(model, compute)
 
     def same(self, rows: list[list[int]], document: slice) -> bool:
-        """Return whether a document in the first row gets the logits that it gets as a block of its own.
+        """Return whether a document in the first row gets the same logits as alone.
 
-        `rows` are the position ids of a micro-batch. Raises what the model raises, and ValueError for logits that are
-        not finite.
+        `rows` are the position ids of a micro-batch. Raises what the model raises, and ValueError if logits are not
+        finite.
         """
         among = self.logits(rows)[document]
         alone = self.logits(rows, document)
@@ -59,9 +59,9 @@ class Probe:
         return bool((among - alone).abs().max() <= TOLERANCE * alone.abs().max())
 
     def logits(self, rows: list[list[int]], document: slice | None = None) -> torch.Tensor:
-        """Return the first row's logits, float32 [tokens, vocabulary], of the call that the engine makes.
+        """Return the first row's logits, float32 [tokens, vocabulary], called as the engine calls the model.
 
-        With a `document`, of that part of the first row alone. Raises what the model raises.
+        With a `document`, the model gets that part of the first row alone. Raises what the model raises.
         """
         positions = torch.tensor(rows)
         vocabulary = self.model.get_input_embeddings().num_embeddings
@@ -75,7 +75,7 @@ class Probe:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products of a few tokens are too small to share: beside other ranks, waiting for threads would take seconds."""
+    """Use one thread: products of a few tokens are small, and waiting for the threads of other ranks takes seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def kind_of(block: nn.Module) -> str:
-    """All that a block is, but for its number and its weights, as text."""
+    """Return a text that is equal for blocks that differ only by number and weights."""
     return repr([
         (type(module).__name__, sorted(
             (name, value) for name, value in vars(module).items()
@@ -96,9 +96,9 @@ def kind_of(block: nn.Module) -> str:
 
 
 def fill_cheaply(model: Any, compute: torch.dtype) -> None:
-    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is number i + j of a list.
+    """Replace every parameter by a random one of little memory: entry [i, j] of a matrix is entry i + j of a list.
 
-    Their dtype is `compute`, but for those that stay in float32.
+    Parameters get the dtype `compute`, except those that stay in float32.
     """
     wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
     random = torch.Generator().manual_seed(1)
@@ -115,10 +115,10 @@ def fill_cheaply(model: Any, compute: torch.dtype) -> None:
 
 
 class CheapProducts(TorchFunctionMode):
-    """Inside, each result of a product with a large weight is one of its inputs, with a sign."""
+    """Replaces a product with a large weight: each of its results is one of the inputs, with a sign."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, or what replaces it."""
+        """Run `func`, or its replacement."""
         weight = args[1] if func in PRODUCTS and len(args) > 1 else None
         if weight is None or weight.numel() <= SMALL or weight.stride() != (1,) * weight.ndim:
             return func(*args, **(kwargs or {}))

@@ -1,7 +1,6 @@
-"""The model without its weights: configuration, a skeleton on the meta device, and its units as data.
+"""The skeleton of a model: parameters on the meta device, buffers on the CPU; and the choice of the attention kernel.
 
-Nothing here knows a strategy. A skeleton's parameters are on the meta device and its buffers are real, as the
-constructor made them: non-persistent buffers (rotary frequencies) are in no file, and nothing else could fill them.
+Buffers are real, as the constructor makes them: non-persistent ones (rotary frequencies) are in no file.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ LARGEST_BUFFER = 2**28  # elements
 
 
 def set_token(config: Any, name: str, value: int | None) -> None:
-    """Set a special token; None leaves a number where the architecture must have one."""
+    """Set a special token; None changes nothing where the architecture requires a number."""
     with contextlib.suppress(StrictDataclassFieldValidationError):
         setattr(config, name, value)
 
 
 def layer_values(config: Any, name: str) -> list[Any]:
-    """Return what a configuration has for a key: a list of one value, or of one for each layer."""
+    """Return the values of a configuration's key: a list of one, or of one for each layer."""
     try:
         value = getattr(config, name, None)
     except RuntimeError:  # a key that differs between layers
@@ -45,26 +44,28 @@ def layer_values(config: Any, name: str) -> list[Any]:
 
 
 def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
-    """The model with parameters on the meta device in the master dtype, and real buffers on the CPU.
+    """Return the model with parameters on the meta device in the master dtype, and real buffers on the CPU.
 
-    `compute` is the dtype that its parameters are cast to for compute, by default the master dtype: buffers that are in
-    no file are as transformers makes them in a model of that dtype, and `float32_names` lists what transformers keeps
-    in float32 there, by the architecture's lists or by its constructors. That has float32 as its master dtype, too.
-    Raises RecipeError for a configuration of which no model can be built.
+    `compute` is the dtype that parameters are cast to for compute, by default the master dtype: buffers that are in no
+    file are those of a model of that dtype. The attribute `float32_names` of the result names the tensors that
+    transformers keeps in float32 in such a model, by the architecture's lists or its constructors; their master dtype
+    is float32, too. Raises RecipeError if no model can be built from the configuration.
     """
+    # Let transformers build the model in the compute dtype: this decides its buffers, and what stays in float32.
     master, computed = getattr(torch, model.dtype), getattr(torch, compute or model.dtype)
     kernel = model.attn_implementation
     with _building_errors(kernel), parameters_on_meta(), _LargeOnMeta():
         made = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # it would get the dtype
+            copy.deepcopy(config),  # `from_config` writes the dtype into it
             dtype=computed,
             attn_implementation=None if kernel == "auto" else kernel,  # None: sdpa if the class has it, else eager
-            trust_remote_code=False,  # classes that are trusted have been registered by `load_config`
+            trust_remote_code=False,  # `load_config` has registered the classes that are trusted
         )
-        if computed != torch.float32:  # as `from_pretrained` does: buffers are computed in float32, and then cast
+        if computed != torch.float32:  # as `from_pretrained` does: compute buffers in float32, then cast them
             for module in made.modules():
                 module._is_hf_initialized = False
             made.initialize_weights()
+    # Then give the state that is saved its master dtype.
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _listed_as_float32(made, computed)
@@ -82,18 +83,18 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
 
 
 def in_dtype(model: Any, dtype: str) -> Any:
-    """A skeleton of the same architecture as transformers would hold it in `dtype`, with what it keeps in float32."""
+    """Return a skeleton of the same architecture in `dtype`, except for what transformers keeps in float32."""
     return skeleton(model.config, Model(dtype=dtype, attn_implementation=model.config._attn_implementation))  # type: ignore[arg-type]
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The same parameter or buffer in another dtype."""
+    """Return the same parameter or buffer in another dtype."""
     cast = tensor.detach().to(dtype)
     return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
 
 
 def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
-    """The state that `from_pretrained` loads in float32 when it is asked for `dtype`."""
+    """Return the names of the state that `from_pretrained(dtype=dtype)` loads in float32."""
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
@@ -101,7 +102,7 @@ def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
 def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
     """Return the plan with `attn_implementation: auto` replaced by a kernel, and the skeleton that has it.
 
-    The only place that decides: the best one that the architecture, this machine and the recipe's batches allow.
+    The kernel is the best one that the architecture, this machine and the recipe's batches allow.
     """
     model = plan.recipe.model
     if model.attn_implementation != "auto":
@@ -112,28 +113,30 @@ def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
             return flash, skeleton(config, flash.recipe.model)
     bare = skeleton(config, model)
     kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
-    kernel = kernels.pop() if len(kernels) == 1 else "eager"  # one that the whole model has
+    kernel = (
+        kernels.pop() if len(kernels) == 1 else "eager"
+    )  # a model of several parts may support sdpa in some of them only
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 
 def _flash_is_possible(plan: Plan) -> bool:
-    """Whether flash_attention_2 is installed, and takes this recipe's dtype and its packed documents."""
+    """Return whether flash_attention_2 is installed and supports this recipe's dtype and packed documents."""
     return flash_fits(plan) and bool(is_flash_attn_2_available())
 
 
 def flash_fits(plan: Plan) -> bool:
-    """Return whether flash_attention_2 takes this recipe's device, dtype and packed documents, installed or not."""
+    """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
     return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
 
 
 def has_flash(model: Any) -> bool:
-    """Return whether a model's architecture can compute its attention by flash_attention_2."""
+    """Return whether a model's architecture supports flash_attention_2."""
     return bool(model._supports_flash_attn)
 
 
 def one_row_if_packed(plan: Plan) -> bool:
-    """Return whether no micro-batch has several rows of packed documents: transformers refuses them."""
+    """Return whether no micro-batch has several rows of packed documents: flash_attention_2 rejects them."""
     return plan.recipe.data.packing == "none" or plan.recipe.train.micro_batch_size == 1
 
 
@@ -141,19 +144,19 @@ def one_row_if_packed(plan: Plan) -> bool:
 def _building_errors(kernel: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # sizes that do not fit together, names of activations that do not exist, no such kernel
+    except Exception as error:  # sizes that do not match, unknown activation functions, a kernel that is not there
         words = error_summary(error)
         if kernel != "auto" and re.search("attention|flash|flex|sdpa", words, re.IGNORECASE):
             reason = words.split(". ")[0]
             raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None
-        raise RecipeError(f"model.config: no model can be built of it: {words}") from None
+        raise RecipeError(f"model.config: no model can be built from it: {words}") from None
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Inside, what is too large to be a buffer is made on the meta device: all experts of a layer may be 30 GB."""
+    """Creates tensors that are too large for a buffer on the meta device: all experts of a layer may be 30 GB."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, a factory of large tensors on the meta device."""
+        """Run `func`; if it creates a large tensor, create it on the meta device."""
         kwargs = kwargs or {}
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
             made = func(*args, **{**kwargs, "device": "meta"})

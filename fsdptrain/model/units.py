@@ -21,14 +21,14 @@ class Unit:
 
 
 def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
-    """The model's transformer blocks, by the class names that transformers keeps for this purpose.
+    """Return the model's transformer blocks, by the class names that transformers lists for this purpose.
 
-    Sharded or not: FSDP gives a module a new class that is derived from its own. Of one inside another (mamba names its
-    blocks and their mixers) only the outer one is taken.
+    The model may be sharded: FSDP gives a module a class that is derived from its own. Of blocks inside one another
+    (mamba lists blocks and their mixers) only the outer one is returned.
     """
     classes = set(model._no_split_modules or ())
     found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():  # an outer module comes first, and those inside it at once
+    for name, module in model.named_modules():  # an outer module precedes those inside it
         inside = found and name.startswith(f"{found[-1][0]}.")
         if not inside and classes & {cls.__name__ for cls in type(module).__mro__} and _holds_parameters(module):
             found.append((name, module))
@@ -36,18 +36,19 @@ def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters (tied ones once) and persistent buffers, by name."""
+    """Return parameters (tied ones once) and persistent buffers, by name."""
     kept = model.state_dict().keys()
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
 
 
 def units_of(model: Any, wrap: Any) -> list[Unit]:
-    """The units of a skeleton in forward order; what no unit claims belongs to the root.
+    """Return the units of a skeleton in forward order; the root holds what is in no unit.
 
-    `auto`: the blocks; the embedding, and what follows the blocks with the head, unless the two are tied: tied weights
-    stay together in the root. A list names classes; `{min_params: N}` takes the innermost modules of that size.
-    Raises RecipeError when nothing matches, with the classes the model has.
+    `wrap` is `fsdp.wrap`. `auto`: the blocks; the embedding, and what follows the blocks with the head, unless the two
+    are tied: tied weights stay together in the root. A list names classes; `{min_params: N}` takes the innermost
+    modules of that size. Raises RecipeError if nothing matches, with the classes of the model.
     """
+    # Make the units that the recipe asks for.
     if isinstance(wrap, dict):
         units = _units_by_size(model, wrap["min_params"])
     elif isinstance(wrap, list):
@@ -56,6 +57,7 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
         units = [Unit(name, [module]) for name, module in blocks_of(model)]
         if units and not tied(model):
             units = _with_ends(model, units)
+    # Move shared weights to the root, which gathers them once; a class that the recipe names is rejected instead.
     split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
     if split and isinstance(wrap, list):
         raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
@@ -63,7 +65,7 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
     if shared and isinstance(wrap, list):
         names = f"{shared[0].name} and {shared[1].name}"
         raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
-    units = [unit for unit in units if unit not in split + shared]  # a tied weight has one home: the root
+    units = [unit for unit in units if unit not in split + shared]
     if not units:
         classes = sorted({type(m).__name__ for m in model.modules() if _holds_parameters(m)} - {type(model).__name__})
         raise RecipeError(f"fsdp.wrap: {wrap!r} matches nothing in {type(model).__name__}; it has {', '.join(classes)}")
@@ -71,15 +73,15 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
 
 
 def tied(model: Any) -> bool:
-    """Whether the head shares its weight with the embedding."""
+    """Return whether the head shares its weight with the embedding."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _with_ends(model: Any, blocks: list[Unit]) -> list[Unit]:
-    """Blocks, with the embedding in front and [what follows the blocks, head] behind."""
+    """Return the blocks, with the embedding before and [what follows the blocks, head] after them."""
     base = model.base_model
-    if base is model:  # llama4_text has no base model: take what the last block's list is in
+    if base is model:  # llama4_text has no base model: use the module that holds the list of blocks
         base = model.get_submodule(blocks[-1].name.rpartition(".")[0].rpartition(".")[0])
     inside = {id(m) for unit in blocks for m in unit.modules}
     children = list(base.children())
@@ -96,15 +98,15 @@ def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
     if missing:
         return []
     found = [(n, m) for n, m in model.named_modules() if type(m).__name__ in names and m is not model]
-    for outer, (name, module) in pairwise(found):  # the first inside a module follows it at once
+    for outer, (name, module) in pairwise(found):  # the first one inside a module follows it directly
         if name.startswith(f"{outer[0]}."):
-            kinds = f"{type(module).__name__} lies inside {type(outer[1]).__name__}"
+            kinds = f"{type(module).__name__} is inside {type(outer[1]).__name__}"
             raise RecipeError(f"fsdp.wrap: {kinds}: name one of the two")
     return [Unit(name, [module]) for name, module in found]
 
 
 def _units_by_size(model: Any, size: int) -> list[Unit]:
-    """The innermost modules that hold at least `size` parameters not already in a unit inside them."""
+    """Return the innermost modules that hold at least `size` parameters, without those of units inside them."""
     units: list[Unit] = []
 
     def visit(name: str, module: nn.Module) -> int:
@@ -120,7 +122,7 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
 
 def _sharing(units: list[Unit]) -> list[Unit]:
-    """The units that hold weights of another one (zamba's blocks share an attention layer)."""
+    """Return the units that share weights with another one (zamba's blocks share an attention layer)."""
     holders: dict[int, list[Unit]] = {}
     for unit in units:
         for param in {id(param) for module in unit.modules for param in module.parameters()}:

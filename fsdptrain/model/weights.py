@@ -1,4 +1,4 @@
-"""Weights into a sharded skeleton: drawn from a seed, or read from safetensors, each rank its own slices only."""
+"""Read weights from safetensors into a sharded skeleton; each rank reads its own slices only."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fsdptrain.model.patches import dtensors_stay_on_their_device
 
 
 def allocate(model: Any, device: torch.device) -> None:
-    """Give every sharded meta parameter real, unset memory for its own shard; buffers go to `device`."""
+    """Replace every sharded meta parameter by one with unset memory on `device` for this rank's shard."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param.is_meta:
-                memory = torch.empty_like(param, device=device)  # from_local would move it to the mesh's own device
+                memory = torch.empty_like(param, device=device)  # `from_local` would move it to the device of the mesh
                 setattr(module, name, nn.Parameter(memory, requires_grad=param.requires_grad))
     model.tie_weights()
 
 
 def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
-    """Move buffers to `device`; where a `dtype` is asked for, floating-point ones that may be are cast to it."""
+    """Move buffers to `device`; cast floating-point ones to a given `dtype`, except those that stay in float32."""
     for owner, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             cast = dtype and buffer.is_floating_point() and _joined(owner, name) not in model.float32_names
@@ -42,9 +42,9 @@ def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
 
 
 def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
-    """Fill a sharded meta model from the safetensors of `model.id`: this rank reads its own slices and no more.
+    """Fill a sharded meta model from the safetensors of `model.id`; this rank reads its own slices only.
 
-    `bare` is an unsharded skeleton. Raises RecipeError when the files and the architecture do not belong together.
+    `bare` is an unsharded skeleton. Raises RecipeError if the files do not fit the architecture.
     """
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
@@ -55,9 +55,9 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
 
 
 def refuse_other_weights(bare: Any, plan: Plan, files: list[str]) -> None:
-    """Raise RecipeError as `read_weights` would, having read nothing but the files' headers.
+    """Raise RecipeError if `read_weights` would; reads only the headers of the files.
 
-    `bare` is a skeleton and stays as it is.
+    `bare` is a skeleton, which is not changed.
     """
     slices: dict[str, Any] = {}
     for file in files:
@@ -69,10 +69,10 @@ def refuse_other_weights(bare: Any, plan: Plan, files: list[str]) -> None:
 
 
 def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Let transformers fill `model` from a checkpoint's tensors, which may be slices of a file or headers only.
+    """Let transformers fill `model` from the tensors of a checkpoint: slices of files, or headers only.
 
-    transformers maps the files' names and layouts to the model's (fused experts and the like), by class names, which
-    FSDP changes: so the mapping is taken from the unsharded skeleton `bare`.
+    transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
+    changes class names: so the mapping is made for the unsharded skeleton `bare`.
     """
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -82,8 +82,9 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
     )
     with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    # What transformers found is an error here: a weight that is missing, unknown or of another shape.
     model.tie_weights()
-    names: dict[int, list[str]] = {}  # a tied parameter has several, and is there when one of them is
+    names: dict[int, list[str]] = {}  # a tied parameter has several names: one of them in the files is enough
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     missing = sorted(same[0] for same in names.values() if info.missing_keys.issuperset(same))
@@ -99,17 +100,17 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
 
 
 class _Header:
-    """A tensor of a file of which only shape and dtype are known: it reads as a tensor on the meta device."""
+    """A tensor of a file of which only shape and dtype are known; reading it gives a tensor on the meta device."""
 
     def __init__(self, shape: list[int], dtype: str) -> None:
         self._shape, self._dtype = shape, dtype
 
     def get_shape(self) -> list[int]:
-        """As of a slice of a safetensors file."""
+        """Return the shape, as a slice of a safetensors file does."""
         return self._shape
 
     def get_dtype(self) -> str:
-        """As of a slice of a safetensors file: `BF16`."""
+        """Return the dtype, as a slice of a safetensors file does: `BF16`."""
         return self._dtype
 
     def __getitem__(self, key: Any) -> torch.Tensor:
@@ -117,7 +118,7 @@ class _Header:
 
 
 class _Counted:
-    """A tensor of a file that says when it is read."""
+    """A tensor of a file that calls `read` whenever it is read."""
 
     def __init__(self, rows: Any, read: Callable[[], None]) -> None:
         self._rows, self._read = rows, read
@@ -132,7 +133,7 @@ class _Counted:
 
 
 def _counted(slices: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """The same slices, with progress told as they are read (by transformers, from several threads)."""
+    """Return the same slices, which report progress as they are read (by transformers, from several threads)."""
     done = itertools.count(1)
 
     def read() -> None:

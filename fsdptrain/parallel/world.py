@@ -1,4 +1,4 @@
-"""`World`: this process among the others: rank, device, process groups, mesh, and the few reductions we need."""
+"""`World`: the rank of this process, its device, process groups and mesh, and the few reductions that a run needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.errors import Stopped
 from fsdptrain.processes import StopRequest
 
-HEARD_S = 2.0  # the agent passes a stop on every second
+STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -44,7 +44,7 @@ class World:
     def start(cls, plan: Plan, stop: StopRequest) -> World:
         """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU.
 
-        Raises Stopped when a stop signal came before all ranks had met.
+        Raises Stopped if a stop signal comes before all ranks have joined.
         """
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         topology = plan.topology
@@ -56,9 +56,9 @@ class World:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
         if not dist.is_initialized():
-            # The watchdogs speak first: they know where everyone stands. This is for when none of them can.
+            # Longer than the watchdogs wait: they know where each rank is. This is for when no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
-            store = meet(plan, rank, timeout, stop)
+            store = wait_for_ranks(plan, rank, timeout, stop)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
@@ -69,23 +69,23 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are."""
+        """The number of copies of the model."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
     def writes(self) -> bool:
-        """Whether this rank's shards are written: those of the first copy are."""
+        """Whether this rank writes its shards into checkpoints: the ranks of the first copy do."""
         return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
 
     def gather(self, values: torch.Tensor) -> Floats:
-        """Every rank's float64 vector [k] → [size, k], in rank order: sums over it are bitwise equal on every rank."""
+        """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere."""
         local = values.to(self.device, torch.float64)
         ranks = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(ranks, local)
         return torch.stack(ranks).cpu().numpy()
 
     def any(self, flag: object) -> bool:
-        """Whether `flag` is true on any rank; collective."""
+        """Return whether `flag` is true on any rank; collective."""
         return bool(self.gather(torch.tensor([bool(flag)])).any())
 
     def agree(self, value: Any, what: str) -> None:
@@ -96,7 +96,7 @@ class World:
             raise RuntimeError(f"ranks disagree about {what}: {values}")
 
     def peak_memory(self) -> int:
-        """Bytes this rank has needed at most: device memory allocated by torch, or resident memory on CPU."""
+        """Return this rank's peak in bytes: of the device memory that torch allocated, or of resident memory on CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         import resource
@@ -104,13 +104,13 @@ class World:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def device_memory(self) -> int:
-        """Bytes of the device, or of this machine's memory on CPU."""
+        """Return the bytes of the device's memory, or of this machine's on CPU."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s against which MFU is counted: published for known GPUs, else this device's own matrix rate."""
+        """Return the FLOP/s of an MFU of 1: the published figure of a known GPU, else this device's matrix rate."""
         if self.device.type == "cuda" and dtype == torch.bfloat16:
             known = card(torch.cuda.get_device_name(self.device), self.device_memory())
             if known and known.bf16:
@@ -119,14 +119,14 @@ class World:
 
 
 def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """The ranks as the plan's strategy groups them: ("shard",), or ("replicate", "shard")."""
+    """Return the device mesh of the plan's strategy: ("shard",), or ("replicate", "shard")."""
     if plan.recipe.fsdp.strategy.replicates:
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
-    """FLOP/s of a `size`³ matrix product on random data: the best of `rounds`."""
+    """Measure the FLOP/s of a `size`³ matrix product on random data; return the best of `rounds`."""
 
     def clock() -> float:
         if device.type == "cuda":
@@ -144,29 +144,28 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, roun
     return float(2 * size**3 / best)
 
 
-def meet(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """The store of the run, once every rank has come to it, however late: some prepare data, others find it cached.
+def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
+    """Return the store of the run once every rank has opened it, without a limit: some prepare data that others cached.
 
-    Raises Stopped when a stop signal comes first. A rank withdraws only where the last one has not come yet: after
-    that, some may already have gone on.
+    Raises Stopped if a stop signal comes before the last rank does: after that, some ranks may have continued.
     """
     store = _open_store(plan, rank, timeout, stop)
     size, key = plan.topology.world_size, "fsdptrain/here"
-    here = store.add(key, 1)
-    while here < size:
+    present = store.add(key, 1)
+    while present < size:
         if stop.count:
             if store.add(key, -1) < size - 1:
-                time.sleep(HEARD_S if rank == 0 else 0)  # the store goes with the first rank: all hear the signal first
+                time.sleep(STOP_S if rank == 0 else 0)  # the store ends with rank 0: the others get the signal first
                 raise _stopped(stop)
-            here = store.add(key, 1)
+            present = store.add(key, 1)
         else:
             time.sleep(0.05)
-            here = store.add(key, 0)
+            present = store.add(key, 0)
     return store
 
 
 def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Where ranks find each other: on one node of our own a store that listens on loopback, else torchrun's."""
+    """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
     if plan.topology.nnodes > 1 or plan.topology.joined:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
@@ -178,7 +177,7 @@ def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) ->
         return dist.TCPStore(
             "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
         )
-    while not _listens(port):  # the first rank is not there yet
+    while not _listens(port):  # rank 0 has not opened it yet
         if stop.count:
             raise _stopped(stop)
         time.sleep(0.05)

@@ -90,7 +90,7 @@ def test_an_inner_configuration_keeps_what_is_not_named(tmp_path: Path) -> None:
 REFUSED = {
     "dtype: float16": "model.config.dtype: use model.dtype",
     "torch_dtype: bfloat16": "model.config.torch_dtype: use model.dtype",
-    "{rope_theta: 7.0, rope_parameters: {rope_type: default}}": "model.config.rope_theta: rope_parameters is there",
+    "{rope_theta: 7.0, rope_parameters: {rope_type: default}}": "model.config.rope_theta: rope_parameters is set",
     "num_hidden_layers: 0": "num_hidden_layers: 0 is not a whole number from 1",
 }
 

@@ -229,7 +229,7 @@ def test_an_error_while_weights_are_initialised_becomes_a_recipe_error(
 
     monkeypatch.setattr(LlamaForCausalLM, "initialize_weights", broken)
     config = AutoConfig.for_model("llama", **TINY)
-    with pytest.raises(RecipeError, match=r"model.config: no model can be built of it: .*initializer_range"):
+    with pytest.raises(RecipeError, match=r"model.config: no model can be built from it: .*initializer_range"):
         skeleton(config, Model(), "bfloat16")
 
 

@@ -241,7 +241,7 @@ def test_units_of_different_sizes_are_not_grouped(tmp_path: Path) -> None:
     facts = model_facts(plan, model, units_of(model, ["LlamaMLP"]))
     assert [unit["unit"] for unit in facts["units"]] == ["model.layers.0-2.mlp", "root"]
     assert {*facts["dtypes"].values()} == {"float32", None}
-    with pytest.raises(RecipeError, match="LlamaMLP lies inside LlamaDecoderLayer"):
+    with pytest.raises(RecipeError, match="LlamaMLP is inside LlamaDecoderLayer"):
         units_of(model, ["LlamaDecoderLayer", "LlamaMLP"])
 
 
