@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """What a rank's process has from its first moment: the plan, the run folder, and how it reports and stops."""
+    """What the process of a rank starts with: the plan, the run folder, and its means to report and to be stopped."""
 
     plan: Plan
     rundir: RunDir
@@ -71,7 +71,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What follows from the plan, the model and the data together."""
+    """Sizes that depend on plan, model and data together."""
 
     parameters: int
     total_steps: int
@@ -93,7 +93,7 @@ class Sizes:
 
 
 def prepare_process(session: Session) -> None:
-    """Set what must be set before anything is loaded: deterministic kernels, and whether the Hub is asked at all."""
+    """Choose deterministic kernels if the recipe asks for them, and go offline if the Hub does not answer."""
     if session.plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -106,20 +106,20 @@ def prepare_inputs(session: Session) -> Inputs:
     Raises RecipeError or DataError where the model or the data is wrong.
     """
     plan, progress = session.plan, session.progress
-    # All ranks read the same commit of a Hub data set, and a resumed run the one that it began with.
+    # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
     pinned_plan = pin_commits(plan, session.rundir)
-    # The model is checked first: that takes seconds, tokenising may take hours.
+    # The model is checked before the data: this takes seconds, tokenising may take hours.
     tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
     count_padding = long_positions(prepared.config, plan.recipe.data.seq_len) is None
     stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding)
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
-        safetensors_files(plan)  # a download must not happen while other ranks wait in a collective
+        safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
     return Inputs(prepared, tokenizer, stream, held_out, eval_corpus)
 
 
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
-    """Remove leftovers of earlier attempts, write config and tokenizer, and return the checkpoints of the run.
+    """Remove leftovers of earlier attempts, write configuration and tokenizer, and return the run's Checkpointer.
 
     Raises RecipeError if the checkpoints there are of other data or of another tokenizer.
     """
@@ -135,16 +135,16 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 
 
 def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) -> None:
-    """Raise before any training what would otherwise end the run after hours of it; on every rank.
+    """Raise, on every rank and before any training, what would otherwise end the run hours later.
 
-    RecipeError: more steps were made than the recipe asks for. CheckpointError: the disk is too small for the rest.
+    RecipeError if more steps are made than the recipe asks for, CheckpointError if the disk is too small for the rest.
     """
     newest = checkpointer.newest_step()
     if newest > sizes.total_steps:
         raise RecipeError(too_few_steps(newest, sizes.total_steps))
     if newest < sizes.total_steps:
         problem = None
-        if checkpointer.world.rank == 0:  # one rank measures, so that all decide the same
+        if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
             problem = next(disk_problems(plan, disk_facts(plan, sizes.parameters, sizes.total_steps)), None)
         checkpointer.raise_on_every_rank(problem)
 
@@ -171,7 +171,7 @@ def load_state(
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
-    # A signal may have reached some ranks only. All leave together, here or after the checkpoint is read.
+    # A signal may have reached only some ranks. They leave together, here or after the checkpoint is read.
     leave_if_stopped(world, session.stop)
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
@@ -188,7 +188,7 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
 
 
 def report_start(session: Session, inputs: Inputs, world: World, steps_made: int, facts: dict[str, Any]) -> None:
-    """Write the events `start` and `resume`, and show in the log what is trained."""
+    """Write the events `start` and `resume`, and print the first sequence to the log."""
     session.reporter.event("start", **facts)
     if world.rank == 0:
         session.reporter.resume(steps_made, changes_since(session.rundir, steps_made, session.plan))

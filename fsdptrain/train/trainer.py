@@ -1,4 +1,4 @@
-"""`Trainer`: one rank of a run. Its set-up, the only training loop, and one step of it."""
+"""`Trainer`: the set-up of one rank, the only training loop, and one step of it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ GC_EVERY = 500  # steps
 
 @dataclass
 class Totals:
-    """What the steps of this process add up to."""
+    """Running totals over the steps of this process."""
 
     tokens: int = 0  # label tokens
     positions: int = 0
     seconds: float = 0.0
-    skipped: int = 0  # steps in a row that were not finite
+    skipped: int = 0  # non-finite steps since the last finite one
     pace: Pace = field(default_factory=Pace)
 
     def add(self, tokens: int, positions: int, seconds: float) -> None:
-        """Count a step that was finite."""
+        """Add a finite step: its label tokens, its positions and its duration."""
         self.tokens += tokens
         self.positions += positions
         self.seconds += seconds
@@ -58,7 +58,7 @@ class Totals:
 
 
 class Trainer:
-    """One rank of a run. `set_up` makes it, `train` runs the loop, `export` writes the result."""
+    """One rank of a run: `set_up` creates it, `train` runs the loop, `export` writes the Hugging Face folder."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Trainer:
         sizes: Sizes,
         peak_flops: float,
     ) -> None:
-        """`peak_flops` are FLOP/s of all ranks together: the denominator of MFU."""
+        """`peak_flops` is the FLOP/s of all ranks together, to which MFU is relative."""
         self.session, self.plan, self.reporter = session, session.plan, session.reporter
         self.inputs, self.stream = inputs, inputs.stream
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
@@ -78,35 +78,35 @@ class Trainer:
 
     @classmethod
     def set_up(cls, session: Session) -> Trainer:
-        """Return a trainer that is ready for its next step: plan → data → world → model → shard → resume → engine.
+        """Set up this rank, up to its next step: plan → data → world → model → shard → resume → engine.
 
         Raises an FsdptrainError on every rank if the run cannot succeed, and Stopped after a stop signal.
         """
         plan = session.plan
         prepare_process(session)
-        # Data first, without a process group: tokenising may take longer than a collective may. Until the ranks have
-        # met, only the pulse notices that another node is lost.
+        # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until the
+        # ranks have met, only the pulse notices that another node is lost.
         session.progress("checking the model", 0, 0)
         with Pulse(plan, lambda reason: exit_from_thread(plan, WorkerLost(reason))):
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(plan, session.stop)
         session.watchdog.beat()
-        # Ranks that read other files would train another model without an error, so they compare what they read.
+        # Ranks with different files would train on without an error, so they compare what they have read.
         stream = inputs.stream
         world.agree((inputs.prepared.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
         checkpointer = open_run_folder(session, inputs, world)
-        # The model is sharded while it has no weights: no rank ever holds all of it.
+        # The model is sharded before it has weights, so that no rank ever holds all of them.
         baseline_memory = world.peak_memory()
         model, units = build(inputs.prepared.plan, inputs.prepared.config, world)
-        # Reading weights takes minutes: whether there is anything to do, and room for it, is checked before.
+        # What would end the run later is checked before weights are read, which may take minutes.
         sizes = Sizes.of(plan, inputs)
         check_remaining_steps(plan, checkpointer, sizes)
         session.watchdog.beat(disk_bytes=2 * sizes.state_bytes)  # a checkpoint is verified, then read
         optimizer, steps_made = load_state(model, session, inputs, checkpointer)
         check_replicas(model, world)
         session.watchdog.beat()
-        # From here on nothing can refuse the run, so its start is reported.
+        # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         report_start(session, inputs, world, steps_made, start_facts(inputs, world, sizes, len(units), baseline_memory))
         engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.beat)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
@@ -119,19 +119,14 @@ class Trainer:
         """
         recipe, resumed = self.plan.recipe, self.engine.steps_made
         done, stop = resumed, False
-        # Python would collect on each rank at another moment, and every collection delays all ranks.
+        # Automatic collections come at a different moment on each rank, and each of them delays all ranks.
         gc.disable()
         while True:
             last = done >= self.sizes.total_steps
-            # Evaluate before saving: a stop that comes meanwhile is still followed by a save.
-            if (
-                not stop
-                and self.inputs.held_out
-                and (last or due(done, recipe.eval.every))
-                and not self.evaluated(done)
-            ):
+            # Evaluate before saving: a stop during the evaluation is then still followed by a save.
+            if not stop and self.evaluation_due(done, last):
                 stop = self.evaluate(done)
-            # Save after a stop too, so that no step is lost; what was resumed from is on the disk already.
+            # Save on a stop as well, so that no step is lost. The checkpoint that was resumed from exists already.
             if done > resumed and (last or stop or due(done, recipe.checkpoint.every)):
                 stop |= self.save(done, wait=last or stop or not recipe.checkpoint.async_)
                 gc.collect()
@@ -142,20 +137,20 @@ class Trainer:
             if done % GC_EVERY == 0:
                 gc.collect()
         gc.enable()
-        # A checkpoint may still be on its way to the disk, and its failure is the run's.
+        # The last checkpoint may still be under way; if it fails, the run fails.
         self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         return done if stop else None
 
     def step(self, step: int) -> bool:
         """Make optimizer step number `step` (from 0) and report it. Return whether any rank was asked to stop."""
-        # What each rank waits for its data is reported beside the step: it explains a slow one.
+        # The wait for data is measured by itself, to tell slow input from slow compute.
         started = time.perf_counter()
         positions = self.plan.step_positions(step)
         batches = [self.stream.batch(micro) for micro in self.plan.micro_batches(step, self.world.rank)]
         label_tokens = self.stream.label_tokens(positions)
         data_s = time.perf_counter() - started
-        # A stop request travels with the step's own numbers, so that it needs no collective of its own.
+        # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
         recipe, stop = self.plan.recipe, bool(self.session.stop.count)
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         try:
@@ -168,7 +163,7 @@ class Trainer:
         return stats.stop
 
     def report_step(self, step: int, positions: range, label_tokens: int, lr: float, stats: StepStats) -> None:
-        """Write the `step` event if one is due, and name a rank that slows the others down."""
+        """Write the `step` event if it is due, and a `straggler` event if a rank slows the others down."""
         total_steps, seq_len = self.sizes.total_steps, self.plan.recipe.data.seq_len
         if due(step + 1, self.plan.recipe.log.every) or step + 1 == total_steps:
             self.reporter.event(
@@ -195,23 +190,25 @@ class Trainer:
     def skip_or_raise(self, step: int, batches: list[Batch], label_tokens: int, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.
 
-        The step has updated nothing. Collective: every rank does the same. Returns whether any rank was asked to stop.
+        Collective; nothing was updated. Returns whether any rank was asked to stop, as `step` does.
         """
         train = self.plan.recipe.train
-        cause = self.cause_of(step, batches, label_tokens)
+        cause = self.nonfinite_cause(step, batches, label_tokens)
         self.totals.skipped += 1
         skip = train.on_nonfinite == "skip" and self.totals.skipped <= train.max_skipped
         self.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {cause}")
         if skip:
-            return self.stops()
-        # A checkpoint of good steps may still be on its way to the disk: without it more steps would be lost.
+            return self.any_stop()
+        # A checkpoint of earlier steps may still be under way: finish it, so that no more steps are lost.
         self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         limit = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
-        raise NonFiniteError(f"{error}{limit}: {cause}; the weights were not touched, and nothing was saved after them")
+        raise NonFiniteError(
+            f"{error}{limit}: {cause}; this step changed no weights, and no checkpoint was saved after it"
+        )
 
-    def cause_of(self, step: int, batches: list[Batch], label_tokens: int) -> str:
-        """Repeat the micro-batches of a non-finite step, and name loss or gradient, rank and samples; collective."""
+    def nonfinite_cause(self, step: int, batches: list[Batch], label_tokens: int) -> str:
+        """Repeat a non-finite step. Return what in it is not finite, on which rank, for which samples; collective."""
         samples: dict[str, list[int]] = {}
         for source in find_sources(self.engine, step, batches, label_tokens):
             micro_batch = self.plan.micro_batches(step, source.rank)[source.micro_batch]
@@ -219,33 +216,37 @@ class Trainer:
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
         return "; ".join(causes) or "not reproducible when the step was repeated: suspect the hardware"
 
-    def evaluated(self, done: int) -> bool:
-        """Return whether this step was evaluated before the run was resumed from it; a stop may have come first."""
-        return done == self.engine.steps_made and (done == 0 or self.world.any(self.reporter.has("eval", done)))
+    def evaluation_due(self, done: int, last: bool) -> bool:
+        """Return whether to evaluate after `done` steps; collective if the run was resumed there."""
+        if not self.inputs.held_out or not (last or due(done, self.plan.recipe.eval.every)):
+            return False
+        # The untrained model is not evaluated, and a resumed run evaluates only what a stop has prevented.
+        resumed_here = done == self.engine.steps_made
+        return not (resumed_here and (done == 0 or self.world.any(self.reporter.has("eval", done))))
 
     def evaluate(self, done: int) -> bool:
-        """Report the loss over all held-out blocks. Return True if a stop cut it short."""
+        """Report the loss over all held-out blocks. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
-        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, self.stops)
+        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, self.any_stop)
         if result is not None:
             loss, tokens = result
             self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
         return result is None
 
     def save(self, done: int, wait: bool) -> bool:
-        """Save a checkpoint. Return whether a stop came meanwhile; asked only if `wait`, where ranks meet anyway."""
-        # Two saves may be written and read back within this call: the one before, and this one.
+        """Save a checkpoint. Return whether a stop came meanwhile; always False without `wait`."""
+        # Within this call two saves may be written and read back: the previous one and this one.
         self.session.watchdog.beat(disk_bytes=4 * self.sizes.state_bytes)
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)
         self.session.watchdog.beat()
-        return wait and self.stops()
+        return wait and self.any_stop()  # a collective, so only where all ranks wait anyway
 
     def export(self) -> int | None:
-        """Write the Hugging Face folder. Return the number of steps made if a stop cut it short, else None."""
+        """Write the Hugging Face folder. Return the number of steps made if a stop interrupted it, else None."""
 
         def check_stop() -> None:
             self.session.watchdog.beat()
-            if self.stops():
+            if self.any_stop():
                 raise Stopped("stopped while exporting")
 
         bare, rundir, done = self.inputs.prepared.bare, self.session.rundir, self.sizes.total_steps
@@ -255,11 +256,11 @@ class Trainer:
             return done
         return None
 
-    def stops(self) -> bool:
+    def any_stop(self) -> bool:
         """Return whether any rank was asked to stop; collective."""
         return self.world.any(self.session.stop.count)
 
 
 def due(done: int, every: int | None) -> bool:
-    """Return whether something that happens every so many steps happens after `done` of them."""
+    """Return whether something that happens every `every` steps is due after `done` steps."""
     return every is not None and done % every == 0
