@@ -1,4 +1,4 @@
-"""Jobs that run on every rank of a real gloo process group (see `support.on_ranks`); each returns something JSON."""
+"""Jobs that run on every rank of a real gloo process group (see `support.on_ranks`). Their results are JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch of a tes
 
 
 def build(recipe: str, overrides: list[str]) -> Trainer:
-    """The trainer of a recipe on this process group."""
+    """Set up the trainer of a recipe on this process group."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
@@ -53,7 +53,7 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
 
 
 def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
-    """[loss, gradient norm] of each step from `first` to `steps`."""
+    """Make the steps from `first` to `steps`; return [loss, gradient norm] of each."""
     made = []
     for step in range(first, steps):
         batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
@@ -65,12 +65,12 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 
 
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """The curve of each variant (name → overrides), one after the other."""
+    """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
-    """The curve of a run that saves a checkpoint after `at` steps and goes on, and what it saw of the data."""
+    """Save a checkpoint after `at` steps and continue; return the curve and the digests of the samples."""
     run = build(recipe, overrides)
     made = curve(run, at)
     run.engine.evaluate(run.stream.corpus, range(5))
@@ -81,7 +81,7 @@ def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict
 
 
 def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """The curve of a run that goes on from its newest checkpoint."""
+    """Resume from the newest checkpoint; return its step, the curve and the digests of the samples."""
     run = build(recipe, overrides)
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
@@ -89,20 +89,18 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
 
 
 def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
-    """Save again and again, at steps 1, 2, …, one of tests/broken_saves.py's active each time.
+    """Save at steps 1, 2, …, each time with another fault of tests/broken_saves.py.
 
-    Returns of each what it raised, what was then in the folder, and whether it was reported; what a full disk did
-    before the first step; and where, after all this, a resume took up the run.
+    Returns for each fault what was raised, what is in the folder then, and whether the save was reported. `at the
+    start` is what a full disk raises before the first step, `resumed` the step that a resume takes up at the end.
     """
     import broken_saves as injected
 
     from fsdptrain.train import trainer
 
     found: dict[str, Any] = {}
-    with (
-        injected.disk_is_full_already(),
-        patch.object(trainer, "load_state", None),
-    ):  # to be refused before it is called
+    # The full disk must be refused before any state is loaded, so `load_state` is not callable.
+    with injected.disk_is_full_already(), patch.object(trainer, "load_state", None):
         try:
             build(recipe, [])
         except CheckpointError as refused:
@@ -129,7 +127,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
 
 
 def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Make some steps of each variant and export it; what went wrong, by name."""
+    """Make some steps of each variant and export it; return the traceback of each failure, by name."""
     wrong = {}
     for name, overrides in variants.items():
         try:
@@ -143,7 +141,7 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
 
 
 def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Make a step of each variant; what each of them was refused with: [class, message], [] where it trains."""
+    """Make a step of each variant; return [class, message] of the error that refused it, or []."""
     found: dict[str, list[str]] = {}
     for name, overrides in variants.items():
         try:
@@ -156,7 +154,7 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What a step of each variant does with its units, in order: `gather U`, `forward U`, `backward U`, `reduce U`."""
+    """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
 
     log: list[str] = []
@@ -190,7 +188,7 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
 
 
 def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Facts about the sharded model of each variant, after one step, and that step's loss and norm."""
+    """Return facts about the sharded model of each variant after two steps, and their curve."""
     found = {}
     for name, overrides in variants.items():
         run = build(recipe, overrides)
@@ -212,9 +210,9 @@ def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """A NaN on the last rank only, in the loss, or in one gradient of one micro-batch: what is raised and found.
+    """Put a NaN into the loss, then into a gradient, on the last rank only; return what is raised and found.
 
-    `again`: what is found in a step that is sound, as when a fault has passed.
+    `again` is what is found when the step is finite, as after a fault that does not recur.
     """
     run = build(recipe, overrides)
     curve(run, 1)
@@ -242,13 +240,13 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, but its gradient is NaN."""
+    """Return the same loss with a gradient of NaN."""
     loss.register_hook(lambda gradient: gradient * float("nan"))
     return loss
 
 
 def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Gradients with and without a micro-batch that has no label, and the loss of a batch that has none at all."""
+    """Compare gradients with and without a micro-batch of no labels; compute the loss of a batch without any label."""
     run = build(recipe, overrides)
     micros = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
@@ -264,13 +262,13 @@ def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """A NaN on one rank, masked micro-batches, and the gradient norm of each variant."""
+    """Return the results of `poisoned`, of `masked`, and of `norms` of each variant."""
     found = {"poisoned": poisoned(recipe, []), "masked": masked(recipe, [])}
     return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
 
 
 def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """The engine's gradient norm beside that of the gathered gradients (pytorch#170862)."""
+    """Return the gradient norm of the engine, and that of the gathered gradients (pytorch#170862)."""
     run = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
     batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
@@ -282,7 +280,7 @@ def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def read_slices(recipe: str) -> dict[str, int]:
-    """Elements that this rank read from the weights' files, and elements it holds."""
+    """Count the elements that this rank reads from the files of weights, and those it holds."""
     read = 0
 
     class Counting:
@@ -321,7 +319,7 @@ def read_slices(recipe: str) -> dict[str, int]:
 
 
 def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """What torch's profiler sees of a step of each variant: memory, and collectives with their bytes.
+    """Return what torch's profiler records of a step of each variant: memory, and collectives with their bytes.
 
     gloo copies tensors on threads of its own; what the step itself allocates, it allocates on this one. Where gloo's
     thread is the last to let go of a buffer, its release is not seen: so the peak is found between two bounds.
@@ -394,7 +392,7 @@ def bounds(changes: Any) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -470,7 +468,7 @@ def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, 
 
 
 def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
-    """What is said of copies that differ in one bit, of a weight or of a buffer of the last rank; by variant."""
+    """Flip a bit in a weight or a buffer of the last rank; return the error that each variant raises, or None."""
     from fsdptrain.train import trainer
 
     load_state, found = trainer.load_state, {}
@@ -493,7 +491,7 @@ def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str |
 
 
 def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """How building each variant is refused: (exit code, message)."""
+    """Set up each variant; return (exit code, message) of its refusal, (0, "") where it is not refused."""
     found: dict[str, Any] = {}
     for name, overrides in variants.items():
         try:

@@ -1,4 +1,4 @@
-"""The same contract on a GPU: NCCL, fused kernels, CPU offload. Skipped where there is none."""
+"""The numerical contract on a GPU: NCCL, fused kernels, CPU offload. Skipped on machines without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def losses(tmp: Path, name: str, *overrides: str) -> list[float]:
-    """The losses of a short run on one GPU."""
+    """Return the losses of a short run on one GPU."""
     recipe = write_recipe(tmp, output_dir=str(tmp / name), launch={"nproc_per_node": 1})
     done = fsdptrain("run", recipe, *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,7 +24,7 @@ def losses(tmp: Path, name: str, *overrides: str) -> list[float]:
     return [event["loss"] for event in events(tmp / name, "step")]
 
 
-def test_a_gpu_gives_the_cpus_curve(tmp_path: Path) -> None:
+def test_a_gpu_gives_the_same_curve_as_the_cpu(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "cpu"), launch={"nproc_per_node": 1})
     done = fsdptrain("run", recipe, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def test_a_gpu_gives_the_cpus_curve(tmp_path: Path) -> None:
     assert losses(tmp_path, "gpu") == pytest.approx(expected, rel=1e-5)
 
 
-def test_offload_and_recomputation_change_nothing(tmp_path: Path) -> None:
+def test_offload_and_recomputation_do_not_change_the_curve(tmp_path: Path) -> None:
     plain = losses(tmp_path, "plain")
     assert losses(tmp_path, "offload", "fsdp.cpu_offload=true") == pytest.approx(plain, rel=1e-5)
     selective = "fsdp.activation_checkpointing=selective"
@@ -46,7 +46,7 @@ LLAMA_1B = {
 
 
 @pytest.mark.parametrize("recomputation", ["none", "full"])
-def test_the_forecast_is_met(tmp_path: Path, recomputation: str) -> None:
+def test_the_forecast_agrees_with_the_run(tmp_path: Path, recomputation: str) -> None:
     recipe = write_recipe(
         tmp_path, model__config=LLAMA_1B, data__seq_len=2048, train__steps=150, log__forecast=True,
         launch={"nproc_per_node": 1}, fsdp={"activation_checkpointing": recomputation}, checkpoint__every=None,

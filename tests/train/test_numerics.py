@@ -1,4 +1,4 @@
-"""The numerical contract: every strategy, world size and accumulation split gives the plain loop's curve."""
+"""The numerical contract: every strategy, world size and accumulation split gives the curve of a plain loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, ov
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe that starts from a random Llama's folder, with several documents in every block."""
+    """Write a recipe that starts from a random Llama, with several documents in every block."""
     tmp = tmp_path_factory.mktemp("numerics")
     for name, tied in {"model": False, "tied": True}.items():
         torch.manual_seed(1)
@@ -70,13 +70,13 @@ def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str
 
 
 def all_variants(world: int) -> dict[str, list[str]]:
-    """Every strategy that this world size has, with accumulation 1, 2 (held) and 4, in both dtypes."""
+    """Return every strategy that this world size allows, with accumulation 1, 2 (held) and 4, in both dtypes."""
     strategies = [name for name, (ranks, _) in STRATEGIES.items() if world >= ranks]
     return dict(variant(world, s, a, a == 2, dtype) for dtype in LIMITS for s in strategies for a in (1, 2, 4))
 
 
 def some_variants(world: int) -> dict[str, list[str]]:
-    """Strategies once in float32, with gradients held (over two ranks every one), and FULL_SHARD in bf16."""
+    """Return one variant of each strategy in float32 with held gradients (on one rank NO_SHARD), FULL_SHARD in bf16."""
     strategies = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
     names = [f"{strategy} × {world} / 2 held float32" for strategy in strategies]
     made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
@@ -99,13 +99,13 @@ def assert_curves_agree(
     assert not wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])  # four: in test_resume, and in the long form below
+@pytest.mark.parametrize("world", [1, 2])  # 4 ranks: in test_resume, and in the soak test below
 def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
     assert_curves_agree(world, some_variants(world), recipe, references, tmp_path)
 
 
 def test_both_losses_agree_with_the_plain_loop(recipe: Path, references: dict[str, Any], tmp_path: Path) -> None:
-    """The plain loss, as every other test has the chunked one; and tied weights, which are the root's."""
+    """Test the plain loss (other tests use the chunked one), and tied weights, which belong to the root unit."""
     plain, overrides = variant(2, "FULL_SHARD", 2, True, "float32")
     tied, others = variant(2, "FULL_SHARD", 2, True, "bfloat16")
     variants = {

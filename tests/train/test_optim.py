@@ -17,7 +17,7 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.train.optim import assert_dtypes, learning_rate, make_optimizer, set_step, start_state, warmup_steps
 
 OPTIM = Optim(lr=1.0)
-TABLES = {  # kind → own keys, and its parameters of two dimensions and more that are no weights of a product
+TABLES = {  # kind → its keys, and its parameters of two and more dimensions that are not weights of a matrix product
     "llama": ({}, {"embed_tokens.weight"}),
     "cohere": ({"use_qk_norm": True}, {"embed_tokens.weight", "q_norm.weight", "k_norm.weight"}),
     "gpt_oss": ({}, {"embed_tokens.weight", "experts.gate_up_proj_bias", "experts.down_proj_bias"}),
@@ -31,12 +31,12 @@ TABLES = {  # kind → own keys, and its parameters of two dimensions and more t
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_weight_decay_goes_by_what_a_parameter_is(kind: str) -> None:
+def test_weight_decay_depends_on_what_a_parameter_is(kind: str) -> None:
     own, tables = TABLES[kind]
     model = skeleton(small_config(kind, **own), Model(attn_implementation="eager"))
     decayed = {id(param) for param in make_optimizer(model, OPTIM).param_groups[0]["params"]}
-    spared = {name for name, param in model.named_parameters() if id(param) not in decayed and param.ndim > 1}
-    assert {".".join(name.split(".")[-2:]) for name in spared} == tables
+    undecayed = {name for name, param in model.named_parameters() if id(param) not in decayed and param.ndim > 1}
+    assert {".".join(name.split(".")[-2:]) for name in undecayed} == tables
     assert not any(param.ndim < 2 for param in model.parameters() if id(param) in decayed)
 
 
@@ -83,14 +83,14 @@ def test_warm_up_is_linear_and_counts_fractions_or_steps() -> None:
     assert rates(2, name="cosine", warmup=8) == [0.5, 1]
 
 
-def test_decays_end_at_the_floor() -> None:
+def test_decay_ends_at_min_lr() -> None:
     for name in ("linear", "cosine", "wsd"):
         curve = rates(101, name=name, warmup=0, min_lr=0.1)
         assert curve[0] == 1 and curve[-1] == pytest.approx(0.1)
         assert curve == sorted(curve, reverse=True)
 
 
-def test_shapes() -> None:
+def test_linear_cosine_and_wsd_have_their_shapes() -> None:
     assert rates(101, name="linear", warmup=0, min_lr=0)[50] == pytest.approx(0.5)
     assert rates(101, name="cosine", warmup=0, min_lr=0)[25] == pytest.approx(0.5 + 0.5 * 2**-0.5)
     wsd = rates(101, name="wsd", warmup=0, min_lr=0)
@@ -101,7 +101,7 @@ def test_shapes() -> None:
     st.integers(1, 3000), st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.floats(0, 4000), st.floats(0, 1),
     st.data(),
 )  # fmt: skip
-def test_a_rate_is_never_above_the_peak_nor_zero_in_warm_up(
+def test_the_rate_is_at_most_lr_and_above_zero_in_warm_up(
     total: int, name: str, warmup: float, floor: float, data: st.DataObject
 ) -> None:
     step = data.draw(st.integers(0, total - 1))
