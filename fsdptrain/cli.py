@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -79,6 +80,8 @@ def options(
     ] = False,
 ) -> None:
     """Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `__main__`; from here on Typer handles Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
