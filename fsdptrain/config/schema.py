@@ -330,7 +330,8 @@ def form_words(forms: tuple[Any, ...]) -> str:
             return "a list of names"
         return _TYPE_WORDS.get(form, "null" if form is None else str(form))
 
-    return " or ".join(show(form) for form in forms)
+    words = [show(form) for form in forms]
+    return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
 
 
 _TYPE_WORDS: dict[Any, str] = {
@@ -388,14 +389,14 @@ def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
 
 
 def type_words(path: str) -> str:
-    """Return the type of a key in words: `a whole number or null`, `one of all, completion`."""
+    """Return the type of a key in words: `a whole number or null`, `one of: all, completion`."""
     spec, annotation = _leaf(path)
     return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _words(annotation)
 
 
 def _words(annotation: Any) -> str:
     if words := _enumerated(annotation):
-        return "one of " + ", ".join(words)
+        return "one of: " + ", ".join(words)
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):

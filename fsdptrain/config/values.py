@@ -33,11 +33,14 @@ from fsdptrain.errors import Problem
 
 def wrong_type_message(path: str, value: Any) -> str:
     """Return the message for a value that its key does not accept: what it accepts, and a valid value near it."""
+    if isinstance(value, str) and "${" in value:
+        return (
+            f"{value_text(value)} does not give {_expected(path)}: ${{key}} refers to another key of the recipe, not "
+            "to an environment variable (~ is your home folder)"
+        )
     near = next((meant for meant in _candidates(path, value) if accepts(path, meant)), None)
     hint = ""
-    if isinstance(value, str) and "${" in value:
-        hint = "; ${key} refers to another key of the recipe, not to an environment variable (~ is your home folder)"
-    elif isinstance(near, (int, float)) and isinstance(value, str) and _number(value) == near:
+    if isinstance(near, (int, float)) and isinstance(value, str) and _number(value) == near:
         hint = f"; did you mean {value.strip().replace(',', '')}, a number without quotes?"
     elif near is not None:
         hint = f"; did you mean {yaml_text(near)}?"
