@@ -1,4 +1,4 @@
-"""What can go wrong while a checkpoint is written: each a context in which it does (see `ranks.saves`)."""
+"""Faults while a checkpoint is written; each function returns a context in which its fault happens (`ranks.saves`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 
 
 class Panic(BaseException):
-    """What a panic in a Rust library is to Python."""
+    """A panic in a Rust library, as Python sees it: no subclass of Exception."""
 
 
 @contextmanager
@@ -33,14 +33,14 @@ again = once_more = nothing
 
 @contextmanager
 def taken_name(checkpointer: Any, step: int) -> Iterator[None]:
-    """An empty folder stands where the checkpoint is to go: a rename would replace it without a word."""
+    """Put an empty folder where the checkpoint will go, which a rename would replace silently."""
     if checkpointer.world.rank == 0:
         checkpointer.rundir.checkpoint(step).mkdir()
     yield
 
 
 def taken_meanwhile(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
-    """The name is taken while the files are written."""
+    """Take the checkpoint's name while its files are written."""
     write = checkpoint.write_shards
 
     def taking(path: Path, shards: Any) -> Any:
@@ -51,7 +51,7 @@ def taken_meanwhile(checkpointer: Any, step: int) -> AbstractContextManager[Any]
 
 
 def cut_short(error: BaseException) -> Callable[[Any, int], AbstractContextManager[Any]]:
-    """Rank 1 writes half of its file and cannot go on."""
+    """Let rank 1 fail after half of its file."""
 
     def writing(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
         def write(tensors: Any, path: Path, metadata: Any) -> None:
@@ -72,20 +72,20 @@ def disk_is_full_already(*_: Any) -> AbstractContextManager[Any]:
     return patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
 
 
-def disk_lies(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
-    """What rank 1 wrote is not what the disk then holds."""
+def disk_flips_a_bit(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
+    """Flip a bit of rank 1's file after it was written."""
     fsync = checkpoint.fsync
 
-    def lying(path: Path) -> None:
+    def flipping(path: Path) -> None:
         fsync(path)
         if path.name == "rank-00001.safetensors":
             flip(path)
 
-    return patch.object(checkpoint, "fsync", lying)
+    return patch.object(checkpoint, "fsync", flipping)
 
 
 def commit_fails(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
-    """The disk fails between the manifest and the rename."""
+    """Let the disk fail between the manifest and the rename."""
     fsync = checkpoint.fsync
 
     def failing(path: Path) -> None:
@@ -105,7 +105,7 @@ def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextMa
 
 @contextmanager
 def newest_is_short(checkpointer: Any, step: int) -> Iterator[None]:
-    """The checkpoint before this one has lost its end: it may not count as one that is kept."""
+    """Cut the end of the checkpoint before this one, which then must not count as kept."""
     if checkpointer.world.rank == 0:
         newest = checkpointer.rundir.checkpoint(checkpointer.rundir.checkpoint_steps()[-1])
         file = newest / "rank-00000.safetensors"
@@ -115,7 +115,7 @@ def newest_is_short(checkpointer: Any, step: int) -> Iterator[None]:
 
 @contextmanager
 def newest_is_damaged(checkpointer: Any) -> Iterator[None]:
-    """A bit of the newest checkpoint flips, and the name under which it would be set aside is taken."""
+    """Flip a bit of the newest checkpoint, and take the name under which it would be set aside."""
     if checkpointer.world.rank == 0:
         newest = checkpointer.rundir.checkpoint(checkpointer.rundir.checkpoint_steps()[-1])
         flip(newest / "rank-00001.safetensors")

@@ -1,7 +1,7 @@
-"""Chat templates with the structure of those that real models have, and what of a conversation they have trained.
+"""Chat templates with the structure of those of real models, and what of a conversation has to be trained with each.
 
-Written down from the models' documentation, shortened where a model says more (default system prompts, images). `said`
-is what a turn of the assistant's has to become, told by hand: {} stands for its words.
+Written from the models' documentation and shortened (default system prompts, images). `Family.turn` is the text that a
+turn of the assistant has to become, written by hand: {} stands for its content.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the special tokens it writes, and how it renders a turn of the assistant's."""
+    """A template, the special tokens it writes, and how it renders a turn of the assistant."""
 
     template: str
     tokens: tuple[str, ...]  # all special ones, the end-of-sequence token first
-    said: str = "{}"  # from behind the generation prompt to the end-of-turn token
-    last: str | None = None  # the same for the last turn, where it differs
+    turn: str = "{}"  # from the generation prompt, exclusive, to the end-of-turn token, inclusive
+    last_turn: str | None = None  # of the last turn, if it differs
     bos: str | None = None
-    trims: bool = False  # white space around words
-    system: bool = True  # it takes a system message
-    call: str | None = None  # what a turn that calls get_weather(city=Paris) has to become
-    result: str = "tool"  # the role that tells a tool's result
+    trims: bool = False  # white space around the content
+    system: bool = True  # whether it accepts a system message
+    call: str | None = None  # of a turn that calls get_weather(city=Paris)
 
 
 def loop(body: str, before: str = "", after: str = "") -> str:
-    """A template that does the same for every message `m`, with generation prompt `after`."""
+    """Return a template with the same `body` for every message `m`, and generation prompt `after`."""
     prompt = "{% if add_generation_prompt %}{{ '" + after + "' }}{% endif %}" if after else ""
     return before + "{% for m in messages %}" + body + "{% endfor %}" + prompt
 
@@ -46,7 +45,7 @@ INST = ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]",
 
 
 def mistral(user: str, assistant: str) -> str:
-    """Mistral's: tools stand before the last question, and the system prompt inside it."""
+    """Return a template of Mistral: tools are before the last question, the system prompt inside it."""
     return (
         SYSTEM_APART + "{{ bos_token }}{% set users = talk | selectattr('role', 'equalto', 'user') | list %}"
         "{% for m in talk %}{% if m['role'] == 'user' %}"
@@ -191,7 +190,7 @@ DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<�
 
 
 def deepseek(prompt: str, thoughts: str) -> str:
-    """DeepSeek V3's and R1's: all system messages first, and thoughts are cut off."""
+    """Return the template of DeepSeek V3 or R1: system messages come first, and thoughts are cut off."""
     return (
         "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
         "{% set ns.system = ns.system + m.content %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.system }}"
@@ -280,7 +279,7 @@ FAMILIES = {
                                       CHATML_TOKENS, "{}<|im_end|>"),
     "generation marks": Family(MARKED, CHATML_TOKENS, "{}<|im_end|>"),
     "qwen2.5": Family(QWEN25, CHATML_TOKENS, "{}<|im_end|>", call=CALL + "<|im_end|>"),
-    "qwen3": Family(QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", last=THINK + "{}<|im_end|>",
+    "qwen3": Family(QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), "{}<|im_end|>", last_turn=THINK + "{}<|im_end|>",
                     call=CALL + "<|im_end|>"),
     "yi": Family(loop("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
                       after="<|im_start|>assistant\n"), ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "{}<|im_end|>"),
@@ -349,7 +348,7 @@ FAMILIES = {
                          "{% elif m['role'] == 'user' %}{{ '### User:\n' + m['content'] + '\n\n' }}"
                          "{% else %}{{ '### Assistant:\n' + m['content'] + eos_token + '\n\n' }}{% endif %}",
                          after="### Assistant:\n"), ("</s>",), "{}</s>"),
-    "metharme": Family(METHARME, ("</s>", "<s>", "<|system|>", "<|user|>", "<|model|>"), "{}", last="{}</s>", bos="<s>",
+    "metharme": Family(METHARME, ("</s>", "<s>", "<|system|>", "<|user|>", "<|model|>"), "{}", last_turn="{}</s>", bos="<s>",
                        trims=True),
     "falcon": Family(loop("{{ m['role'] | capitalize + ': ' + m['content'] + '\n\n' }}", after="Assistant:"),
                      ("<|endoftext|>",), " {}"),
@@ -372,7 +371,7 @@ FAMILIES = {
                        "{% if add_generation_prompt %}{{ '<extra_id_1>Assistant\n' }}{% endif %}",
                        ("</s>", "<extra_id_0>", "<extra_id_1>"), "{}"),
     "gpt-oss": Family(HARMONY, ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
-                      "<|channel|>final<|message|>{}<|end|>", last="<|channel|>final<|message|>{}<|return|>",
+                      "<|channel|>final<|message|>{}<|end|>", last_turn="<|channel|>final<|message|>{}<|return|>",
                       call=' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
     "jamba": Family(loop("{{ '<|bom|><|' + m['role'] + '|> ' + m['content'] | trim + '<|eom|>' }}", "{{ bos_token }}",
                          "<|bom|><|assistant|> "),

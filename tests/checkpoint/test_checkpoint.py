@@ -1,4 +1,4 @@
-"""A checkpoint exists or it does not, and nothing is believed of one before it is checked."""
+"""A checkpoint is complete or absent, and nothing in one is used before it is checked."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from fsdptrain.screen import Screen
 
 FAULTS = (
     "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
-    "disk_is_full_already", "disk_lies", "commit_fails", "again", "metrics_cannot_be_written", "newest_is_short",
+    "disk_is_full_already", "disk_flips_a_bit", "commit_fails", "again", "metrics_cannot_be_written", "newest_is_short",
     "once_more",
 )  # fmt: skip
 STEP = {name: f"step-{number:08}" for number, name in enumerate(FAULTS, 1)}
-GIVEN_BACK = (STEP["taken_name"], STEP["taken_meanwhile"])  # empty folders of somebody's
+GIVEN_BACK = (STEP["taken_name"], STEP["taken_meanwhile"])  # empty folders that were there before the save
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A folder with recipe and run, and what each rank saw of a series of saves with a fault in most of them."""
+    """Return a folder with recipe and run, and what each rank observed of a series of saves, most with a fault."""
     tmp = tmp_path_factory.mktemp("saves")
     recipe = write_recipe(tmp, checkpoint__keep=2, train__global_batch_size=2, train__steps=len(FAULTS))
     (tmp / "run").mkdir()
@@ -67,7 +67,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 @pytest.fixture
 def run(saves: Any, tmp_path: Path) -> RunDir:
-    """A run folder with two good checkpoints, the second with its bit flipped back, and nothing else in the way."""
+    """Return a run folder with two good checkpoints, the second with its bit flipped back, and nothing else."""
     made, rundir = saves[0] / "run", RunDir(tmp_path / "run")
     shutil.copytree(made, rundir.root, ignore=shutil.ignore_patterns("checkpoints"))
     for name, source in ((STEP["newest_is_short"],) * 2, (STEP["once_more"], f"{STEP['once_more']}.damaged-2")):
@@ -85,11 +85,11 @@ def run(saves: Any, tmp_path: Path) -> RunDir:
         ("quota_is_used_up", r"rank 1: no space: needs \d\S* .iB, has \d\S* .iB \(.*quota"),
         ("library_panics", "rank 1: Panic: index out of bounds"),
         ("disk_is_full_already", r"rank 0: no space: needs \d\S* .iB, has 4\.9 KiB$"),
-        ("disk_lies", "rank 1: .*rank-00001.safetensors: the bytes read back are not those written"),
+        ("disk_flips_a_bit", "rank 1: .*rank-00001.safetensors: the bytes read back are not those written"),
         ("commit_fails", "rank 0: .*Input/output error"),
     ],
 )
-def test_a_save_that_fails_says_so_on_every_rank_and_leaves_nothing(fault: str, words: str, saves: Any) -> None:
+def test_a_failed_save_raises_on_every_rank_and_leaves_nothing(fault: str, words: str, saves: Any) -> None:
     before = saves[1][0][FAULTS[FAULTS.index(fault) - 1]]["there"]
     for seen in (rank[fault] for rank in saves[1]):
         assert seen["error"][0] == "CheckpointError"
@@ -108,7 +108,7 @@ def test_the_save_after_a_failed_one_succeeds(saves: Any) -> None:
         assert seen["again"]["reported"] == (rank == 0)
 
 
-def test_a_checkpoint_that_cannot_be_reported_is_there_and_every_rank_says_so(saves: Any) -> None:
+def test_a_checkpoint_that_cannot_be_reported_exists_and_every_rank_raises(saves: Any) -> None:
     for seen in (rank["metrics_cannot_be_written"] for rank in saves[1]):
         assert seen["error"][0] == "CheckpointError" and "cannot report" in seen["error"][1]
         assert STEP["metrics_cannot_be_written"] in seen["there"]
@@ -125,19 +125,19 @@ def test_only_complete_checkpoints_count_as_kept(saves: Any) -> None:
     assert there("once_more") == [short, newest, STEP["once_more"]]
 
 
-def test_a_run_without_room_for_its_checkpoints_is_refused_before_anything_is_loaded(saves: Any) -> None:
+def test_a_run_without_space_for_its_checkpoints_is_refused_before_anything_is_loaded(saves: Any) -> None:
     for seen in saves[1]:
         assert re.search(r"output_dir: no space: needs .*, has 4\.9 KiB", seen["at the start"])
 
 
-def test_a_resume_passes_over_a_damaged_checkpoint_whatever_is_in_the_way(saves: Any) -> None:
+def test_a_resume_skips_a_damaged_checkpoint_even_if_its_new_name_is_taken(saves: Any) -> None:
     steps = [int(STEP[name][-8:]) for name in ("newest_is_short", "once_more")]
     names = {path.name for path in (saves[0] / "run" / "checkpoints").iterdir()}
     assert [seen["resumed"] for seen in saves[1]] == [steps[0]] * 2
     assert {f"{STEP['once_more']}.damaged", f"{STEP['once_more']}.damaged-2"} <= names
 
 
-def test_a_manifest_names_what_is_there(run: RunDir) -> None:
+def test_a_manifest_lists_the_files(run: RunDir) -> None:
     for step in run.checkpoint_steps():
         manifest = read_manifest(run.checkpoint(step))
         assert (manifest.step, manifest.world_size, len(manifest.plan_digest)) == (step, 2, 64)
@@ -162,7 +162,7 @@ def test_every_flipped_bit_is_named_and_refused(flips: int, run: RunDir, fault_t
 
 
 def refused(folder: Path) -> list[str]:
-    """What the loader has against a checkpoint before it opens it."""
+    """Return what the loader finds wrong with a checkpoint before it opens it."""
     try:
         return checkpoint_problems(folder)
     except OtherVersion as error:
@@ -184,7 +184,7 @@ def newest(run: RunDir) -> Path:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest and seal it again, as a stranger may."""
+    """Change a manifest and its checksum, as anyone can."""
     fields = json.loads((folder / MANIFEST_NAME).read_text())
     del fields["sha256"]
     change(fields)
@@ -195,7 +195,7 @@ def rename_file(fields: dict[str, Any], name: str) -> None:
     fields["files"][name] = fields["files"].pop("rank-00001.safetensors")
 
 
-LEADS_OUT = (
+WRONG_FILE_NAMES = (
     "../rank-00001.safetensors",
     "/etc/passwd",
     "..",
@@ -205,7 +205,7 @@ LEADS_OUT = (
     "rank-00001.safetensors/",
 )
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in LEADS_OUT},
+    **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in WRONG_FILE_NAMES},
     "files a list": lambda fields: fields.update(files=["rank-00000.safetensors"]),
     "no files": lambda fields: fields.update(files={}),
     "facts a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
@@ -224,7 +224,9 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
-def test_a_sealed_manifest_is_not_believed_either(change: Callable[[dict[str, Any]], object], run: RunDir) -> None:
+def test_a_manifest_with_the_right_checksum_is_still_checked(
+    change: Callable[[dict[str, Any]], object], run: RunDir
+) -> None:
     reseal(newest(run), change)
     with pytest.raises(CheckpointError, match="was not written by fsdptrain"):
         read_manifest(newest(run))
@@ -237,7 +239,7 @@ def test_a_sealed_manifest_is_not_believed_either(change: Callable[[dict[str, An
     [b"", b"[]", b"null", b"\xff\xfe", b"[" * 10**6, b'{"step": ' + b"9" * 10**4 + b"}", b"{}" + b" " * MAX_BYTES],
     ids=["empty", "list", "null", "not UTF-8", "deep", "long number", "huge"],
 )
-def test_a_manifest_of_garbage_ends_in_a_message(text: bytes, run: RunDir) -> None:
+def test_a_manifest_of_garbage_is_a_checkpoint_error(text: bytes, run: RunDir) -> None:
     (newest(run) / MANIFEST_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         read_manifest(newest(run))
@@ -251,7 +253,7 @@ def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) ->
         path.symlink_to(elsewhere)
         assert any(name in fault and "not a regular file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
-        os.mkfifo(path)  # whoever opened it would wait for ever
+        os.mkfifo(path)  # opening it would block for ever
         assert any(name in fault and "not a regular file" in fault for fault in checkpoint_problems(folder))
         path.unlink()
         elsewhere.rename(path)
@@ -263,7 +265,7 @@ def test_nothing_is_read_through_links_and_pipes(run: RunDir, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "what", ["plan.json", "model", "model/config.json", "checkpoints", f"checkpoints/{STEP['again']}"]
 )
-def test_a_run_folder_whose_parts_lead_out_of_it_is_refused(what: str, run: RunDir, tmp_path: Path) -> None:
+def test_a_run_folder_with_links_out_of_it_is_refused(what: str, run: RunDir, tmp_path: Path) -> None:
     path = run.root / what
     path.rename(tmp_path / "elsewhere") if path.exists() else (tmp_path / "elsewhere").mkdir()
     path.symlink_to(tmp_path / "elsewhere")
@@ -273,7 +275,7 @@ def test_a_run_folder_whose_parts_lead_out_of_it_is_refused(what: str, run: RunD
 
 
 def shards(run: RunDir) -> dict[str, Shard]:
-    """Empty shards for all that a good checkpoint of the run holds."""
+    """Return empty shards for every tensor of a good checkpoint of the run."""
     with StoredCheckpoint(run.checkpoint(run.checkpoint_steps()[0])) as stored:
         return {name: Shard(torch.empty(shape), 0, shape) for name, shape in stored.shapes.items()}
 
@@ -312,7 +314,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES.keys())
-def test_a_file_with_the_right_checksum_is_not_believed_either(change: Any, run: RunDir) -> None:
+def test_a_file_with_the_right_checksum_is_still_checked(change: Any, run: RunDir) -> None:
     wanted = shards(run)
     forge(newest(run), change)
     with pytest.raises(CheckpointError):
@@ -320,7 +322,7 @@ def test_a_file_with_the_right_checksum_is_not_believed_either(change: Any, run:
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -353,7 +355,7 @@ def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
         load_checkpoint(newest(run), wanted)
 
 
-def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
+def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
     tensors = {"scalar": torch.tensor(3.5), "rows": torch.arange(6.0).reshape(3, 2)}
     folder = tmp_path / "step-00000001"
     folder.mkdir()
@@ -365,7 +367,7 @@ def test_a_scalar_and_an_empty_tensor_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
 
 
-def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_not_renamed(run: RunDir, saves: Any) -> None:
     (newest(run) / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT_VERSION + 1, "whatever": "it has"}))
     done = fsdptrain("run", saves[0] / "recipe.yaml", f"output_dir={run.root}")
     assert done.returncode == 6 and "written by another version of fsdptrain" in done.stderr
@@ -377,13 +379,13 @@ def test_another_version_is_refused_and_left_where_it_is(run: RunDir, saves: Any
     assert found["resume"] is None and not found["good"]
 
 
-def test_a_checkpoint_under_another_name_is_not_that_of_its_name(run: RunDir) -> None:
+def test_a_checkpoint_with_the_name_of_another_step_is_refused(run: RunDir) -> None:
     step = run.checkpoint_steps()[-1]
     newest(run).rename(run.checkpoint(step + 1))
     assert checkpoint_problems(newest(run)) == [f"{newest(run)} holds step {step}"]
 
 
-def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
+def test_similar_names_are_not_checkpoints(run: RunDir) -> None:
     for name in ("step-12", "step-000000012", "step-00000099.damaged", "step-0000009９"):
         (run.checkpoints / name).mkdir()
     (run.checkpoints / "step-00000098").write_text("a file")
@@ -394,7 +396,7 @@ def test_names_that_only_look_like_checkpoints_are_none(run: RunDir) -> None:
     )
 
 
-def test_a_name_for_what_is_set_aside_is_always_found(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_always_gets_a_new_name(tmp_path: Path) -> None:
     made = []
     for _ in range(3):
         (tmp_path / "step-00000004").mkdir()
@@ -409,7 +411,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS.keys())
-def test_an_export_of_a_strangers_plan_ends_in_a_message(text: str, run: RunDir) -> None:
+def test_an_export_with_an_invalid_plan_is_a_checkpoint_error(text: str, run: RunDir) -> None:
     run.plan.write_text(text)
     with pytest.raises(CheckpointError, match=r"plan\.json is not a plan of this version"):
         export_checkpoint(run, None, run.export, None, Screen())
@@ -425,14 +427,14 @@ def test_an_export_of_a_strangers_plan_ends_in_a_message(text: str, run: RunDir)
         '{"auto_map": {"AutoConfig": "evil.Config"}}',
     ],
 )
-def test_an_export_of_a_strangers_model_ends_in_a_message(config: str, run: RunDir) -> None:
+def test_an_export_with_an_invalid_model_is_a_checkpoint_error(config: str, run: RunDir) -> None:
     (run.model / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match="model does not describe a model"):
         export_checkpoint(run, None, run.export, None, Screen())
     assert not run.export.exists() and not run.export.with_name(".export.writing").exists()
 
 
-def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
+def test_an_export_with_another_model_is_a_checkpoint_error(run: RunDir) -> None:
     config = json.loads((run.model / "config.json").read_text())
     (run.model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(CheckpointError, match="has shape None, the model needs"):
@@ -440,7 +442,7 @@ def test_an_export_of_another_model_ends_in_a_message(run: RunDir) -> None:
     assert not run.export.with_name(".export.writing").exists()
 
 
-def test_verify_looks_at_everything_and_changes_nothing(run: RunDir) -> None:
+def test_verify_checks_everything_and_changes_nothing(run: RunDir) -> None:
     export_checkpoint(run, None, run.export, None, Screen())
     (run.checkpoints / "step-00000002.damaged").mkdir()
     (run.checkpoints / "step-00000099.tmp").mkdir()
@@ -496,7 +498,7 @@ def test_verify_needs_no_torch(run: RunDir) -> None:
         lambda export: (export / "model.safetensors.index.json").write_text('{"weight_map": [3]}'),
     ],
 )
-def test_verify_says_what_is_wrong_with_an_export(change: Callable[[Path], object], run: RunDir) -> None:
+def test_verify_finds_what_is_wrong_with_an_export(change: Callable[[Path], object], run: RunDir) -> None:
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
     save_file({"weight": torch.ones(2)}, run.export / "model.safetensors")

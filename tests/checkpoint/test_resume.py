@@ -1,4 +1,4 @@
-"""Going on is the same as never having stopped."""
+"""A resumed run is equal to one that never stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT, STEPS = 5, 10
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Runs over two ranks that saved in the middle: name → (recipe, curve and samples)."""
+    """Return runs over two ranks that saved in the middle: name → (recipe, curve and samples)."""
     made = {}
     for name, config in {"plain": {}, "dropout": {"attention_dropout": 0.2, "tie_word_embeddings": False}}.items():
         tmp = tmp_path_factory.mktemp(name)
@@ -40,7 +40,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(name: str, saved
     assert rest["samples"] == whole["samples"][AT:]
 
 
-def test_dropout_is_in_the_curve(saved: Any) -> None:
+def test_dropout_changes_the_curve_and_not_the_samples(saved: Any) -> None:
     assert saved["plain"][1]["curve"] != saved["dropout"][1]["curve"]
     assert saved["plain"][1]["samples"] == saved["dropout"][1]["samples"]
 
@@ -53,7 +53,7 @@ def test_dropout_is_in_the_curve(saved: Any) -> None:
         (4, ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]),
     ],
 )
-def test_another_world_size_goes_on_with_the_same_samples(
+def test_another_world_size_continues_with_the_same_samples(
     world: int, overrides: list[str], saved: Any, tmp_path: Path
 ) -> None:
     recipe, whole = saved["plain"]
@@ -62,7 +62,7 @@ def test_another_world_size_goes_on_with_the_same_samples(
     assert max(largest_difference(rest["curve"], whole["curve"][AT:])) < 1e-5
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(saved: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: Any, tmp_path: Path) -> None:
     recipe, whole = saved["plain"]
     shutil.copytree(recipe.parent / "run", tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000008"
@@ -76,5 +76,5 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(saved: An
     assert rest["first"] == AT
     assert rest["curve"] == whole["curve"][AT:]
     assert not newest.exists() and newest.with_name(newest.name + ".damaged").exists()
-    told = events(tmp_path / "run", "set_aside")[0]
-    assert told["path"] == f"{newest}.damaged" and any("checksum differs" in problem for problem in told["problems"])
+    event = events(tmp_path / "run", "set_aside")[0]
+    assert event["path"] == f"{newest}.damaged" and any("checksum differs" in problem for problem in event["problems"])

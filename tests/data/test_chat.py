@@ -1,7 +1,7 @@
-"""What is trained of a conversation: the assistant's words and their end, in every turn, and nobody else's.
+"""What is trained of a conversation: the assistant's content and its end-of-turn token in every turn, nothing else.
 
-What is expected is written down by hand for every template (`chat_templates.Family.said`), and taken from the trained
-tokens, decoded.
+The expected texts are written by hand for every template (`chat_templates.Family.turn`) and compared with the decoded
+trained tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CALL = {"type": "function", "id": "123456789", "function": {"name": "get_weather
 
 @cache
 def tokenizer_of(name: str) -> Any:
-    """A byte-level BPE with a family's special tokens and its template."""
+    """Return a byte-level BPE with a family's special tokens and its template."""
     family = FAMILIES[name]
     return tokenizer_with(family.template, family.tokens, family.bos)
 
 
 def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = None) -> Any:
-    """The same for any template; the first token is the end of a sequence."""
+    """Return a byte-level BPE with any template; the first of `tokens` is the end of a sequence."""
     tokenizer = train_bpe(iter(["Hello there, how are you? Assistant: User: answer the question\n\n" * 3]), 300)
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     tokenizer.eos_token = tokens[0]
@@ -50,7 +50,7 @@ def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = Non
 
 
 def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[str]:
-    """The trained parts of a conversation, decoded; its text has to be what the template makes of it."""
+    """Return the trained parts of a conversation, decoded; checks that its text is what the template renders."""
     encoder = Encoder(tokenizer, Data(format="chat", seq_len=4096, **data))
     rows = list(encoder([{"messages": talk, "tools": tools, "place": "talks.jsonl:1"}]))
     if not rows:
@@ -67,18 +67,18 @@ def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[
 
 
 def expected(family: Family, talk: Talk) -> list[str]:
-    """The same by hand: what the family's template makes of the assistant's turns."""
-    said = []
+    """Return what the family's template makes of the assistant's turns, as written by hand."""
+    turns = []
     for i, message in enumerate(talk):
         if message["role"] == "assistant":
-            words = message["content"].strip() if family.trims else message["content"]
-            frame = family.last if family.last and i + 1 == len(talk) else family.said
-            said.append(frame.format(words))
-    return said
+            content = message["content"].strip() if family.trims else message["content"]
+            frame = family.last_turn if family.last_turn and i + 1 == len(talk) else family.turn
+            turns.append(frame.format(content))
+    return turns
 
 
 def talk_of(*words: str, system: str | None = None) -> Talk:
-    """A conversation, user first."""
+    """Return a conversation that the user begins."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
@@ -89,7 +89,7 @@ TALKS = {
     "system": talk_of("Count", "one two three", "On", "four five", system="Be brief."),
     "user last": talk_of("Hi", "Hello", "Bye"),
     "equal words": talk_of("Hello", "Hello", "Hello", "Hello", system="Hello"),
-    "words of the user's": talk_of("Say A and B", "A", "B and Say A", "Say A and B", "A", "B"),
+    "words of the user": talk_of("Say A and B", "A", "B and Say A", "Say A and B", "A", "B"),
     "not ASCII": talk_of("東京は?", "首都です。🙂", "é?", "naïve – “yes”"),
     "lines": talk_of("A list?", "1. one\n2. two\n\n- three", "more", "```\ncode\n```"),
     "markup": talk_of("<b>Hi</b>", "<b>Ho</b> [x] {y} <|z|>", "{{ m }}", "{% for %} \\n"),
@@ -97,7 +97,7 @@ TALKS = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_assistant_is_trained_and_nobody_else(name: str) -> None:
+def test_only_the_assistant_is_trained(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     for title, talk in TALKS.items():
         if family.system or talk[0]["role"] != "system":
@@ -108,14 +108,14 @@ SPACED = [" ", "\n", "\n\n  ", "\t"]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("smollm3", "falcon", "nemotron")])
-def test_odd_spaces_belong_to_who_wrote_them(name: str) -> None:
+def test_white_space_is_trained_with_the_content_that_has_it(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     draw = random.Random(name)
     for _ in range(6):
         words = [draw.choice(SPACED) + word + draw.choice(SPACED) for word in ("first", "second", "third", "fourth")]
         talk = talk_of(*words)
         if name == "qwen3":
-            words[3] = words[3].lstrip()  # as its template has it in the last turn
+            words[3] = words[3].lstrip()  # its template strips the last turn
             talk = talk_of(*words)
         assert trained(tokenizer, talk) == expected(family, talk)
 
@@ -123,8 +123,7 @@ def test_odd_spaces_belong_to_who_wrote_them(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=5, deadline=None)
-def test_unique_words_tell_who_is_trained(name: str, seed: int) -> None:
-    """However long the conversation: all of the assistant's words, and none of the others'."""
+def test_of_random_conversations_all_words_of_the_assistant_and_no_others_are_trained(name: str, seed: int) -> None:
     family, draw = FAMILIES[name], random.Random(seed)
     letters = iter(draw.sample(range(10_000), 200))
 
@@ -135,15 +134,15 @@ def test_unique_words_tell_who_is_trained(name: str, seed: int) -> None:
     if family.system and draw.random() < 0.5:
         talk.insert(0, {"role": "system", "content": words("kq")})
     runs = "".join(trained(tokenizer_of(name), talk))
-    said = [word for m in talk if m["role"] == "assistant" for word in m["content"].split()]
-    assert [word for word in said if word not in runs] == []
+    spoken = [word for m in talk if m["role"] == "assistant" for word in m["content"].split()]
+    assert [word for word in spoken if word not in runs] == []
     assert "kq" not in runs
 
 
-CALLERS = [name for name, family in FAMILIES.items() if family.call]
+WITH_TOOLS = [name for name, family in FAMILIES.items() if family.call]
 
 
-@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("content", [{}, {"content": ""}])
 def test_a_call_of_a_tool_is_trained(name: str, content: dict[str, str]) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
@@ -156,14 +155,14 @@ def test_a_call_of_a_tool_is_trained(name: str, content: dict[str, str]) -> None
     assert family.call is not None
     call = family.call
     if name == "qwen2.5":
-        call = "\n" + call  # its prompt ends with a line break that stands before its calls twice
-    said = (family.last or family.said).format("It is 18 degrees.")
+        call = "\n" + call  # its prompt ends with the line break that it writes again before its calls
+    answer = (family.last_turn or family.turn).format("It is 18 degrees.")
     runs = trained(tokenizer, talk, TOOLS)
-    assert [run.lstrip("\n") for run in runs] == [call.lstrip("\n"), said]
+    assert [run.lstrip("\n") for run in runs] == [call.lstrip("\n"), answer]
     assert [run.lstrip("\n") for run in trained(tokenizer, talk[:2], TOOLS)][-1].endswith(call.lstrip("\n"))
 
 
-def test_thoughts_are_trained_where_the_template_keeps_them() -> None:
+def test_thoughts_are_trained_if_the_template_keeps_them() -> None:
     first, last = "<think>\nsix\n</think>\n\n42", "<think>\nagain\n</think>\n\nStill 42."
     talk = talk_of("6 × 7?", first, "Sure?", last)
     assert trained(tokenizer_of("qwen3"), talk) == ["42<|im_end|>", last + "<|im_end|>"]
@@ -177,7 +176,7 @@ def test_thoughts_are_trained_where_the_template_keeps_them() -> None:
 
 
 def test_a_prompt_that_opens_a_thought() -> None:
-    """As some versions of Qwen3's: the generation prompt already begins to think."""
+    """In some versions of Qwen3 the generation prompt opens the thought."""
     template = FAMILIES["qwen3"].template.replace(
         "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
     )
@@ -186,8 +185,8 @@ def test_a_prompt_that_opens_a_thought() -> None:
     assert trained(tokenizer, talk) == ["42<|im_end|>", "again\n</think>\n\nStill 42.<|im_end|>"]
 
 
-def test_a_tools_answer_written_by_the_user() -> None:
-    """Qwen3 looks whether the user's words are between tags: they may not be marked outside of these."""
+def test_a_tool_result_in_a_user_message() -> None:
+    """Qwen3 checks whether the content is between tags, so marks have to be inside them."""
     talk = talk_of("Weather?", "I look.", "<tool_response>\n18\n</tool_response>", "18 degrees.")
     assert trained(tokenizer_of("qwen3"), talk) == ["I look.<|im_end|>", "<think>\n\n</think>\n\n18 degrees.<|im_end|>"]
 
@@ -205,7 +204,7 @@ def test_the_assistant_may_speak_first_and_twice(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["chatml", "llama3", "mistral tekken", "gemma", "deepseek v3", "command-a", "generation marks"]
 )
-def test_an_empty_answer_is_its_end(name: str) -> None:
+def test_of_an_empty_answer_the_end_is_trained(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     talk = talk_of("Hi", "", "What?", "Nothing.")
     assert trained(tokenizer, talk) == expected(family, talk)
@@ -227,7 +226,7 @@ def test_all_of_a_conversation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m.role + m.content | upper | reverse }}{% endfor %}", "transforms the content"),
         ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "cuts|transforms|mixes|modifies"),
@@ -235,14 +234,14 @@ def test_all_of_a_conversation() -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
 )
-def test_what_cannot_be_told_is_refused_with_its_place(template: str, says: str) -> None:
-    with pytest.raises(DataError, match=says) as caught:
+def test_a_conversation_whose_turns_cannot_be_located_is_refused_with_its_place(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
         trained(tokenizer_with(template, ("</s>",)), talk_of("Hi", "Hello"))
     assert re.match(r"talks\.jsonl:1: (cannot locate the assistant's tokens: )?the chat template ", str(caught.value))
 
 
-def test_a_macro_that_shifts_the_templates_own_marks_is_refused() -> None:
-    """transformers counts generation marks from the beginning of a macro."""
+def test_generation_marks_shifted_by_a_macro_are_refused() -> None:
+    """transformers counts the positions of generation marks from the beginning of the macro."""
     template = (
         "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
@@ -254,13 +253,13 @@ def test_a_macro_that_shifts_the_templates_own_marks_is_refused() -> None:
         )
 
 
-def test_tools_that_the_template_leaves_out_are_refused() -> None:
+def test_tools_and_calls_that_the_template_leaves_out_are_refused() -> None:
     with pytest.raises(DataError, match=r"talks\.jsonl:1: the chat template leaves out the tools"):
         trained(tokenizer_of("chatml"), talk_of("Hi", "Ho"), TOOLS)
-    silent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    call_only = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     for train_on in ("completion", "all"):
         with pytest.raises(DataError, match="leaves out the call of 'get_weather' in message 2"):
-            trained(tokenizer_of("chatml"), silent, train_on=train_on)
+            trained(tokenizer_of("chatml"), call_only, train_on=train_on)
 
 
 @pytest.mark.parametrize("kind", ["list", "text", "texts", "parquet"])
@@ -276,7 +275,7 @@ def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> No
         "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
     }
     rows = [{"messages": plain}, {"messages": talk, "functions": shapes[kind]}]
-    if kind == "parquet":  # where every mapping has all keys of all rows
+    if kind == "parquet":  # where every mapping has the keys of all rows
         rows = [{"messages": plain, "functions": [other]}, rows[1]]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "talks.parquet")
     else:
@@ -295,7 +294,7 @@ def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> No
     encoded = list(Encoder(tokenizer, data)([first, second]))
     text = tokenizer.decode(encoded[1][0])
     assert text == tokenizer.apply_chat_template(talk, tools=second["tools"], tokenize=False)
-    assert json.dumps(second["tools"][0]) in text  # Arrow has an order of keys of its own
+    assert json.dumps(second["tools"][0]) in text  # Arrow orders keys in its own way
 
 
 @pytest.mark.parametrize("tools", ["no JSON", 5, [5], ["no JSON"], [[]], "5", [{}]])

@@ -1,4 +1,4 @@
-"""Hub data sets move; a run does not. The Hub here is a server of ours that answers what commit a data set is at."""
+"""A data set of the Hub changes, a run keeps its commit. The Hub is a local server that answers with a commit."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PATHS = ["org/name", "org/name:de", "org/name:de:test", "org/name::test[:1%]", "
 
 
 class Hub(ThreadingHTTPServer):
-    """A Hub with a new commit after every question."""
+    """A Hub on which every request finds a new commit."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     @property
     def address(self) -> str:
@@ -49,9 +49,9 @@ class Answer(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        if self.path.startswith("/api/datasets/"):  # the library asks for other things, too
-            self.server.asked.append(self.path)
-        body = json.dumps({"id": "org/name", "sha": f"{len(self.server.asked):040x}"}).encode()
+        if self.path.startswith("/api/datasets/"):  # the library sends other requests too
+            self.server.requests.append(self.path)
+        body = json.dumps({"id": "org/name", "sha": f"{len(self.server.requests):040x}"}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -78,8 +78,8 @@ def plan_of(recipe: Path, *overrides: str) -> Plan:
     return make_plan(written, find_topology(written.recipe, {}))
 
 
-def started(plan: Plan) -> RunDir:
-    """The run folder as a start of the command leaves it to the workers."""
+def start(plan: Plan) -> RunDir:
+    """Return a run folder as a start of the command prepares it for the workers."""
     rundir = RunDir(Path(plan.run_dir))
     rundir.logs.mkdir(parents=True, exist_ok=True)
     archive_plan(rundir, plan, "")
@@ -92,32 +92,32 @@ def in_a_new_process(plan: Plan, rundir: RunDir, keep: bool = True) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_data_path_is_taken_apart_and_put_together(path: str) -> None:
+def test_a_hub_path_is_parsed_and_written_back(path: str) -> None:
     assert str(HubData.of(path)) == path
 
 
-def test_a_run_keeps_the_commit_it_began_with(hub: Hub, tmp_path: Path) -> None:
+def test_a_run_with_a_checkpoint_keeps_its_commit(hub: Hub, tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path), "data.path=org/name:de", "data.eval={path: org/name:de:test}")
     first, second = (f"org/name:de@{commit:040x}" for commit in (1, 3))
-    rundir = started(plan)
-    assert in_a_new_process(plan, rundir) == first, hub.asked
+    rundir = start(plan)
+    assert in_a_new_process(plan, rundir) == first, hub.requests
     assert in_a_new_process(plan, rundir) == first  # after a restart
-    started(plan)  # by the user, perhaps because the data were mended
+    start(plan)  # by the user, before the first checkpoint: perhaps the data was corrected
     assert in_a_new_process(plan, rundir) == second
     rundir.checkpoint(5).mkdir(parents=True)
-    started(plan)
-    asked, kept = len(hub.asked), rundir.commits.read_bytes()
-    assert in_a_new_process(plan, rundir, keep=False) == second and rundir.commits.read_bytes() == kept
+    start(plan)
+    requests, stored = len(hub.requests), rundir.commits.read_bytes()
+    assert in_a_new_process(plan, rundir, keep=False) == second and rundir.commits.read_bytes() == stored
     hub.shutdown()
     hub.server_close()
-    assert in_a_new_process(plan, rundir) == second and len(hub.asked) == asked
+    assert in_a_new_process(plan, rundir) == second and len(hub.requests) == requests
     assert pin_commits(plan, rundir).eval_path == f"org/name:de:test@{4:040x}"
 
 
-def test_a_run_may_be_resumed_with_its_commit_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_commit_as_revision(hub: Hub, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     plan = plan_of(recipe, "data.path=org/name")
-    found = pin_commits(plan, started(plan)).data_path
+    found = pin_commits(plan, start(plan)).data_path
     by_name = plan_of(recipe, "data.path=org/name", f"data.revision={1:040x}")
     content = [{"data.content": fingerprint(path)} for path in (found, by_name.data_path)]
     assert not resume_problems(plan.identity() | content[0], by_name.identity() | content[1])
@@ -125,11 +125,11 @@ def test_a_run_may_be_resumed_with_its_commit_by_name(hub: Hub, tmp_path: Path) 
     assert [p.field for p in resume_problems(plan.identity() | content[0], plan.identity() | other)] == ["data.content"]
 
 
-def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> None:
+def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     plan = plan_of(recipe, "data.path=org/name")
     (tmp_path / "plan.json").write_text(plan.to_json())
-    started(plan)
+    start(plan)
     code = (
         "import sys; from pathlib import Path; from fsdptrain.data.commits import pin_commits;"
         "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir;"
@@ -149,21 +149,21 @@ def test_ranks_that_come_together_take_one_commit(hub: Hub, tmp_path: Path) -> N
             )
             for _ in range(3)
         ]
-        said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
-    assert said == [f"org/name@{1:040x}"] * 3 and len(hub.asked) == 1
+        answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert answers == [f"org/name@{1:040x}"] * 3 and len(hub.requests) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"start": 1}', '{"start": 1, "commits": {"org/name": "../x"}}'])
-def test_a_record_that_cannot_be_read_is_not_guessed(text: str, tmp_path: Path) -> None:
+def test_unreadable_commits_are_an_error(text: str, tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
-    rundir = started(plan)
+    rundir = start(plan)
     rundir.commits.write_text(text)
     with pytest.raises(CheckpointError, match=r"commits\.json cannot be read .* data\.revision"):
         pin_commits(plan, rundir)
 
 
-def in_the_cache(commit: str, texts: list[str]) -> None:
-    """Put a commit of org/cached where `datasets` looks for it, as the newest."""
+def add_to_cache(commit: str, texts: list[str]) -> None:
+    """Put a commit of org/cached into the cache of `datasets`, as the newest."""
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "org___cached" / "default" / "0.0.0" / commit
     folder.mkdir(parents=True)
     features = datasets.Features({"text": datasets.Value("string")})
@@ -173,8 +173,8 @@ def in_the_cache(commit: str, texts: list[str]) -> None:
         count, size = writer.finalize()
     splits = datasets.SplitDict(dataset_name="cached")
     splits.add(datasets.SplitInfo("train", num_bytes=size, num_examples=count, dataset_name="cached"))
-    words = {"builder_name": "parquet", "dataset_name": "cached", "config_name": "default", "version": "0.0.0"}
-    datasets.DatasetInfo(features=features, splits=splits, **words).write_to_directory(str(folder))
+    details = {"builder_name": "parquet", "dataset_name": "cached", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=features, splits=splits, **details).write_to_directory(str(folder))
 
 
 def texts_of(path: str) -> list[str]:
@@ -182,21 +182,21 @@ def texts_of(path: str) -> list[str]:
     return [row["text"] for _, row in source.rows(["text"])]
 
 
-def test_without_the_hub_a_run_goes_on_with_its_commit_though_a_newer_one_is_cached(tmp_path: Path) -> None:
+def test_without_the_hub_a_run_uses_its_commit_although_a_newer_one_is_cached(tmp_path: Path) -> None:
     old, new, absent = ("1a" * 20, "2b" * 20, "3c" * 20)
     plan = plan_of(write_recipe(tmp_path), "data.path=org/cached")
-    rundir = started(plan)
-    in_the_cache(old, ["a", "b", "c"])
+    rundir = start(plan)
+    add_to_cache(old, ["a", "b", "c"])
     assert in_a_new_process(plan, rundir) == f"org/cached@{old}"
     rundir.checkpoint(1).mkdir(parents=True)
-    in_the_cache(new, ["d"])
-    started(plan)
+    add_to_cache(new, ["d"])
+    start(plan)
     assert texts_of(in_a_new_process(plan, rundir)) == ["a", "b", "c"]
     assert texts_of("org/cached::train[:2]@" + old) == ["a", "b"] and texts_of("org/cached") == ["d"]
     with pytest.raises(NoData, match=rf"commit {absent} of org/cached is not in the cache \(cached: {new}\)"):
         open_sources(f"org/cached@{absent}")
 
 
-def test_local_data_have_no_commit(tmp_path: Path) -> None:
+def test_local_data_has_no_commit(tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path))
     assert pin_commits(plan, RunDir(Path(plan.run_dir))) == plan and not Path(plan.run_dir).exists()

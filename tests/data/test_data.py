@@ -1,4 +1,4 @@
-"""Rows to packed blocks: nothing lost or doubled, the right labels, and documents that do not see each other."""
+"""Rows to packed blocks: no token lost or repeated, the right labels, and documents that do not see each other."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ PC: dict[str, Any] = {"format": "prompt_completion", "columns": GSM8K_COLUMNS, "
 
 
 def bug(raises: type[BaseException], reason: str) -> pytest.MarkDecorator:
-    """What goes wrong today; whoever mends it has to take the mark away."""
+    """Mark a known bug; the test fails when the bug is fixed, until the mark is removed."""
     return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def a_plan(folder: Path, world: int = 1, **changes: Any) -> Plan:
-    """The plan of `support`'s recipe with changes, on `world` ranks."""
+    """Return the plan of `support`'s recipe with changes, on `world` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     return make_plan(load(write_recipe(folder, **changes)), Topology("cpu", 1, world))
 
 
 @pytest.fixture(scope="session")
 def bpe(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A byte-level BPE trained on GSM8K's problems."""
+    """Return a byte-level BPE trained on GSM8K's problems."""
     changes = {f"data__{name}": value for name, value in PC.items()}
     folder = tmp_path_factory.mktemp("bpe")
     plan = a_plan(folder, data__path=str(GSM8K), model__tokenizer={"train": 2048}, **changes)
@@ -65,7 +65,7 @@ def bpe(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def with_specials(tokenizer: Any, *specials: str, bos: str | None = None, **settings: Any) -> Any:
-    """A copy with more special tokens; with `bos` it puts that token in front of every text, as Llama's does."""
+    """Copy a tokenizer with more special tokens; with `bos`, that token begins every text, as with Llama's."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.add_special_tokens([*specials, *([bos] if bos else [])])
     if bos:
@@ -80,36 +80,36 @@ def with_specials(tokenizer: Any, *specials: str, bos: str | None = None, **sett
 
 @pytest.fixture(scope="session")
 def bos_bpe(bpe: Any) -> Any:
-    """The same tokenizer with a begin-of-sequence token that it adds by itself."""
+    """Return the same tokenizer with a begin-of-sequence token, which it adds to every text."""
     tokenizer = with_specials(bpe, bos="<s>")
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     return tokenizer
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
-    """A file of these rows."""
+    """Write these rows to a file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def corpus_of(path: Path, tokenizer: Any, **data: Any) -> Corpus:
-    """The corpus of a file."""
+    """Return the corpus of a file."""
     settings = Data(**data)
     return open_corpus(str(path), settings, tokenizer, settings.max_rows, quiet)
 
 
 def corpus_from(folder: Path, tokenizer: Any, *rows: dict[str, Any], **data: Any) -> Corpus:
-    """The corpus of some rows."""
+    """Return the corpus of some rows."""
     return corpus_of(jsonl(folder / "rows.jsonl", *rows), tokenizer, **data)
 
 
 def everything(corpus: Corpus) -> dict[str, np.ndarray[Any, Any]]:
-    """All blocks of a corpus."""
+    """Return all blocks of a corpus."""
     return {name: tensor.numpy() for name, tensor in corpus.batch(range(len(corpus))).items()}
 
 
 def inputs(corpus: Corpus) -> list[list[int]]:
-    """The input tokens of every piece, block after block."""
+    """Return the input tokens of every piece, block by block."""
     ids = everything(corpus)["input_ids"]
     found = []
     for block in range(len(corpus)):
@@ -121,7 +121,7 @@ def inputs(corpus: Corpus) -> list[list[int]]:
 
 
 def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
-    """What is trained, as text: one string for every run of positions with a label."""
+    """Return what is trained, as text: one string for every run of positions with a label."""
     runs = []
     for labels in everything(corpus)["labels"]:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], labels != IGNORED, [False]])))
@@ -133,7 +133,7 @@ def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
 
 
 def naive_best_fit_decreasing(lengths: list[int], size: int) -> list[int]:
-    """The free space of every bin, by the textbook."""
+    """Return the free space of every bin, by the textbook algorithm."""
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [number for number, space in enumerate(free) if space >= length]
@@ -145,7 +145,7 @@ def naive_best_fit_decreasing(lengths: list[int], size: int) -> list[int]:
 
 
 def first_fit(lengths: list[int], size: int) -> int:
-    """How many bins first-fit in the order given takes."""
+    """Return how many bins first-fit needs in the given order."""
     free: list[int] = []
     for length in lengths:
         number = next((number for number, space in enumerate(free) if space >= length), None)
@@ -174,20 +174,20 @@ def test_best_fit_decreasing(case: tuple[list[int], int]) -> None:
 
 def test_best_fit_decreasing_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
-    bins = best_fit_decreasing(lengths, 8192)  # quadratic would be hours
+    bins = best_fit_decreasing(lengths, 8192)  # a quadratic algorithm would take hours
     assert len(bins) <= 1.01 * sum(lengths) / 8192
 
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[list[int], list[bool], Data]:
-    """Row lengths, trained flags and settings; some rows are longer than a block, some are one token long."""
+    """Draw row lengths, trained flags and settings; some rows are longer than a block, some are one token long."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=25))
     trained = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
     return lengths, trained, Data(seq_len=draw(st.integers(2, 24)), packing=draw(st.sampled_from(PACKINGS)))
 
 
 def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
-    """A corpus in which every token is another number, made as `_write_corpus` makes it."""
+    """Return a corpus whose tokens are numbered, made as `_write_corpus` makes it."""
     flags = np.array(trained)
     pieces = cut(np.cumsum([0, *lengths]), data)
     order, blocks = pack(pieces, data)
@@ -250,12 +250,16 @@ def test_every_trained_token_is_a_label_once(case: tuple[list[int], list[bool], 
     firsts = set(np.cumsum([0, *lengths]).tolist())
     assert labelled.tolist() == [token for token, flag in enumerate(trained) if flag and token not in firsts]
     where = batch["labels"] != IGNORED
-    assert (batch["labels"][where] == batch["input_ids"][where] + 1).all()  # tokens are numbered: the next one, always
+    assert (
+        batch["labels"][where] == batch["input_ids"][where] + 1
+    ).all()  # tokens are numbered, so a label is the next number
 
 
 @given(documents())
 @settings(max_examples=100, deadline=None)
-def test_positions_restart_with_every_piece_and_padding_goes_on(case: tuple[list[int], list[bool], Data]) -> None:
+def test_positions_restart_with_every_piece_and_padding_continues_them(
+    case: tuple[list[int], list[bool], Data],
+) -> None:
     corpus = synthetic(*case)
     for block, positions in enumerate(everything(corpus)["position_ids"].tolist()):
         sizes = corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1], 1].tolist()
@@ -273,7 +277,7 @@ def test_a_block_of_padding_has_no_labels() -> None:
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-# GSM8K's 2,000 problems, by the tokens a block holds: with so few blocks the last one's padding alone is up to 0.5%.
+# GSM8K's 2,000 problems make so few blocks that the padding of the last one alone is up to 0.5%.
 @pytest.mark.parametrize(
     ("seq_len", "share"),
     [(1024, 0.98), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(512, 0.98), (2048, 0.99)])],
@@ -308,8 +312,8 @@ def test_every_token_of_an_answer_is_a_label_once(bpe: Any, packing: str) -> Non
     problems = [json.loads(line) for line in GSM8K.read_text().splitlines()][:300]
     prompts = bpe([problem["question"] + "\n" for problem in problems]).input_ids
     answers = [[*ids, bpe.eos_token_id] for ids in bpe([problem["answer"] for problem in problems]).input_ids]
-    room = 10**9 if packing == "concat" else 192
-    kept = [answer[: max(0, room - len(prompt))] for prompt, answer in zip(prompts, answers, strict=True)]
+    limit = 10**9 if packing == "concat" else 192
+    kept = [answer[: max(0, limit - len(prompt))] for prompt, answer in zip(prompts, answers, strict=True)]
     corpus = corpus_of(GSM8K, bpe, seq_len=192, packing=packing, max_rows=300, **PC)
     labels = everything(corpus)["labels"]
     assert sorted(labels[labels != IGNORED]) == sorted(token for answer in kept for token in answer)
@@ -359,8 +363,10 @@ def test_prompt_and_completion_are_joined_as_written(
     corpus = corpus_from(tmp_path, bpe, row, seq_len=32, format="prompt_completion", separator=separator)
     (ids,) = inputs(corpus)
     assert bpe.decode(ids) == prompt + separator + completion + EOS
-    said = completion + EOS
-    assert trained_runs(corpus, bpe) == [said if prompt + separator else bpe.decode(ids[1:])]  # the first has no label
+    answer = completion + EOS
+    assert trained_runs(corpus, bpe) == [
+        answer if prompt + separator else bpe.decode(ids[1:])
+    ]  # the first has no label
 
 
 @pytest.mark.parametrize(
@@ -387,7 +393,7 @@ def test_one_token_begins_a_row_and_one_ends_it(
         assert bpe.decode(ids) == text.removeprefix("<s>") + EOS
 
 
-def test_one_token_may_be_both_begin_and_end(bpe: Any, tmp_path: Path) -> None:
+def test_one_token_may_both_begin_and_end_a_row(bpe: Any, tmp_path: Path) -> None:
     tokenizer = with_specials(bpe, bos=EOS)
     corpus = corpus_from(tmp_path, tokenizer, {"text": "Hello"}, {"text": ""}, seq_len=32)
     assert [tokenizer.decode(ids) for ids in inputs(corpus)] == [f"{EOS}Hello{EOS}"]
@@ -427,7 +433,7 @@ def test_empty_texts_are_dropped(bpe: Any, tmp_path: Path) -> None:
     assert len(inputs(corpus)) == 1
 
 
-def test_nothing_left_to_train_on_is_an_error(bpe: Any, tmp_path: Path) -> None:
+def test_rows_without_trained_tokens_are_an_error(bpe: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "Hi there, " * 20, "completion": "Ho"}] * 3
     with pytest.raises(DataError, match=r"rows\.jsonl: none of the 3 rows has a trained token"):
         corpus_from(tmp_path, bpe, *rows, seq_len=16, format="prompt_completion")
@@ -444,7 +450,7 @@ LLAMA3 = (
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# As Qwen3's: only turns after the last question keep their thoughts, and those always have some.
+# As in Qwen3's: only turns after the last question have thoughts, which may be empty.
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -461,7 +467,7 @@ ENDS = {"plain": EOS, "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 
 @pytest.fixture(scope="session")
 def chat(bpe: Any) -> dict[str, Any]:
-    """A tokenizer for every template."""
+    """Return a tokenizer for every template."""
     tokenizers = {
         "plain": with_specials(bpe),
         "chatml": with_specials(bpe, *MARKS, eos_token="<|im_end|>"),
@@ -483,13 +489,13 @@ def chat(bpe: Any) -> dict[str, Any]:
 
 
 def talk(*words: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation, user first."""
+    """Return a conversation that the user begins."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
 def chat_corpus(folder: Path, tokenizer: Any, *talks: list[dict[str, str]], **data: Any) -> Corpus:
-    """The corpus of some conversations, each in a block of its own."""
+    """Return the corpus of some conversations, each in its own block."""
     rows = [{"messages": messages} for messages in talks]
     return corpus_from(folder, tokenizer, *rows, format="chat", packing="none", **{"seq_len": 256, **data})
 
@@ -511,20 +517,18 @@ TALKS = {
 
 @pytest.mark.parametrize("name", TALKS)
 @pytest.mark.parametrize("template", ENDS)
-def test_what_is_trained_is_what_the_assistant_says(
-    chat: dict[str, Any], tmp_path: Path, template: str, name: str
-) -> None:
+def test_the_assistants_content_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
     messages, tokenizer = TALKS[name], chat[template]
     corpus = chat_corpus(tmp_path, tokenizer, messages)
-    said = [message["content"] for message in messages if message["role"] == "assistant"]
-    assert trained_runs(corpus, tokenizer) == [content + ENDS[template] for content in said]
+    contents = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert trained_runs(corpus, tokenizer) == [content + ENDS[template] for content in contents]
     (ids,) = inputs(corpus)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 @pytest.mark.parametrize("template", ENDS)
 @pytest.mark.parametrize("name", TALKS)
-def test_no_word_of_the_others_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
+def test_no_content_of_the_others_is_trained(chat: dict[str, Any], tmp_path: Path, template: str, name: str) -> None:
     tokenizer = chat[template]
     texts = [m["content"] for m in TALKS[name]]
     marked = [m | {"content": f"Xq {text} Zj" if m["role"] == "assistant" else f"Wv {text} Kf"}
@@ -535,12 +539,14 @@ def test_no_word_of_the_others_is_trained(chat: dict[str, Any], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("template", ENDS)
-def test_white_space_belongs_to_who_wrote_it(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
-    """Blank lines that the assistant begins with are one token with the template's own: it has to be taken apart."""
+def test_white_space_at_the_beginning_of_an_answer_is_trained(
+    chat: dict[str, Any], tmp_path: Path, template: str
+) -> None:
+    """Blank lines at the beginning of an answer merge with the template's into one token, which has to be split."""
     tokenizer, content = chat[template], "\n\n\n  So it is"
     runs = trained_runs(chat_corpus(tmp_path, tokenizer, talk("Is it?", content)), tokenizer)
-    said = content.strip() if template == "llama3" else content
-    assert runs == [said + ENDS[template]]
+    expected = content.strip() if template == "llama3" else content
+    assert runs == [expected + ENDS[template]]
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml", "llama3", "qwen3"])
@@ -554,7 +560,7 @@ def test_train_on_all_of_a_conversation(chat: dict[str, Any], tmp_path: Path, te
 
 @pytest.mark.parametrize("template", ["llama3", "plain", "plain, bos", "chatml", "chatml, bos"])
 def test_a_conversation_is_tokenised_as_its_template_does(chat: dict[str, Any], tmp_path: Path, template: str) -> None:
-    """Whatever begins it: one token, or none where the template writes none, as when it is served."""
+    """It begins as when it is served: with one token, or with none if the template writes none."""
     tokenizer = chat[template]
     corpus = chat_corpus(tmp_path, tokenizer, TALKS["system"], TALKS["many turns"])
     served = [tokenizer.apply_chat_template(TALKS[name], return_dict=False) for name in ("system", "many turns")]
@@ -624,15 +630,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ONE_KERNEL = {"gemma2", "gpt_oss", "bloom"}  # transformers 5.23 has no sdpa for these
 UNSEPARATED = {
-    "gpt_oss": "transformers 5.23 hands no position_ids to create_causal_mask: documents of a block see each other",
-    "opt": "its attention mask knows nothing of position_ids: documents of a block see each other",
-    "falcon": "its attention mask knows nothing of position_ids: documents of a block see each other",
-    "bloom": "ALiBi, and a mask that knows nothing of position_ids: documents of a block see each other",
+    "gpt_oss": "transformers 5.23 passes no position_ids to the mask: documents of a block attend to each other",
+    "opt": "its attention mask ignores position_ids: documents of a block attend to each other",
+    "falcon": "its attention mask ignores position_ids: documents of a block attend to each other",
+    "bloom": "ALiBi, and a mask that ignores position_ids: documents of a block attend to each other",
 }
 
 
 def architectures() -> Iterator[Any]:
-    """(architecture, changes of its configuration, attention kernel), those that fail marked."""
+    """Yield (architecture, changes of its configuration, attention kernel), with marks on those that fail."""
     for name, changes in ARCHITECTURES.items():
         for kernel in ("eager",) if name in ONE_KERNEL else ("sdpa", "eager"):
             marks = [bug(AssertionError, UNSEPARATED[name])] if name in UNSEPARATED else []
@@ -645,7 +651,7 @@ def architectures() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slower with more threads, and much slower beside other tests."""
+    """Use one thread: models this small are slower with more, and much slower next to other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -653,21 +659,21 @@ def one_thread() -> Iterator[None]:
 
 
 def tiny(name: str, changes: dict[str, Any], kernel: str) -> Any:
-    """A random float32 model, in training mode as the engine has it."""
+    """Return a random float32 model, in training mode as in the engine."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SMALL | changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel).train()
 
 
 def losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of every position, computed as the engine calls the model."""
+    """Return the loss of every position, with the model called as the engine calls it."""
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     return functional.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=IGNORED, reduction="none")
 
 
 def by_document(corpus: Corpus, per_position: torch.Tensor) -> list[float]:
-    """Sums over the pieces of all blocks."""
+    """Return the sum over each piece of all blocks."""
     sums = []
     for block in range(len(corpus)):
         at = 0
@@ -679,7 +685,7 @@ def by_document(corpus: Corpus, per_position: torch.Tensor) -> list[float]:
 
 @pytest.fixture(scope="module")
 def packed(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Short documents of very different lengths, several in a block, with some padding."""
+    """Return short documents of very different lengths, several per block, with some padding."""
     texts = sorted((t for t in SHAKESPEARE.read_text().split("\n\n")[:40] if t), key=len)[2:18]
     corpus = corpus_from(tmp_path_factory.mktemp("packed"), bpe, *({"text": text} for text in texts), seq_len=96)
     assert len(corpus) > 3 and len(corpus.pieces) == len(texts) > 3 * len(corpus) - 2
@@ -687,7 +693,7 @@ def packed(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def alone(model: Any, corpus: Corpus) -> list[float]:
-    """The summed loss of every document by itself: no padding, no position ids, nothing before it."""
+    """Return the summed loss of every document alone: no padding, no position ids, nothing before it."""
     sums = []
     for start, length, _ in corpus.pieces:
         ids = torch.from_numpy(corpus.tokens[start : start + length].astype(np.int64))[None]
@@ -708,7 +714,7 @@ def test_a_packed_document_has_the_loss_it_has_alone(
     assert by_document(packed, together) == pytest.approx(expected, rel=1e-5)
 
 
-def test_it_is_the_position_ids_that_keep_documents_apart(packed: Corpus) -> None:
+def test_without_position_ids_documents_attend_to_each_other(packed: Corpus) -> None:
     model = tiny("llama", {}, "sdpa")
     batch = packed.batch(range(len(packed)))
     batch["position_ids"] = torch.arange(packed.seq_len).expand_as(batch["position_ids"])
@@ -734,7 +740,7 @@ def test_packing_does_not_change_the_gradient(packed: Corpus, bpe: Any, tmp_path
 
 
 def a_stream(blocks: int, seed: int = 0) -> Stream:
-    """A stream over all blocks of a corpus of one-token rows."""
+    """Return a stream over all blocks of a corpus with one row per block."""
     corpus = synthetic([4] * blocks, [True] * 4 * blocks, Data(seq_len=4, packing="none"))
     return Stream(corpus, np.arange(len(corpus)), seed)
 
@@ -806,7 +812,7 @@ def test_a_batch_of_the_stream_is_that_of_its_blocks() -> None:
 
 
 def row_of(corpus: Corpus, pieces: Any) -> set[int]:
-    """The rows that pieces are of, by where these begin."""
+    """Return the rows that pieces belong to, by where these begin."""
     return set(np.searchsorted(corpus.ends, pieces[:, 0], side="right").tolist())
 
 
@@ -835,7 +841,7 @@ def test_the_end_of_a_long_text_may_be_held_out(bpe: Any, tmp_path: Path, packin
     cut = len(whole) - round(0.1 * len(whole))
     labels = [everything(corpus)["labels"] for corpus in (stream.corpus, held_out)]
     sides = [sorted(each[each != IGNORED]) for each in labels]
-    assert sides == [sorted(whole[1:cut]), sorted(whole[cut + 1 :])]  # whose first token nothing predicts
+    assert sides == [sorted(whole[1:cut]), sorted(whole[cut + 1 :])]  # nothing predicts a row's first token
     assert stream.corpus.notes["divided"] == 1
 
 
@@ -867,7 +873,7 @@ def test_a_single_conversation_cannot_be_divided(chat: dict[str, Any], tmp_path:
         prepare(plan, chat["chatml"], quiet)
 
 
-def test_held_out_data_of_its_own(bpe: Any, tmp_path: Path) -> None:
+def test_held_out_data_from_another_path(bpe: Any, tmp_path: Path) -> None:
     held = jsonl(tmp_path / "held-out.jsonl", *({"text": f"Held out line {i}"} for i in range(50)))
     changes: dict[str, Any] = {"data__max_rows": 40, "data__packing": "none", "data__seq_len": 256}
     plan = a_plan(tmp_path, data__eval={"path": str(held), "max_rows": 30}, **changes)
@@ -899,20 +905,18 @@ def test_max_rows_counts_over_all_files(bpe: Any, tmp_path: Path, limit: int) ->
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own."""
+    """Return the data folder of a new, empty cache."""
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
     assert cache_dir("data") == tmp_path / "cache" / "data"
     return tmp_path / "cache" / "data"
 
 
 def prepared(folder: Path) -> list[Path]:
-    """The corpora in a cache, and what is left of failed ones; not the locks."""
+    """Return the corpora in a cache and remains of failed ones, without the locks."""
     return sorted(path for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_a_second_time_no_row_is_read(
-    bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpus_from(tmp_path, bpe, {"text": "Hello"}, {"text": "there"}, seq_len=16)
     (folder,) = prepared(own_cache)
     times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
@@ -928,15 +932,15 @@ def test_a_second_time_no_row_is_read(
     assert (again.notes, again.fingerprint) == (first.notes, first.fingerprint)
 
 
-def test_progress_is_told(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
     path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(2500)))
-    open_corpus(str(path), Data(seq_len=16), bpe, None, lambda *words: told.append(words))
-    assert [done for _, done, _ in told] == [1000, 2000, 2500]
-    assert {(stage, total) for stage, _, total in told} == {("tokenise", 2500)}
+    open_corpus(str(path), Data(seq_len=16), bpe, None, lambda *call: calls.append(call))
+    assert [done for _, done, _ in calls] == [1000, 2000, 2500]
+    assert {(stage, total) for stage, _, total in calls} == {("tokenise", 2500)}
 
 
-def test_whatever_changes_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
     row = {"text": "Hello", "other": "there", "prompt": "a", "completion": "b"}
     path = jsonl(tmp_path / "rows.jsonl", row, row)
     template = with_specials(bpe, eos_token=EOS)
@@ -955,7 +959,7 @@ def test_whatever_changes_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Pa
     corpus_of(path, bpe, **base)
     assert len(prepared(own_cache)) == len(changes) + 1
     jsonl(path, row, row)
-    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which says nothing about the tokens
+    corpus_of(path, bpe, **base, eval={"fraction": 0.5})  # which does not change the tokens
     assert len(prepared(own_cache)) == len(changes) + 1
 
 
@@ -966,7 +970,7 @@ def test_a_copy_of_the_data_is_the_same_data(bpe: Any, tmp_path: Path, own_cache
     assert len(prepared(own_cache)) == 1
 
 
-def test_the_same_bytes_of_another_kind_are_other_rows(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+def test_the_same_bytes_with_another_suffix_are_other_rows(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
     texts = []
     for name in ("a.txt", "a.csv"):
         path = tmp_path / name
@@ -1043,9 +1047,9 @@ data = Data(seq_len=256, format="prompt_completion", columns={"prompt": "questio
 (folder / f"ready-{me}").touch()
 while len(list(folder.glob("ready-*"))) < 2:
     time.sleep(0.001)
-told = []
-corpus = open_corpus(sys.argv[3], data, tokenizer, None, lambda *words: told.append(words))
-print(json.dumps([len(told), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
+calls = []
+corpus = open_corpus(sys.argv[3], data, tokenizer, None, lambda *call: calls.append(call))
+print(json.dumps([len(calls), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
 """
 
 
@@ -1060,26 +1064,26 @@ def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_ca
     ]  # fmt: skip
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    (told, *one), (told_too, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    (calls, *one), (other_calls, *other) = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert one == other
-    assert sorted([told, told_too]) == [0, 2]  # one of them prepared, the other waited and used that
+    assert sorted([calls, other_calls]) == [0, 2]  # one of them prepared, the other waited and used that
     assert len(prepared(own_cache)) == 1
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizer
 
 
-def test_a_trained_tokenizer_loses_nothing(bpe: Any) -> None:
+def test_a_trained_tokenizer_is_lossless(bpe: Any) -> None:
     assert len(bpe) == 2048
     text = SHAKESPEARE.read_text()[:20_000] + " 東京 🙂 \u2028\x00\t\r\n  end "
     assert bpe.decode(bpe(text).input_ids) == text
-    assert bpe.chat_template is None  # which a model of text or completions never learns
+    assert bpe.chat_template is None  # which a model trained on text or completions never learns
     assert (bpe.eos_token, bpe.pad_token, bpe.bos_token) == (EOS, EOS, None)
 
 
 @pytest.mark.parametrize("begin", ["<s>", "[gMASK]<sop>", ""])
 def test_only_conversations_get_a_chat_template(bpe: Any, tmp_path: Path, begin: str) -> None:
-    """The plain one, for tokenizers without; it begins as the tokenizer begins a text, in training and when served."""
+    """A tokenizer without one gets the plain one, which begins as the tokenizer begins a text."""
     tokens = [token for token in ("<s>", "[gMASK]", "<sop>") if token in begin]
     tokenizer = with_specials(bpe, *tokens, chat_template=None)
     tokenizer.chat_template = None
@@ -1103,11 +1107,11 @@ def test_only_conversations_get_a_chat_template(bpe: Any, tmp_path: Path, begin:
 
 
 def vocabulary(plan: Plan) -> str:
-    """All tokens of the plan's tokenizer, the space mark taken away."""
+    """Return all tokens of the plan's tokenizer, without the mark for a space."""
     return " ".join(load_tokenizer(plan, quiet).get_vocab()).replace("Ġ", "")
 
 
-def test_the_tokenizer_sees_the_rows_the_model_sees(tmp_path: Path) -> None:
+def test_the_tokenizer_is_trained_on_the_rows_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     jsonl(tmp_path / "data" / "a.jsonl", {"text": "romeo " * 50})
     jsonl(tmp_path / "data" / "b.jsonl", {"text": "juliet " * 50})

@@ -1,6 +1,6 @@
-"""Rows → tokens with four families of tokenizers: the row's text, whole, and only what follows the prompt trained.
+"""Rows → tokens with four families of tokenizers: the tokens of the whole text, of which the completion is trained.
 
-The reference is the tokenizer itself on the whole text, with offsets: a token is the completion's when it ends in it.
+The reference is the tokenizer on the whole text, with offsets: a token belongs to the completion when it ends in it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SPOKEN = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
+ROLE_LINES = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizers are trained on."""
+    """Yield the texts that the tokenizers are trained on."""
     for problem in PROBLEMS:
         yield problem["question"] + "\n" + problem["answer"]
     yield from (prompt + completion for prompt, completion in CODE)
 
 
 def byte_level(trim: bool) -> Tokenizer:
-    """GPT-2's and Llama 3's kind; with `trim` the offsets leave out a token's space, as theirs do."""
+    """Return a tokenizer like GPT-2's and Llama 3's; with `trim`, offsets leave out a token's space, as theirs do."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def byte_level(trim: bool) -> Tokenizer:
 
 
 def metaspace(scheme: str | None) -> Tokenizer:
-    """Llama 2's kind, BPE with bytes for what it does not know; None: with a normaliser, as in older files."""
+    """Return a tokenizer like Llama 2's, BPE with byte fallback; None: with a normalizer, as in older files."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if scheme is None:
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -74,18 +74,18 @@ def metaspace(scheme: str | None) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
-    # Trained on lines, so that no token crosses one, with every byte in the vocabulary.
+    # Trained on lines, so that no token contains a line break, with every byte in the vocabulary.
     lines = (line for text in texts() for line in text.split("\n"))
     made.train_from_iterator(
         lines, trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIAL + bytes_, show_progress=False)
     )
-    plain = json.loads(made.to_str())  # bytes are no special tokens
+    plain = json.loads(made.to_str())  # bytes are not special tokens
     plain["added_tokens"] = plain["added_tokens"][: len(SPECIAL)]
     return Tokenizer.from_str(json.dumps(plain))
 
 
 def unigram() -> Tokenizer:
-    """T5's and XLM's kind: Unigram over words, with a space before each."""
+    """Return a tokenizer like T5's and XLM's: Unigram over words, with a space before each."""
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
@@ -97,7 +97,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind: no white space at all, and other tokens inside a word than at its beginning."""
+    """Return a tokenizer like BERT's: no white space, and other tokens inside a word than at its beginning."""
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.normalizer = normalizers.BertNormalizer(lowercase=False)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -118,7 +118,7 @@ LOSSLESS = ["byte-level", "byte-level, trimmed", "Metaspace, first", "Metaspace,
 
 @pytest.fixture(scope="module", params=MAKERS)
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """A tokenizer of each family."""
+    """Return a tokenizer of each family."""
     made = MAKERS[request.param]()
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     wrapped = PreTrainedTokenizerFast(
@@ -129,14 +129,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def encoded(tokenizer: Any, rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], bytes]]:
-    """Rows as tokens and flags, none dropped."""
+    """Return rows as tokens and flags; checks that none is dropped."""
     found = list(Encoder(tokenizer, Data(seq_len=10**6, **data))([{"place": "rows.jsonl:1", **row} for row in rows]))
     assert len(found) == len(rows)
     return found
 
 
 def by_offsets(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """The reference: tokens of the whole text, and whether each ends in a span."""
+    """Return the reference: tokens of the whole text, and whether each ends in a span."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return found.input_ids, [any(a < end <= b for a, b in spans) for _, end in found.offset_mapping]
 
@@ -149,7 +149,7 @@ def test_prompts_and_completions_are_the_tokenizers_own_tokens(tokenizer: Any, s
     ):
         before = row["prompt"] + separator
         whole, labels = by_offsets(tokenizer, before + row["completion"], [(len(before), 10**9)])
-        if separator == " ":  # which is one token with the word that follows, and here has to be one of its own
+        if separator == " ":  # a part of the next word's token, from which it has to be split here
             assert tokenizer.decode(ids[:-1]) == tokenizer.decode(whole)
             continue
         assert ids == [*whole, tokenizer.eos_token_id]
@@ -177,18 +177,18 @@ def test_the_decoded_row_is_the_text(tokenizer: Any, prompt: str, completion: st
             assert tokenizer.decode([*tokenizer(prompt, add_special_tokens=False).input_ids]) == prompt
 
 
-def test_a_completion_gets_no_space_of_its_own() -> None:
-    """`▁4` behind a line break would be a space that nobody wrote."""
+def test_a_completion_gets_no_added_space() -> None:
+    """`▁4` behind a line break would be a space that is not in the text."""
     for name in LOSSLESS[2:]:
         made = MAKERS[name]()
         wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
         for prompt, completion in (("What is 2+2?\n", "4"), ("Q: ", "4"), ("def f():\n", "    return 1")):
             [(ids, mask)] = encoded(wrapped, [{"prompt": prompt, "completion": completion}], format="prompt_completion")
-            said = "".join(wrapped.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]))
-            assert said == completion.replace(" ", "▁") + "</s>", name
+            trained = "".join(wrapped.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]))
+            assert trained == completion.replace(" ", "▁") + "</s>", name
 
 
-@pytest.mark.parametrize("template", [CHATML, SPOKEN], ids=["chatml", "spoken"])
+@pytest.mark.parametrize("template", [CHATML, ROLE_LINES], ids=["chatml", "role lines"])
 def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
     rows = [
@@ -199,18 +199,18 @@ def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> 
     counts = [0, 0]
     for row, (ids, mask) in zip(rows, encoded(tokenizer, rows, format="chat"), strict=True):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        said, at, spans = row["messages"][1]["content"] + end, 0, []
+        answer, at, spans = row["messages"][1]["content"] + end, 0, []
         for _ in range(2):
-            at = text.index(said, at)
-            spans.append((at, at := at + len(said)))
+            at = text.index(answer, at)
+            spans.append((at, at := at + len(answer)))
         whole, labels = by_offsets(tokenizer, text, spans)
         assert tokenizer.decode(ids) == tokenizer.decode(whole)
         counts[0] += sum(mask)
         counts[1] += sum(labels)
         if template == CHATML:
             assert ids == whole and list(mask) == labels
-        elif tokenizer.family in LOSSLESS:  # a prompt ends with a space: where that is part of a token it is cut
-            assert tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag]) == said * 2
+        elif tokenizer.family in LOSSLESS:  # the prompt ends with a space, where a token is cut
+            assert tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag]) == answer * 2
     assert counts[0] == counts[1] if template == CHATML else abs(counts[0] / counts[1] - 1) < 0.01
 
 
@@ -232,7 +232,7 @@ def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
 
 
 class Letters(PreTrainedTokenizer):
-    """A tokenizer written in Python: one token a letter, two where `merges` says so."""
+    """A tokenizer written in Python: one token per letter, or per pair of letters in `merges`."""
 
     vocab_files_names = {"vocab_file": "vocab.txt"}  # noqa: RUF012
 
@@ -268,7 +268,7 @@ class Letters(PreTrainedTokenizer):
 
 
 def letters(folder: Path, *merges: str, **settings: Any) -> Letters:
-    """That tokenizer with these merges."""
+    """Return that tokenizer with these merges."""
     path = folder / f"vocab-{'-'.join(merges)}.txt"
     path.write_text("\n".join(merges))
     return Letters(str(path), eos_token="</s>", unk_token="<unk>", **settings)
@@ -277,16 +277,16 @@ def letters(folder: Path, *merges: str, **settings: Any) -> Letters:
 def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     tokenizer = letters(tmp_path, "ab")
     rows = [{"prompt": "xa", "completion": "by"}, {"prompt": "xa", "completion": "cy"}]
-    straddled, clean = encoded(tokenizer, rows, format="prompt_completion")
-    assert straddled[0] == [*tokenizer("xaby", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert [list(mask) for _, mask in (straddled, clean)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1]]
-    tokenizer.chat_template = SPOKEN
+    crossing, clean = encoded(tokenizer, rows, format="prompt_completion")
+    assert crossing[0] == [*tokenizer("xaby", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert [list(mask) for _, mask in (crossing, clean)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1]]
+    tokenizer.chat_template = ROLE_LINES
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     [(ids, mask)] = encoded(tokenizer, [{"messages": talk}], format="chat")
     assert tokenizer.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]) == ["h", "o", "</s>"]
 
 
-def test_the_digest_knows_all_that_makes_tokens(tmp_path: Path) -> None:
+def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=byte_level(False), eos_token="</s>")
     fast.save_pretrained(tmp_path / "fast")
     split = AutoTokenizer.from_pretrained(tmp_path / "fast", split_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Every reader, and every way a data file can be wrong: a DataError with the file, and the line if it has lines."""
+"""Every reader, and every fault of a data file: a DataError with the file, and the line if it has lines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CHAT = {"format": "chat"}
 OK = {"text": "a"}
 OK_PC = {"prompt": "a", "completion": "b"}
 OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
-# `datasets` settles the types of a JSON file on its first 10 MiB: this is more than that.
+# More than 10 MiB, from which `datasets` would infer the types of a JSON file.
 FILLER = "x" * 10_000
 LONG = [{"text": FILLER}] * 1_060
 
 
 def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[str, Any]]:
-    """All rows behind a path, from all its files, without the places of conversations."""
+    """Return all rows behind a path, from all its files, without the places of conversations."""
     rows = (
         row for source in open_sources(str(path)) for rows in read_rows(source, Data(**data), limit) for row in rows
     )
@@ -48,14 +48,14 @@ def rows_of(path: object, limit: int | None = None, **data: Any) -> list[dict[st
 
 
 def complaint(path: object, **data: Any) -> str:
-    """What is said about a path whose rows are wrong; it must be a DataError."""
+    """Return the message of the DataError for a path with wrong rows."""
     with pytest.raises(DataError) as caught:
         rows_of(path, **data)
     return str(caught.value)
 
 
 def lines(*rows: Any) -> str:
-    """Rows as JSON lines."""
+    """Return rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -85,7 +85,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert rows_of(put(tmp_path, "a.jsonl", lines(*({"text": t} for t in TEXTS)))) == [{"text": t} for t in TEXTS]
 
 
-def test_json_lines_with_windows_line_ends_a_mark_and_no_last_line_end(tmp_path: Path) -> None:
+def test_json_lines_with_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}'
     assert rows_of(put(tmp_path, "a.jsonl", content)) == [{"text": "a"}, {"text": "b"}]
 
@@ -149,11 +149,11 @@ def test_messages_may_have_keys_of_their_own(tmp_path: Path) -> None:
         {"role": "tool", "content": "2", "name": "add"},
     ]
     path = put(tmp_path, "a.jsonl", lines({"messages": talk}))
-    expected = [talk[0], {"role": "assistant", "tool_calls": [call]}, talk[2]]  # null is as good as absent
+    expected = [talk[0], {"role": "assistant", "tool_calls": [call]}, talk[2]]  # null is read as absent
     assert rows_of(path, **CHAT) == [{"messages": expected}]
 
 
-def test_columns_of_other_names_and_other_columns(tmp_path: Path) -> None:
+def test_columns_with_other_names(tmp_path: Path) -> None:
     rows = [{"Q": "1?", "A": "one", "meta": 1}, {"Q": "2?", "A": "two", "meta": "x"}, {"A": "three", "Q": "3?"}]
     read_back = rows_of(put(tmp_path, "a.jsonl", lines(*rows)), columns={"prompt": "Q", "completion": "A"}, **PC)
     assert read_back == [{"prompt": r["Q"], "completion": r["A"]} for r in rows]
@@ -173,7 +173,7 @@ ALPACA = [
 
 
 def test_several_columns_are_joined_by_an_empty_line_and_empty_ones_left_out(tmp_path: Path) -> None:
-    """As in Alpaca's files, where many rows have no input."""
+    """In Alpaca's files many rows have no input."""
     columns = {"prompt": ["instruction", "input"], "completion": "output"}
     expected = [("Add.\n\n1 and 2", "3"), ("Greet.", "Hi"), ("Part.", "Bye")]
     path = put(tmp_path, "a.json", json.dumps(ALPACA))
@@ -208,7 +208,7 @@ def test_plain_messages_are_not_called_sharegpt(tmp_path: Path) -> None:
 
 
 def compress(kind: str, content: bytes) -> bytes:
-    """As the kind's own program does it; Zstandard has none in every Python, so Arrow's."""
+    """Compress as the program of that kind does; Zstandard with Arrow, because older Pythons have none."""
     if kind != "zst":
         return gzip.compress(content) if kind == "gz" else bz2.compress(content)
     sink = pa.BufferOutputStream()
@@ -246,19 +246,19 @@ def test_compressed_files(tmp_path: Path, kind: str) -> None:
         ("a.CSV", "id,text\n1,a; b\n"),
     ],
 )
-def test_the_first_line_of_a_table_says_what_separates_its_values(tmp_path: Path, name: str, content: str) -> None:
+def test_the_first_line_of_a_table_decides_the_delimiter(tmp_path: Path, name: str, content: str) -> None:
     separator = {"id;": ";", '"id': ";", "id\t": "\t"}.get(content[:3], ",")
     *_, row = csv.DictReader(content.splitlines(), delimiter=separator)
     assert rows_of(put(tmp_path, name, content)) == [{"text": row["text"]}]
 
 
-def test_a_json_list_of_one_line_or_many_and_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_list_of_one_line_or_many_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": str(i)} for i in range(100)]
     one, many = put(tmp_path, "a.json", json.dumps(rows)), put(tmp_path, "b.json", json.dumps(rows, indent=1))
     listed = put(tmp_path, "c.json", lines(*rows))
     assert rows_of(one) == rows_of(many) == rows_of(listed) == rows
     monkeypatch.setattr("fsdptrain.data.readers.MAX_JSON", 500)
-    assert rows_of(listed) == rows, "JSON lines are never held whole"
+    assert rows_of(listed) == rows, "JSON lines are never read as a whole"
     assert "longer than 500 bytes: write one object per line (.jsonl)" in complaint(many)
     assert "longer than 500 bytes" in complaint(one)
 
@@ -280,7 +280,7 @@ def test_a_json_list_of_one_line_or_many_and_a_bound(tmp_path: Path, monkeypatch
         ("a b", None),
     ],
 )
-def test_columns_are_recognised_and_what_is_suggested_reads_them(
+def test_columns_are_recognised_and_the_suggestion_reads_them(
     tmp_path: Path, columns: str, expected: tuple[str, dict[str, Any]] | None
 ) -> None:
     names = columns.split()
@@ -288,22 +288,22 @@ def test_columns_are_recognised_and_what_is_suggested_reads_them(
     row = {name: OK_CHAT["messages"] if name in ("messages", "conversations") else "x" for name in names}
     path = put(tmp_path, "a.jsonl", lines(row))
     wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
-    said = complaint(path, **wrong)
+    message = complaint(path, **wrong)
     if expected is None:
-        assert "data.columns: {prompt: …}" in said
+        assert "data.columns: {prompt: …}" in message
         return
-    advised = yaml.safe_load(said.partition("They fit ")[2])["data"]
+    advised = yaml.safe_load(message.partition("They fit ")[2])["data"]
     assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]
     assert len(rows_of(path, **advised)) == 1
 
 
-def test_a_table_of_thousands_of_columns_is_told_in_a_few_words(tmp_path: Path) -> None:
+def test_the_message_for_thousands_of_columns_is_short(tmp_path: Path) -> None:
     names = [f"a column called {i} {'x' * 100}" for i in range(4_000)]
     path = put(tmp_path, "a.csv", ",".join(names) + "\n" + ",".join("v" for _ in names) + "\n")
     for data in ({}, PC, {"columns": {"text": "y" * 5_000}}):
-        said = complaint(path, **data)
-        assert "a column called 0" in said and ", and 3,970 more" in said
-        assert len(said) < 6_000
+        message = complaint(path, **data)
+        assert "a column called 0" in message and ", and 3,970 more" in message
+        assert len(message) < 6_000
     path = put(tmp_path, "b.jsonl", lines(OK, dict.fromkeys(names, "v")))
     assert len(complaint(path)) < 6_000
 
@@ -315,7 +315,7 @@ def test_a_table_of_thousands_of_columns_is_told_in_a_few_words(tmp_path: Path) 
         ("a.zip", "unpack"), ("a.pkl", "JSON lines"), ("a.pdf", ".txt"),
     ],
 )  # fmt: skip
-def test_a_kind_that_is_not_read_has_a_way_to_one_that_is(tmp_path: Path, name: str, way_out: str) -> None:
+def test_an_unsupported_type_has_a_conversion_to_a_supported_one(tmp_path: Path, name: str, way_out: str) -> None:
     path = put(tmp_path, f"inside/{name}", "a")
     for place in (path, path.parent):
         assert way_out in complaint(place) and ".jsonl" in complaint(place)
@@ -327,7 +327,7 @@ def test_a_folder_of_save_to_disk_is_recognised(tmp_path: Path) -> None:
 
 
 def library(tmp_path: Path) -> dict[str, str]:
-    """Files of several kinds in a folder of folders, with things in between that hold no data."""
+    """Write files of several types in nested folders, with a file that is no data in between."""
     put(tmp_path, "b.jsonl", lines({"text": "b"}))
     put(tmp_path, "a.json", json.dumps([{"text": "a"}]))
     put(tmp_path, "sub/c.csv", "text\nc\n")
@@ -355,7 +355,7 @@ def test_data_files_of_a_folder(tmp_path: Path) -> None:
     assert list(map(str, data_files(str(tmp_path)))) == list(files.values())
 
 
-def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
+def test_a_name_with_brackets_is_no_glob(tmp_path: Path) -> None:
     path = put(tmp_path, "part[1].jsonl", lines({"text": "a"}))
     assert rows_of(find_data(str(path), tmp_path)) == [{"text": "a"}]
 
@@ -388,7 +388,7 @@ def test_a_hub_data_set(path: str, words: tuple[str | None, ...], monkeypatch: p
     assert "id, text" in complaint(path, **CHAT)
 
 
-def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_a_hub_data_set_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = "1" * 40, "2" * 40
     refs = tmp_path / "datasets--org--name" / "refs"
     refs.mkdir(parents=True)
@@ -400,7 +400,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
     assert fingerprint(f"org/name@{one}") == fingerprint("org/name") == fingerprint("org/name::train")
     before = fingerprint("org/name")
     (refs / "main").write_text(two)
-    assert fingerprint("org/name") == before  # within a process nothing moves
+    assert fingerprint("org/name") == before  # within a process the commit stays the same
     hub_commit.cache_clear()
     assert fingerprint("org/name") != before
 
@@ -408,7 +408,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
         assert revision == two
         made = Dataset.from_dict({"text": ["a"]})
         made.save_to_disk(tmp_path / one)
-        return Dataset.load_from_disk(str(tmp_path / one))  # what was cached before
+        return Dataset.load_from_disk(str(tmp_path / one))  # another commit, cached before
 
     monkeypatch.setattr("datasets.load_dataset", fake)
     assert f"data.revision: commit {two} of org/name is not in the cache (cached: {one})" in complaint("org/name")
@@ -455,7 +455,7 @@ def test_csv_values_stay_texts(tmp_path: Path, text: str) -> None:
     assert [row["completion"] for row in rows_of(path, **PC)] == [text, text]
 
 
-def test_columns_that_other_tools_give_a_meaning(tmp_path: Path) -> None:
+def test_columns_with_a_meaning_in_other_tools(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "Hi"}]
     row = {"id": "1", "source": "web", "model": "m", "system_prompt": "", "messages": talk}
     assert rows_of(put(tmp_path, "a.jsonl", lines(row)), **CHAT) == [{"messages": talk}]
@@ -470,12 +470,12 @@ def test_a_very_long_line(tmp_path: Path, name: str, megabytes: int) -> None:
     assert [row["text"] for row in rows_of(put(tmp_path, name, content))] == texts
 
 
-def test_a_late_column_that_nobody_reads(tmp_path: Path) -> None:
+def test_a_late_column_that_is_not_read(tmp_path: Path) -> None:
     path = put(tmp_path, "a.jsonl", lines(*LONG, {"text": "b", "note": "new"}))
     assert len(rows_of(path)) == len(LONG) + 1
 
 
-def test_a_deep_value_in_a_column_that_nobody_reads(tmp_path: Path) -> None:
+def test_a_deep_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
     path = put(tmp_path, "a.jsonl", '{"text": "a", "deep": ' + "[" * 50 + "]" * 50 + "}\n")
     assert rows_of(path) == [{"text": "a"}]
 
@@ -559,9 +559,9 @@ def test_wrong_json_lines(
     tmp_path: Path, content: str | bytes, data: dict[str, Any], line: int, words: list[str]
 ) -> None:
     path = put(tmp_path, "a.jsonl", content)
-    said = complaint(path, **data)
-    assert said.startswith(f"{path}:{line}: ")
-    assert all(word in said for word in words), said
+    message = complaint(path, **data)
+    assert message.startswith(f"{path}:{line}: ")
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -583,9 +583,9 @@ def test_wrong_rows_deep_in_a_long_file(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any], words: list[str]
 ) -> None:
     path = put(tmp_path, "a.jsonl", lines(*LONG, row))
-    said = complaint(path, **data)
-    assert said.startswith(f"{path}:{len(LONG) + 1}: ")
-    assert all(word in said for word in words), said
+    message = complaint(path, **data)
+    assert message.startswith(f"{path}:{len(LONG) + 1}: ")
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -617,9 +617,9 @@ def test_wrong_rows_deep_in_a_long_file(
 )  # fmt: skip
 def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, where: str, words: list[str]) -> None:
     path = put(tmp_path, name, content)
-    said = complaint(path)
-    assert said.startswith(f"{path}{where}"), said
-    assert all(word in said for word in words), said
+    message = complaint(path)
+    assert message.startswith(f"{path}{where}"), message
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -635,9 +635,9 @@ def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, where: str
 )
 def test_wrong_parquet(tmp_path: Path, values: pa.Array, words: list[str]) -> None:
     path = parquet(tmp_path, "a.parquet", text=values)
-    said = complaint(path)
-    assert said.startswith(str(path))
-    assert all(word in said for word in words), said
+    message = complaint(path)
+    assert message.startswith(str(path))
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
@@ -672,36 +672,38 @@ def write_parquet(path: Path) -> None:
     ("name", "write"),
     [("a.jsonl", write_json), ("a.json", write_json), ("a.csv", write_csv), ("a.parquet", write_parquet)],
 )
-def test_a_missing_column_names_those_there_are(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+def test_the_message_for_a_missing_column_lists_the_others(
+    tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
     path = tmp_path / name
     write(path)
     half: dict[str, Any] = {**PC, "columns": {"prompt": "question"}}
     for data, missing in (({}, "'text'"), (CHAT, "'messages'"), (PC, "'prompt'"), (half, "'completion'")):
-        said = complaint(path, **data)
-        assert said.startswith(str(path))
-        assert missing in said
-        assert "question, answer" in said
+        message = complaint(path, **data)
+        assert message.startswith(str(path))
+        assert missing in message
+        assert "question, answer" in message
 
 
 def test_a_text_file_has_one_column_only(tmp_path: Path) -> None:
-    said = complaint(put(tmp_path, "a.txt", "a"), **CHAT)
-    assert str(tmp_path / "a.txt") in said
-    assert "'messages'" in said
+    message = complaint(put(tmp_path, "a.txt", "a"), **CHAT)
+    assert str(tmp_path / "a.txt") in message
+    assert "'messages'" in message
 
 
 @pytest.mark.parametrize("name", ["a.xml", "a.jsonl.lz4", "a.parquet.gz", "a.gz", "a", "a.py"])
 def test_an_unknown_kind_of_file(tmp_path: Path, name: str) -> None:
     path = put(tmp_path, name, "a")
-    said = complaint(path)
-    assert said.startswith(f"{path}: unknown data file type")
-    assert ".jsonl" in said
+    message = complaint(path)
+    assert message.startswith(f"{path}: unknown data file type")
+    assert ".jsonl" in message
 
 
 def test_a_folder_without_data_files(tmp_path: Path) -> None:
     put(tmp_path, "docs/README.md", "a")
-    said = complaint(tmp_path)
-    assert str(tmp_path) in said
-    assert ".jsonl" in said
+    message = complaint(tmp_path)
+    assert str(tmp_path) in message
+    assert ".jsonl" in message
 
 
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:
@@ -716,7 +718,7 @@ def test_the_wrong_file_of_many_is_named(tmp_path: Path) -> None:
 
 
 def deep(key: str) -> str:
-    """A row that no recursive parser survives, in the column `key`."""
+    """Return a row whose column `key` exceeds the stack of every recursive parser."""
     return '{"text": "a", "' + key + '": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
 
 
@@ -736,14 +738,14 @@ def test_what_can_end_the_process(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, *paths]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-500:]
-    for path, said in zip(paths, done.stdout.splitlines(), strict=True):
-        assert said.startswith(f"DataError {path}"), said
+    for path, message in zip(paths, done.stdout.splitlines(), strict=True):
+        assert message.startswith(f"DataError {path}"), message
 
 
 # ------------------------------------------------------------------------------- files that are none, or not for long
 
 
-def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_refused_without_waiting(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", lines(OK))
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
@@ -752,13 +754,13 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> Non
     assert complaint("/dev/zero") == "/dev/zero is not a readable regular file"
 
 
-def test_a_link_to_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_broken_link_is_not_skipped(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", lines(OK))
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
     assert complaint(tmp_path) == f"{tmp_path / 'b.jsonl'} is not a readable regular file"
 
 
-def test_a_folder_with_a_files_name_is_a_folder(tmp_path: Path) -> None:
+def test_a_folder_with_a_suffix_is_a_folder(tmp_path: Path) -> None:
     put(tmp_path, "x.jsonl/a.jsonl", lines(OK))
     (tmp_path / "y.jsonl").mkdir()
     assert rows_of(tmp_path / "x.jsonl") == rows_of(tmp_path) == [OK]
@@ -777,8 +779,8 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="becomes a user who may not read")
-def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="changes to a user who may not read")
+def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
     closed, inside = put(tmp_path, "one/a.jsonl", lines(OK)), put(tmp_path, "two/closed/b.jsonl", lines(OK))
     for folder in (tmp_path, *tmp_path.parents[:2], tmp_path / "one", tmp_path / "two"):
         folder.chmod(0o755)
@@ -846,7 +848,7 @@ def write_one_text(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt", "a.parquet"])
-def test_a_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+def test_the_fingerprint_of_a_file_is_its_content(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     write_one_text(path, "one")
     before = fingerprint(str(path))
@@ -858,13 +860,13 @@ def test_a_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
 
 def test_fingerprints(tmp_path: Path) -> None:
     a, b = put(tmp_path, "x/a.jsonl", "1"), put(tmp_path, "y/b.jsonl", "1")
-    assert fingerprint(str(a)) == fingerprint(str(b)) == fingerprint(str(a.parent))  # the place is not the content
+    assert fingerprint(str(a)) == fingerprint(str(b)) == fingerprint(str(a.parent))  # the path is not part of it
     put(tmp_path, "x/c.jsonl", "2")
     assert fingerprint(str(a.parent)) != fingerprint(str(a))
     assert fingerprint("org/one") != fingerprint("org/two")
 
 
-def test_a_fingerprint_knows_the_reader(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_the_reader(tmp_path: Path) -> None:
     content = "text\nTo be, or not to be\n"
     assert fingerprint(str(put(tmp_path, "a.txt", content))) != fingerprint(str(put(tmp_path, "a.csv", content)))
     packed = gzip.compress(content.encode())

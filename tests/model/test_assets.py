@@ -35,7 +35,7 @@ def tokenizer_in(folder: Path, template: str | None = None, **special: str) -> A
 
 
 def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
-    """Config and generation config as a run writes them, read back by transformers."""
+    """Return config and generation config as a run writes them, read back by transformers, and the plan."""
     written = load(write_recipe(tmp, **changes))
     plan = make_plan(written, find_topology(written.recipe, {}))
     config = load_config(plan, vocabulary_size(tokenizer))
@@ -52,7 +52,7 @@ def model_in(folder: Path, kind: str = "llama", generation: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3", "opt", "mistral"])
-def test_from_scratch_the_tokenizer_decides(kind: str, tmp_path: Path) -> None:
+def test_from_scratch_the_tokenizers_special_tokens_are_used(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     config: dict[str, Any] = {"model_type": kind, **TINY, "vocab_size": 303}
     if kind == "gemma3":
@@ -102,7 +102,7 @@ def test_a_generation_config_that_cannot_be_saved_keeps_its_end_tokens(tmp_path:
     assert generation.eos_token_id == [0, 300] and generation.top_p != 0.9
 
 
-def test_another_tokenizer_brings_its_own_tokens_only(tmp_path: Path) -> None:
+def test_another_tokenizer_replaces_the_special_tokens(tmp_path: Path) -> None:
     model_in(
         tmp_path / "model", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=9,
         generation={"bos_token_id": 1, "eos_token_id": [2, 7], "suppress_tokens": [3], "min_p": 0.5, "do_sample": True},
@@ -130,7 +130,7 @@ def test_generation_stops_where_the_template_ends_a_turn(tmp_path: Path) -> None
     assert end_of_turn(tokenizer) is None
 
 
-def test_a_folder_that_contradicts_itself_is_found_out(tmp_path: Path) -> None:
+def test_contradictions_in_a_folder_are_found(tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     written(tmp_path, tokenizer, model__tokenizer=str(tmp_path / "tokenizer"))
     config = AutoConfig.from_pretrained(tmp_path / "assets")
