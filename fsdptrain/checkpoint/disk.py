@@ -48,7 +48,7 @@ def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]
     if facts["free_bytes"] < facts["needed_bytes"]:
         yield CheckpointError(
             f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
-            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or choose another disk"
+            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or set output_dir to another disk"
         )
 
 

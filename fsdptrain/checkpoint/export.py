@@ -157,18 +157,21 @@ def write_folder(
     needed = sum(tensor.nbytes for tensor in state.values())
     try:
         with report_full_disk(scratch, needed):
+            # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
             for name in asset_names(assets):
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(assets / name, scratch / name)
             config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
             config.dtype = getattr(torch, dtype)
             config.save_pretrained(scratch)
+            # One group at a time is cast, converted to the layout of files, and written.
             writer = SafetensorsWriter(scratch)
             for done, group in enumerate(tensors, 1):
                 cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
                 writer.add(revert_weight_conversion(unsharded, cast))
                 progress("export", done, len(groups))
             writer.finish()
+            # Only a folder that reads back as intended replaces an earlier export.
             check_export(scratch, wanted)
     except Exception as error:  # safetensors and transformers raise classes of their own
         shutil.rmtree(scratch, ignore_errors=True)

@@ -78,9 +78,8 @@ def read_manifest(folder: Path) -> Manifest:
     raw = _read_bytes(path)
     fields = parse_object(path, raw)
     version = fields.get("format")
-    if (
-        type(version) is int and version != FORMAT_VERSION
-    ):  # first: another version may compute the checksum differently
+    # Before the checksum, which another version may compute differently.
+    if type(version) is int and version != FORMAT_VERSION:
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
             f"reads {FORMAT_VERSION}): continue with that version, or choose another output_dir"
@@ -90,12 +89,12 @@ def read_manifest(folder: Path) -> Manifest:
     del fields["sha256"]
     problem = _field_problem(fields)
     if problem:
-        raise CheckpointError(f"{path} was not written by fsdptrain: {problem}")
+        raise CheckpointError(f"{path} is not a valid manifest: {problem}")
     return Manifest(**fields)
 
 
 def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object that the bytes of a file hold. Raise CheckpointError when they hold anything else."""
+    """Return the JSON object that the bytes of a file hold; raises CheckpointError when they hold anything else."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:

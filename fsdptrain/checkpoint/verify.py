@@ -117,7 +117,7 @@ def _check_export(folder: Path) -> None:
     for file in sorted(set(weight_map.values())):
         missing = {name for name, home in weight_map.items() if home == file} - _tensor_names(folder / file)
         if missing:
-            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, although {INDEX} says so")
+            raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} lists for this file")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

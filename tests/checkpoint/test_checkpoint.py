@@ -228,7 +228,7 @@ def test_a_manifest_with_the_right_checksum_is_still_checked(
     change: Callable[[dict[str, Any]], object], run: RunDir
 ) -> None:
     reseal(newest(run), change)
-    with pytest.raises(CheckpointError, match="was not written by fsdptrain"):
+    with pytest.raises(CheckpointError, match="is not a valid manifest"):
         read_manifest(newest(run))
     found = survey(run)
     assert not found["good"] and found["resume"] == run.checkpoint_steps()[0]
