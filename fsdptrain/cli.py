@@ -117,6 +117,19 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
         ) from None
 
 
+@contextlib.contextmanager
+def _internal_errors_recorded(rundir: RunDir) -> Iterator[None]:
+    """Write the traceback of an unexpected exception into the run folder, and raise it as an FsdptrainError."""
+    try:
+        yield
+    except FsdptrainError:
+        raise
+    except Exception as error:
+        record = rundir.logs / "defect.txt"
+        record.write_text(traceback.format_exc(), encoding="utf-8")
+        raise FsdptrainError(f"internal error: {error!r} (please report it; traceback: {record})") from error
+
+
 def _problems_text(problems: Sequence[object]) -> str:
     if len(problems) == 1:
         return f"fsdptrain: {problems[0]}"
@@ -147,11 +160,12 @@ def run(
     rundir = RunDir(Path(plan.run_dir))
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
+        # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
             if writes_run_dir(topology):
                 _show_finished(rundir, earlier.step)
             return
-        # Under torchrun this process is a worker already; otherwise it launches the workers.
+        # Under torchrun this process is a worker itself, and does not launch any.
         if topology.joined:
             from fsdptrain.train.worker import work
 
@@ -159,19 +173,13 @@ def run(
                 cut_partial_lines(rundir)
                 Screen().say(heading(plan, rundir, earlier))
             work(plan)
+        # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen())
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
-        try:
+        with _internal_errors_recorded(rundir):
             launch(plan, screen, earlier)
-        except FsdptrainError:
-            raise
-        except Exception as error:
-            (rundir.logs / "defect.txt").write_text(traceback.format_exc(), encoding="utf-8")
-            raise FsdptrainError(
-                f"internal error: {error!r} (please report it; traceback: {rundir.logs / 'defect.txt'})"
-            ) from error
         if comparison:
             comparison.report(screen)
         screen.summary(time.monotonic() - started)
@@ -206,6 +214,7 @@ def validate(
         from fsdptrain.validate.client import make_request, run_dry_run
         from fsdptrain.validate.summary import show_outcome
 
+        # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
@@ -214,11 +223,12 @@ def validate(
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
         plot_path = str(plot) if plot else None
         request = dataclasses.replace(request, plot=plot_path, price=price, advise=advise, build=not no_build)
+        # Show progress on standard error, because standard output is for the result.
         console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
-        with Screen(console) as screen:  # standard output is for the result
+        with Screen(console) as screen:
             outcome = run_dry_run(request, screen)
     except FsdptrainError as error:
-        if as_json:
+        if as_json:  # a program that reads the JSON gets the problems there
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
             sys.exit(error.exit_code)
         raise

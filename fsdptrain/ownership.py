@@ -18,9 +18,8 @@ from pathlib import Path
 
 from fsdptrain.rundir import MARK, RunDir
 
-CHECKPOINT_FILE = re.compile(
-    r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}"
-)  # the last: safetensors' temporary files
+# The files of a checkpoint; `.tmp…` are temporary files of safetensors.
+CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")
 
 
 UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")  # a save or a removal that was interrupted
@@ -107,6 +106,7 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     older model (weights, and files in `written` whose size or time differs, as in a copy) and, if `written` is empty,
     the whole old folder.
     """
+    # Move the old folder away, so that the new one gets its name in one rename.
     old = None
     if os.path.lexists(out) and not _is_empty(out):
         old = unused_name(out.with_name(f"{out.name}.kept"))
@@ -115,10 +115,12 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     (out / MARK).unlink(missing_ok=True)
     if old is None or not written:
         return old
+    # Remove the files of the old export, unless they changed or a link leads out of the folder.
     root = old.resolve()
     for name, stamp in written.items():
         if _stamp(old / name) == stamp and (old / name).parent.resolve().is_relative_to(root):
             (old / name).unlink()
+    # Move the user's files into the new folder, unless they could be loaded as a part of the model.
     for path in old.iterdir():
         if path.is_dir() and not path.is_symlink() and _is_empty(path):
             path.rmdir()

@@ -44,7 +44,7 @@ DATA_LIKE_FILES = (
 )  # fmt: skip
 
 
-POLL_S = 0.2
+POLL_S = 0.2  # between two checks of plan.json
 
 
 # Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.

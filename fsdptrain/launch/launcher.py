@@ -1,7 +1,7 @@
 """Start the workers of a run, watch and stop them, explain the first failure, restart. No torch in this process.
 
     this process ── agent ────────────────────────── one worker per rank
-         │  SIGTERM once: save after this step, exit       │
+         │  SIGTERM once: save after this step, exit        │
          ├──────── a pipe: how the first worker failed ─────┤
          └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
 
@@ -30,7 +30,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import counted
 
-POLL_S = 0.1
+POLL_S = 0.1  # between two checks of the agent and the hang reports
 
 
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
@@ -133,8 +133,8 @@ class Attempt:
 
         def is_new(path: Path) -> bool:
             with contextlib.suppress(FileNotFoundError):
-                facts = path.stat()
-                return facts.st_size > 0 and facts.st_mtime > self._started
+                status = path.stat()
+                return status.st_size > 0 and status.st_mtime > self._started
             return False
 
         ranks, rundir = range(self.plan.topology.world_size), self.rundir
@@ -190,7 +190,7 @@ class Attempt:
             name = signal.Signals(-code).name
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._when()}; the workers ended with it")
         if code:
-            raise WorkerError(f"the launcher exited with {code}; see {self.rundir.launcher_log}")
+            raise WorkerError(f"the launcher's agent exited with {code}; see {self.rundir.launcher_log}")
 
     def _lost_work(self) -> str:
         """Return which steps are in no checkpoint, and the step of the newest checkpoint."""
