@@ -27,8 +27,8 @@ from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
-from fsdptrain.model.assets import special_token_faults
-from fsdptrain.model.skeleton import in_dtype, skeleton
+from fsdptrain.model.assets import special_token_conflicts
+from fsdptrain.model.skeleton import skeleton, skeleton_in_dtype
 from fsdptrain.model.units import blocks_of, saved_state
 from fsdptrain.ownership import (
     Stamps,
@@ -152,7 +152,7 @@ def write_folder(
     when the files read back are not what should be in them.
     """
     scratch = make_scratch(out)
-    wanted = in_dtype(unsharded, dtype)
+    wanted = skeleton_in_dtype(unsharded, dtype)
     state = saved_state(wanted)
     needed = sum(tensor.nbytes for tensor in state.values())
     try:
@@ -205,7 +205,7 @@ def check_export(folder: Path, wanted: Any) -> None:
             f"{folder}: {len(wrong)} tensors are missing, unexpected or different; {name}: "
             f"expected {expected.get(name)}, found {found.get(name)}"
         )
-    if disagreements := special_token_faults(folder):  # which also opens config, generation config and tokenizer
+    if disagreements := special_token_conflicts(folder):  # which also opens config, generation config and tokenizer
         raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
 
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, model_revision
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.skeleton import set_token
+from fsdptrain.model.skeleton import set_special_token
 from fsdptrain.ownership import install_assets
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -55,12 +55,12 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
     `own`: the tokenizer is the model's own. Then tokens that it does not define keep the model's values, and every end
     token of either configuration is kept (Llama 3 has three). `turn_end` ends an assistant's turn in training.
     """
-    for part in _parts(config):
+    for part in _with_text_config(config):
         for name in SPECIAL_TOKENS:
             wanted, there = getattr(tokenizer, name), getattr(part, name, None)
             keep = own and (wanted is None or (isinstance(there, list) and wanted in there))
             if not keep:
-                set_token(part, name, wanted)
+                set_special_token(part, name, wanted)
     ends = [*_as_list(tokenizer.eos_token_id), *_as_list(turn_end)]
     if own:
         ends += [*_as_list(generation.eos_token_id), *_as_list(config.get_text_config().eos_token_id)]
@@ -75,12 +75,12 @@ def align_special_tokens(config: Any, generation: Any, tokenizer: Any, own: bool
             setattr(generation, name, wanted)
 
 
-def special_token_faults(folder: Path) -> list[str]:
+def special_token_conflicts(folder: Path) -> list[str]:
     """Return how config, generation config and tokenizer of a Hugging Face folder disagree on special tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = GenerationConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    files = [("config.json", part) for part in _parts(config)] + [("generation_config.json", generation)]
+    files = [("config.json", part) for part in _with_text_config(config)] + [("generation_config.json", generation)]
     faults = []
     for name in SPECIAL_TOKENS:
         wanted = getattr(tokenizer, name)
@@ -91,7 +91,7 @@ def special_token_faults(folder: Path) -> list[str]:
     return faults
 
 
-def refuse_other_tokens(plan: Plan, tokenizer: Any) -> None:
+def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
     """Raise RecipeError when `model.config` names a special token and the tokenizer defines another."""
     for name in SPECIAL_TOKENS:
         written, wanted = plan.recipe.model.config.get(name), getattr(tokenizer, name)
@@ -117,7 +117,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     return ends[0] if ends and tokenizer.eos_token_id not in ends else None
 
 
-def _parts(config: Any) -> list[Any]:
+def _with_text_config(config: Any) -> list[Any]:
     """Return the configuration, and the language model's inside it if there is one: both name special tokens."""
     text = config.get_text_config()
     return [text] if text is config else [config, text]

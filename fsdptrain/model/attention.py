@@ -178,18 +178,18 @@ def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, l
     return scores.softmax(dim=-1)
 
 
-_of_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in forward and in backward
+_tiles_by_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in forward and in backward
 
 
 def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:
     """Return the tiles for q [B, H, S, D]: of all rows together if their masks are equal, else of each row."""
     if mask is None:
         return _causal_tiles(len(q), q.shape[2])
-    if mask not in _of_mask:
+    if mask not in _tiles_by_mask:
         alike = bool((mask == mask[:1]).all())
         rows = [slice(0, len(mask))] if alike else [slice(row, row + 1) for row in range(len(mask))]
-        _of_mask[mask] = [tile for part in rows for tile in _tiles_of(part, mask[part.start, 0])]
-    found: list[Tile] = _of_mask[mask]
+        _tiles_by_mask[mask] = [tile for part in rows for tile in _tiles_of(part, mask[part.start, 0])]
+    found: list[Tile] = _tiles_by_mask[mask]
     return found
 
 

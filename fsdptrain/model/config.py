@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json, recipe_errors
 from fsdptrain.errors import NoModel, Problem, RecipeError
-from fsdptrain.model.skeleton import layer_values, set_token
+from fsdptrain.model.skeleton import layer_values, set_special_token
 
 # The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
 # configuration could use all memory before its parameters are counted.
@@ -60,8 +60,8 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
     if kind is not None:
         with recipe_errors(f"model.config: no architecture {kind!r}"):
             known = AutoConfig.for_model(kind)
-        overrides = translated(overrides, known)
-        text = _text_of(overrides, known)
+        overrides = translate_overrides(overrides, known)
+        text = _text_overrides(overrides, known)
         if vocab_size is None and "vocab_size" not in text:
             raise NoModel("model.config.vocab_size: unknown without the tokenizer; set it to plan without one")
         text.setdefault("vocab_size", vocab_size)
@@ -73,19 +73,19 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
         cannot = f"model.id: cannot read the configuration of {model.id!r}"
         with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
             known = AutoConfig.from_pretrained(str(model.id), **where)
-        overrides = translated(overrides, known)
+        overrides = translate_overrides(overrides, known)
         with recipe_errors("model.config"):
-            config = type(known).from_dict(overridden(known, overrides)) if overrides else known
+            config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
             _register_own_classes(plan, own, config)
     # Remove the padding token of another vocabulary: its embedding would get no gradient, or does not exist.
     text_config = config.get_text_config()
     if not plan.own_tokenizer and "pad_token_id" not in overrides:
         for part in (config, text_config):
-            set_token(part, "pad_token_id", None)
+            set_special_token(part, "pad_token_id", None)
     # Check sizes before a model is built, then the recipe against the architecture's limits, all problems at once.
     for part in {id(part): part for part in (config, text_config)}.values():
         _reject_sizes(part)
-    refuse_without_effect(overrides, config)
+    reject_without_effect(overrides, config)
     limit, problems = position_limit(text_config), []
     if vocab_size is not None and text_config.vocab_size < vocab_size:
         problems.append(f"model.config.vocab_size: {text_config.vocab_size}, but the tokenizer has {vocab_size} tokens")
@@ -98,7 +98,7 @@ def load_config(plan: Plan, vocab_size: int | None) -> Any:
     return config
 
 
-def translated(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
+def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:
     """Return overrides of the configuration `known` under the names that this version of transformers has for them.
 
     Keys of older files (`rope_theta`, `rope_scaling`) keep their meaning. Raises RecipeError for a key that the
@@ -116,7 +116,7 @@ def translated(overrides: dict[str, Any], known: Any, field: str = "model.config
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise RecipeError(f"{field}.{name}: {known.model_type} has no such key{hint}")
         if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
-            value = translated(value, inner, f"{field}.{name}")
+            value = translate_overrides(value, inner, f"{field}.{name}")
         found[known.attribute_map.get(name, name)] = value
     old = {name: value for name, value in overrides.items() if name in OLD_ROPE and name not in found}
     if old or isinstance(found.get("rope_parameters"), dict):
@@ -146,7 +146,7 @@ def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any
     return {**kept, **asked, **theta}
 
 
-def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration `known`, and those inside it, as a dict with `overrides` applied.
 
     With fewer layers, lists with an entry for each layer are cut; with more, the architecture sets them.
@@ -154,16 +154,16 @@ def overridden(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     whole = known.to_dict()
     name = known.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     before, layers = whole.get(name), overrides.get(name, whole.get(name))
-    for key in _lists_of_layers(known, name) - overrides.keys() if layers != before else ():
+    for key in _per_layer_lists(known, name) - overrides.keys() if layers != before else ():
         whole[key] = whole[key][:layers] if layers < before else None
     for key, value in overrides.items():
         inner = getattr(known, key, None)
         nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
-        whole[key] = overridden(inner, value) if nested else value
+        whole[key] = apply_overrides(inner, value) if nested else value
     return whole
 
 
-def _lists_of_layers(known: Any, name: str) -> set[str]:
+def _per_layer_lists(known: Any, name: str) -> set[str]:
     """Return the keys that hold a list with an entry for each layer: by default, these lists grow with the layers."""
     default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]
     return {
@@ -173,7 +173,7 @@ def _lists_of_layers(known: Any, name: str) -> set[str]:
     }  # fmt: skip
 
 
-def _text_of(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
+def _text_overrides(overrides: dict[str, Any], known: Any) -> dict[str, Any]:
     """Return the overrides of the language model: all, or those of its configuration inside `known`."""
     inner = known.get_text_config()
     name = next((name for name, value in vars(known).items() if value is inner), None)
@@ -209,7 +209,7 @@ def rope_sets(config: Any) -> list[dict[str, Any]]:
     return inner or [rope]
 
 
-def long_positions(config: Any, seq_len: int) -> int | None:
+def longrope_threshold(config: Any, seq_len: int) -> int | None:
     """Return the position from which longrope changes the frequencies of a whole micro-batch, if `seq_len` reaches it.
 
     Then padding must not have higher positions than documents.
@@ -271,7 +271,7 @@ def _reject_sizes(config: Any) -> None:
                 )
 
 
-def refuse_without_effect(overrides: dict[str, Any], config: Any) -> None:
+def reject_without_effect(overrides: dict[str, Any], config: Any) -> None:
     """Raise RecipeError for a sliding window that is switched off, or an auxiliary loss that would not be added.
 
     A mixture's auxiliary loss is a product of two means over the global batch: a micro-batch cannot compute it.

@@ -73,7 +73,7 @@ def init_groups(mirror: Any) -> list[InitGroup]:
         if group is None and stays_whole(module, parent):
             group = name
         for key, child in module.named_children():
-            visit(_joined(name, key), child, module, rules, group)
+            visit(full_name(name, key), child, module, rules, group)
         home = groups.setdefault(name if group is None else group, InitGroup(name if group is None else group, []))
         home.modules.append((name, module, rules))
 
@@ -96,12 +96,12 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
             (name, module, key, param)
             for name, module, _ in group.modules
             for key, param in _own_parameters(module).items()
-            if _joined(name, key) not in mirror.all_tied_weights_keys
+            if full_name(name, key) not in mirror.all_tied_weights_keys
         ]
         # Put real parameters into the modules, let `_init_weights` fill them, and put the meta ones back.
         constructed: dict[int, torch.Tensor] = {}
         for _ in range(2):
-            real = {id(p): _filled(p, constructed.get(id(p))) for *_, p in places}
+            real = {id(p): _real_parameter(p, constructed.get(id(p))) for *_, p in places}
             for _, module, key, param in places:
                 module._parameters[key] = real[id(param)]
             torch.manual_seed(seed_of(recipe.seed, group.name))
@@ -117,13 +117,14 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
         if left:
             name, module, key, _ = left[0]
             raise RecipeError(
-                f"model.init: random is not possible: transformers does not initialise {_joined(name, key)} "
+                f"model.init: random is not possible: transformers does not initialise {full_name(name, key)} "
                 f"({type(module).__name__}); start from pretrained weights"
             )
         yield {names[i]: weight.detach() for i, weight in real.items()}
 
 
-def _joined(name: str, key: str) -> str:
+def full_name(name: str, key: str) -> str:
+    """Return the name in the model of the parameter or buffer `key` of the module `name`."""
     return f"{name}.{key}" if name else key
 
 
@@ -131,7 +132,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(recurse=False))
 
 
-def _filled(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
+def _real_parameter(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
     """Return a real parameter like this one, with the flags that `_init_weights` may read; NaN without a value."""
     memory = torch.full_like(param, torch.nan, device="cpu") if value is None else value.clone()
     made = nn.Parameter(memory, requires_grad=param.requires_grad)

@@ -80,7 +80,7 @@ def _forward_around(model: Any, head: AfterHead) -> AfterHead:
         return _DecoderOutput((inputs_embeds,))
 
     real, real_head = model.get_decoder(), model.get_output_embeddings()
-    around = _twin(model, {id(real): _StandIn(real, decoder), id(real_head): _StandIn(real_head, head)})
+    around = _copy_with_stand_ins(model, {id(real): _StandIn(real, decoder), id(real_head): _StandIn(real_head, head)})
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = around.forward(inputs_embeds=hidden[None]).logits[0]
@@ -109,12 +109,12 @@ class _DecoderOutput(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def _twin(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
+def _copy_with_stand_ins(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
     """Return a shallow copy of a module in which modules are replaced by `stand_ins` (id of a module → stand-in)."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     for name, child in module.named_children():
-        twin._modules[name] = stand_ins.get(id(child)) or _twin(child, stand_ins)
+        twin._modules[name] = stand_ins.get(id(child)) or _copy_with_stand_ins(child, stand_ins)
     return twin
 
 

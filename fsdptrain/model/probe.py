@@ -39,7 +39,7 @@ class Probe:
         """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
-        kinds = {id(block): kind_of(block) for _, block in blocks_of(model)}
+        kinds = {id(block): block_kind(block) for _, block in blocks_of(model)}
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and all(id(block) in kinds for block in module):
                 there = [kinds[id(block)] for block in module]
@@ -84,7 +84,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def kind_of(block: nn.Module) -> str:
+def block_kind(block: nn.Module) -> str:
     """Return a text that is equal for blocks that differ only by number and weights."""
     return repr([
         (type(module).__name__, sorted(

@@ -28,7 +28,7 @@ from fsdptrain.model.units import saved_state
 LARGEST_BUFFER = 2**28  # elements
 
 
-def set_token(config: Any, name: str, value: int | None) -> None:
+def set_special_token(config: Any, name: str, value: int | None) -> None:
     """Set a special token; None changes nothing where the architecture requires a number."""
     with contextlib.suppress(StrictDataclassFieldValidationError):
         setattr(config, name, value)
@@ -68,10 +68,10 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     # Then give the state that is saved its master dtype.
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
-    made.float32_names = explicit | _listed_as_float32(made, computed)
-    wide = made.float32_names | _listed_as_float32(made, master)
+    made.float32_names = explicit | _kept_in_float32(made, computed)
+    wide = made.float32_names | _kept_in_float32(made, master)
     stored = {
-        id(tensor): _like(tensor, torch.float32 if name in wide else master)
+        id(tensor): _cast(tensor, torch.float32 if name in wide else master)
         for name, tensor in state.items()
         if tensor.dtype != (torch.float32 if name in wide else master)
     }
@@ -82,24 +82,24 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     return made
 
 
-def in_dtype(model: Any, dtype: str) -> Any:
+def skeleton_in_dtype(model: Any, dtype: str) -> Any:
     """Return a skeleton of the same architecture in `dtype`, except for what transformers keeps in float32."""
     return skeleton(model.config, Model(dtype=dtype, attn_implementation=model.config._attn_implementation))  # type: ignore[arg-type]
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     """Return the same parameter or buffer in another dtype."""
     cast = tensor.detach().to(dtype)
     return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
 
 
-def _listed_as_float32(model: Any, dtype: torch.dtype) -> set[str]:
+def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
     """Return the names of the state that `from_pretrained(dtype=dtype)` loads in float32."""
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
 
-def settle_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
+def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
     """Return the plan with `attn_implementation: auto` replaced by a kernel, and the skeleton that has it.
 
     The kernel is the best one that the architecture, this machine and the recipe's batches allow.

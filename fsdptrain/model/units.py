@@ -56,12 +56,12 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
     else:
         units = [Unit(name, [module]) for name, module in blocks_of(model)]
         if units and not tied(model):
-            units = _with_ends(model, units)
+            units = _with_embedding_and_head(model, units)
     # Move shared weights to the root, which gathers them once; a class that the recipe names is rejected instead.
     split = [unit for unit in units if tied(model) and _holds_one_end(model, unit)]
     if split and isinstance(wrap, list):
         raise RecipeError(f"fsdp.wrap: {split[0].name} holds only one of the tied embedding and head: leave it out")
-    shared = _sharing(units)
+    shared = _with_shared_weights(units)
     if shared and isinstance(wrap, list):
         names = f"{shared[0].name} and {shared[1].name}"
         raise RecipeError(f"fsdp.wrap: {names} of {type(model).__name__} share weights: leave their class out")
@@ -78,7 +78,7 @@ def tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _with_ends(model: Any, blocks: list[Unit]) -> list[Unit]:
+def _with_embedding_and_head(model: Any, blocks: list[Unit]) -> list[Unit]:
     """Return the blocks, with the embedding before and [what follows the blocks, head] after them."""
     base = model.base_model
     if base is model:  # llama4_text has no base model: use the module that holds the list of blocks
@@ -121,7 +121,7 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
     return units
 
 
-def _sharing(units: list[Unit]) -> list[Unit]:
+def _with_shared_weights(units: list[Unit]) -> list[Unit]:
     """Return the units that share weights with another one (zamba's blocks share an attention layer)."""
     holders: dict[int, list[Unit]] = {}
     for unit in units:

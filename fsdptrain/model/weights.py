@@ -19,7 +19,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import recipe_errors, safetensors_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.init import _joined
+from fsdptrain.model.init import full_name
 from fsdptrain.model.patches import dtensors_stay_on_their_device
 
 
@@ -37,7 +37,7 @@ def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
     """Move buffers to `device`; cast floating-point ones to a given `dtype`, except those that stay in float32."""
     for owner, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            cast = dtype and buffer.is_floating_point() and _joined(owner, name) not in model.float32_names
+            cast = dtype and buffer.is_floating_point() and full_name(owner, name) not in model.float32_names
             module._buffers[name] = buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype)
 
 
@@ -54,7 +54,7 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
         _fill(model, bare, _counted(slices, progress), plan, device)
 
 
-def refuse_other_weights(bare: Any, plan: Plan, files: list[str]) -> None:
+def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
     """Raise RecipeError if `read_weights` would; reads only the headers of the files.
 
     `bare` is a skeleton, which is not changed.

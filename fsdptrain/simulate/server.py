@@ -24,7 +24,7 @@ from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Trace
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
-from fsdptrain.model.skeleton import flash_fits, settle_attention, skeleton
+from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
@@ -143,7 +143,7 @@ class Models:
             return plan
         fits = flash_fits(plan)
         if fits not in self._kernels:
-            settled, self._bare = settle_attention(plan, self.config)
+            settled, self._bare = choose_attention(plan, self.config)
             self._kernels[fits] = settled.recipe.model.attn_implementation
         return varied(plan, {"model.attn_implementation": self._kernels[fits]})
 

@@ -18,14 +18,14 @@ from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.assets import refuse_other_tokens
-from fsdptrain.model.config import load_config, long_positions
+from fsdptrain.model.assets import check_special_tokens
+from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.skeleton import one_row_if_packed, settle_attention, skeleton
+from fsdptrain.model.skeleton import choose_attention, one_row_if_packed, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of
-from fsdptrain.model.weights import place_buffers, refuse_other_weights
+from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
     `vocab_size` is that of the tokenizer, None if it is unknown. Raises one RecipeError for all problems.
     """
     config = load_config(plan, vocab_size)
-    plan, bare = settle_attention(plan, config)
+    plan, bare = choose_attention(plan, config)
     problems: list[Problem] = []
     with _collected(problems):
         units = units_of(bare, plan.recipe.fsdp.wrap)
@@ -62,7 +62,7 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
         check_buffers(plan, config, bare)
     if plan.pretrained and Path(str(plan.recipe.model.id)).is_dir():  # a dry run downloads nothing
         with _collected(problems):
-            refuse_other_weights(bare, plan, safetensors_files(plan))
+            check_weights(bare, plan, safetensors_files(plan))
     if problems:
         raise RecipeError(problems)
     return PreparedModel(plan, config, bare, units)
@@ -89,7 +89,7 @@ def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrai
     tokenizer = load_tokenizer(plan, progress)
     if prepared is None or vocabulary_size(tokenizer) != trained_size:
         prepared = prepare_model(plan, vocabulary_size(tokenizer))
-    refuse_other_tokens(plan, tokenizer)
+    check_special_tokens(plan, tokenizer)
     return tokenizer, prepared
 
 
@@ -123,7 +123,7 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
         model = skeleton(config, dataclasses.replace(recipe.model, attn_implementation="auto"))
     # Position ids of a short document, of the beginning and end of a long one, and of padding (see `Corpus.batch`).
     short, long = [0, 1, 2], [0, 1, seq_len - 1]
-    threshold = long_positions(config, seq_len)
+    threshold = longrope_threshold(config, seq_len)
     padding = [0, 0] if threshold else [3, seq_len - 1]
     beside = [[*long, *short, *padding] if packed else [*short, *padding]]
     if recipe.train.micro_batch_size > 1:

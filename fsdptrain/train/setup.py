@@ -21,7 +21,7 @@ from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import long_positions
+from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.weights import allocate, read_weights
@@ -110,7 +110,7 @@ def prepare_inputs(session: Session) -> Inputs:
     pinned_plan = pin_commits(plan, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
-    count_padding = long_positions(prepared.config, plan.recipe.data.seq_len) is None
+    count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding)
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)

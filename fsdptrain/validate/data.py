@@ -18,7 +18,7 @@ from fsdptrain.data.corpus import Stream, prepare
 from fsdptrain.data.sources import data_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
-from fsdptrain.model.assets import refuse_other_tokens
+from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
@@ -44,7 +44,7 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
         with findings.continue_on_error():
             tokenizer = load_tokenizer(plan, findings.send_progress)
             vocab_size = vocabulary_size(tokenizer)
-            refuse_other_tokens(plan, tokenizer)
+            check_special_tokens(plan, tokenizer)
     if readable and tokenizer is not None:
         with findings.continue_on_error():
             steps = check_sequences(plan, tokenizer, findings)

@@ -1,4 +1,4 @@
-"""What goes in comes out: with a learning rate of 0 the exported weights are the input's, bit for bit."""
+"""With a learning rate of 0 the exported weights equal the input weights, bit for bit, for every architecture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8},
 }
 NAMED = r"[A-Z]\w+(LM|Model|Decoder|Generation|LMHead)\b|vocab_size|xlnet"  # an architecture's class
-NEEDED = {  # overrides that their refusals name
+NEEDED = {  # overrides that their error messages name
     "llama4_text": ["train.loss=plain"], "mamba": ["data.packing=none"], "falcon_mamba": ["data.packing=none"],
 }  # fmt: skip
 
@@ -53,14 +53,14 @@ def random_model(kind: str, folder: Path) -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for param in model.parameters():  # nothing may agree by accident: not zero biases, not unit norms
+        for param in model.parameters():  # zero biases and unit norms would agree by accident
             param.add_(torch.randn_like(param) * 0.01)
     model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every architecture read, trained for two steps at learning rate 0 over two ranks, and exported."""
+    """Read every architecture, train it for two steps at learning rate 0 on two ranks, and export it."""
     tmp = tmp_path_factory.mktemp("architectures")
     variants = {}
     for kind in ARCHITECTURES:
@@ -96,7 +96,7 @@ def test_transformers_opens_the_export_and_computes_the_same(kind: str, exported
 
 
 def errors_of(ways: dict[str, list[str]], tmp: Path) -> dict[str, list[str]]:
-    """What architectures are refused with in bf16, by way: [class, message], [] where they train.
+    """Return [class, message] of the error of architectures in bf16, [] if they train.
 
     A way is an architecture, or one and a word, → overrides.
     """
@@ -115,7 +115,7 @@ def errors_of(ways: dict[str, list[str]], tmp: Path) -> dict[str, list[str]]:
     return dict(found[0])
 
 
-def test_what_no_rule_covers_trains_or_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_architectures_train_or_are_rejected_by_name(tmp_path: Path) -> None:
     ways: dict[str, list[str]] = {kind: [] for kind in ("zamba", "minimax", "gemma4_text", "got_ocr2", "cwm", "xlstm")}
     ways["minimax cast"] = ["fsdp.mixed_precision.buffer_dtype=bfloat16"]
     ways["mamba inner"] = ["fsdp.wrap=[Conv1d]"]
@@ -137,7 +137,7 @@ def test_blocks_that_share_weights_are_in_no_unit() -> None:
 
 
 @pytest.mark.soak
-def test_every_architecture_trains_or_is_refused_by_name(tmp_path: Path) -> None:
+def test_every_architecture_trains_or_is_rejected_by_name(tmp_path: Path) -> None:
     recomputed = ["fsdp.activation_checkpointing=full"]
     ways = {way: words for kind in KINDS for way, words in ((kind, []), (f"{kind} recomputed", recomputed))}
     refused = {way: error for way, error in errors_of(ways, tmp_path).items() if error}

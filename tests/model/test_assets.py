@@ -15,7 +15,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.tokenizer import train_bpe, vocabulary_size
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.assets import end_of_turn, refuse_other_tokens, save_assets, special_token_faults
+from fsdptrain.model.assets import check_special_tokens, end_of_turn, save_assets, special_token_conflicts
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 
@@ -40,7 +40,7 @@ def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
     plan = make_plan(written, find_topology(written.recipe, {}))
     config = load_config(plan, vocabulary_size(tokenizer))
     save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, tmp / "assets")
-    assert special_token_faults(tmp / "assets") == []
+    assert special_token_conflicts(tmp / "assets") == []
     return AutoConfig.from_pretrained(tmp / "assets"), GenerationConfig.from_pretrained(tmp / "assets"), plan
 
 
@@ -69,7 +69,7 @@ def test_from_scratch_the_tokenizers_special_tokens_are_used(kind: str, tmp_path
     assert [getattr(found[1], name) for name in IDS] == wanted
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])  # whose pad tokens by default are none, 0 and 32000
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])  # their default pad tokens are none, 0 and 32000
 def test_every_token_of_a_model_from_scratch_is_trained(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     recipe = load(write_recipe(tmp_path, model__config={"model_type": kind, **TINY}))
@@ -89,7 +89,7 @@ def test_a_model_with_its_own_tokenizer_keeps_its_other_end_tokens(tmp_path: Pat
         generation={"eos_token_id": [300, 0, 301], "top_p": 0.9, "do_sample": True},
     )
     config, generation, _ = written(tmp_path, tokenizer, model={"id": str(folder)})
-    assert (config.bos_token_id, config.eos_token_id) == (5, [0, 301])  # the tokenizer has no bos: the model's stays
+    assert (config.bos_token_id, config.eos_token_id) == (5, [0, 301])  # the tokenizer has no bos: the model's is kept
     assert sorted(generation.eos_token_id) == [0, 300, 301] and generation.top_p == 0.9
 
 
@@ -136,12 +136,12 @@ def test_contradictions_in_a_folder_are_found(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path / "assets")
     config.eos_token_id = 2
     config.save_pretrained(tmp_path / "assets")
-    assert special_token_faults(tmp_path / "assets") == ["eos_token_id: the tokenizer has 0, config.json 2"]
+    assert special_token_conflicts(tmp_path / "assets") == ["eos_token_id: the tokenizer has 0, config.json 2"]
 
 
-def test_a_recipe_that_contradicts_the_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_contradicts_the_tokenizer_is_rejected(tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     recipe = write_recipe(tmp_path, model__config__eos_token_id=2)
     plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
     with pytest.raises(RecipeError, match=r"eos_token_id: 2: remove this key: the tokenizer's value \(0\) is used"):
-        refuse_other_tokens(plan, tokenizer)
+        check_special_tokens(plan, tokenizer)

@@ -1,4 +1,4 @@
-"""Attention in tiles is attention: the numbers of torch's kernels, and nothing that a mask hides."""
+"""Attention in tiles gives the results of torch's kernels, and does not compute what a mask hides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def causal(length: int) -> torch.Tensor:
 
 
 def documents(*rows: list[int]) -> torch.Tensor:
-    """Rows of documents of these lengths."""
+    """Return the mask of rows of documents of these lengths."""
     apart = []
     for lengths in rows:
         number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -45,7 +45,7 @@ def window(length: int, width: int) -> torch.Tensor:
 
 
 def scattered(length: int, share: float, seed: int, alike: bool = False) -> torch.Tensor:
-    """Any pairs whatever, later keys too; but every query sees itself."""
+    """Return a random mask, later keys included, in which every query sees itself."""
     chosen = torch.rand(1 if alike else 2, 1, length, length, generator=torch.Generator().manual_seed(seed)) < share
     return (chosen | torch.eye(length, dtype=torch.bool)).expand(2, 1, length, length)
 
@@ -71,7 +71,7 @@ MASKS: dict[str, tuple[int, torch.Tensor | None]] = {
 
 
 def inputs(length: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Made:
-    """q, k, v as a model makes them, heads behind positions in memory, and a gradient of the output."""
+    """Return q, k, v as a model computes them, with heads after positions in memory, and a gradient of the output."""
     made = torch.Generator().manual_seed(length + heads + groups + size)
     q, k, v, grad = (
         torch.randn(2, length, count, size, generator=made).to(dtype) for count in (heads, groups, groups, heads)
@@ -98,7 +98,7 @@ def of_torch(mask: torch.Tensor | None, scale: float) -> Callable[..., torch.Ten
 
 
 def errors(found: Made, exact: Made) -> list[float]:
-    """Relative to the size of what is exact, where that is not zero."""
+    """Return the error relative to the exact result, or the absolute one if that is zero."""
     differences = ((a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True) if b.norm() > 1e-9)
     return [float(difference) for difference in differences]
 
@@ -106,7 +106,7 @@ def errors(found: Made, exact: Made) -> list[float]:
 def compared(
     mask: torch.Tensor | None, length: int, heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> tuple[list[float], list[float]]:
-    """The errors of ours and of torch's own kernel in this dtype, against float64."""
+    """Return the errors of the tiles and of torch's own kernel in this dtype, against float64."""
     *qkv, grad = inputs(length, heads, groups, size, dtype)
     scale = 0.8 * size**-0.5
     exact = differentiated(of_torch(mask, scale), [x.double() for x in qkv], grad.double())
@@ -118,7 +118,7 @@ def compared(
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (4, 2, 64), (6, 1, 80)])
-def test_it_is_attention(name: str, heads: int, groups: int, size: int) -> None:
+def test_results_and_gradients_are_those_of_attention(name: str, heads: int, groups: int, size: int) -> None:
     length, mask = MASKS[name]
     assert max(compared(mask, length, heads, groups, size, torch.float32)[0]) < 1e-5
     ours, others = compared(mask, length, heads, groups, size, torch.bfloat16)
@@ -127,14 +127,16 @@ def test_it_is_attention(name: str, heads: int, groups: int, size: int) -> None:
 
 @given(st.integers(1, 2 * QUERIES + 5), st.floats(0, 1), st.integers(0, 99), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_it_is_attention_whatever_the_mask(length: int, share: float, seed: int, alike: bool) -> None:
+def test_results_and_gradients_are_those_of_attention_with_any_mask(
+    length: int, share: float, seed: int, alike: bool
+) -> None:
     mask = scattered(length, share, seed, alike)
     assert max(compared(mask, length, 4, 2, 16, torch.float32)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("deviation", [1.0, 3.0, 10.0, 50.0])
 def test_bf16_is_about_as_near_as_torch_however_large_the_scores(deviation: float) -> None:
-    """Rounded as they are, scores with a deviation of 50 would give twenty times the error of torch's kernel."""
+    """Without a correction, scores with a deviation of 50 would give twenty times the error of torch's kernel."""
     *qkv, grad = inputs(300, 4, 4, 64, torch.bfloat16)
     qkv[0] = qkv[0] * deviation
     exact = differentiated(of_torch(None, 0.125), [x.double() for x in qkv], grad.double())
@@ -144,14 +146,14 @@ def test_bf16_is_about_as_near_as_torch_however_large_the_scores(deviation: floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [None, documents([9, 4], [6, 7])])
-def test_torch_finds_the_operator_well_made(mask: torch.Tensor | None, dtype: torch.dtype) -> None:
+def test_the_operator_passes_the_checks_of_torch(mask: torch.Tensor | None, dtype: torch.dtype) -> None:
     q, k, v, _ = (x.requires_grad_() for x in inputs(13, 4, 2, 16, dtype))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     found = torch.library.opcheck(op.default, (q, k, v, mask, 0.25), test_utils=tests, rtol=2e-2, atol=2e-2)
     assert found == dict.fromkeys(tests, "SUCCESS")
 
 
-def test_its_arithmetic_is_counted() -> None:
+def test_its_flops_are_counted() -> None:
     *qkv, grad = inputs(32, 4, 2, 16, torch.float32)
     with FlopCounterMode(display=False) as counter:
         differentiated(in_tiles(None, 0.25), qkv, grad)
@@ -160,7 +162,7 @@ def test_its_arithmetic_is_counted() -> None:
 
 
 def needed(operator: Any, *args: Any) -> int:
-    """Bytes that an operator allocates at most at a time, its results among them."""
+    """Return the peak of the bytes that an operator allocates, its results included."""
     with torch.profiler.profile(profile_memory=True) as profiler:
         operator(*args)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -169,7 +171,7 @@ def needed(operator: Any, *args: Any) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(12, 4, 16), (6, 6, 64)])
-def test_the_memory_it_works_in_is_foreseen(dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
+def test_its_workspace_is_predicted(dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
     q, k, v, grad = inputs(512, heads, groups, size, dtype)
     mask = documents([300, 212], [512])
     for operator, args, results in [
@@ -186,7 +188,7 @@ def test_the_memory_it_works_in_is_foreseen(dtype: torch.dtype, heads: int, grou
 
 
 def pairs(found: list[Tile]) -> int:
-    """How many pairs of a query and a key are computed."""
+    """Return how many pairs of a query and a key are computed."""
     return sum(
         (t.rows.stop - t.rows.start) * (t.queries.stop - t.queries.start) * (t.keys.stop - t.keys.start) for t in found
     )
@@ -209,7 +211,7 @@ def test_tiles_cover_what_is_seen_and_hide_the_rest(name: str) -> None:
     assert torch.equal(seen, expected[:, 0].int())
 
 
-def test_what_is_hidden_is_left_out() -> None:
+def test_masked_pairs_are_not_computed() -> None:
     every = 2 * 1024**2
     assert pairs(tiles_of(None, 1024)) == every * 9 // 16  # half of it, and half of the squares on the diagonal
     packed = pairs(tiles_of(documents([256] * 4, [256] * 4), 1024))
@@ -219,7 +221,7 @@ def test_what_is_hidden_is_left_out() -> None:
     assert pairs(tiles_of(window(1024, 128), 1024)) < every // 4
 
 
-def test_rows_that_see_the_same_are_computed_at_once() -> None:
+def test_rows_with_the_same_mask_are_computed_together() -> None:
     same, other = documents([100, 200], [100, 200]), documents([100, 200], [200, 100])
     assert [tile.rows for tile in tiles_of(same, 300)] == [slice(0, 2)] * 3
     assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 3 + [slice(1, 2)] * 3
@@ -249,7 +251,7 @@ def installed() -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for every mask whose tiles were made."""
+    """Return a list that gets one entry for every mask whose tiles are computed."""
     made: list[int] = []
     before = attention._tiles_of
     monkeypatch.setattr(attention, "_tiles_of", lambda *args: made.append(1) or before(*args))
@@ -263,7 +265,7 @@ def model_of(kind: str, kernel: str = "sdpa") -> Any:
 
 
 def trained(model: Any, rows: tuple[torch.Tensor, ...] = PACKED) -> dict[str, torch.Tensor]:
-    """The logits of packed rows, and every gradient."""
+    """Return the logits of packed rows, and every gradient."""
     positions = torch.stack(rows)
     ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -280,7 +282,7 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [PACKED, PACKED[:1] * 2], ids=["differ", "alike"])
-def test_a_model_computes_what_it_does_with_eager_attention(
+def test_a_model_computes_the_same_as_with_eager_attention(
     kind: str, rows: tuple[torch.Tensor, ...], installed: None, calls: list[int]
 ) -> None:
     assert_alike(trained(model_of(kind), rows), trained(model_of(kind, "eager"), rows))
@@ -314,7 +316,7 @@ def test_recomputing_blocks_changes_no_gradient(kind: str, installed: None, monk
     found = trained(model)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     tile_count = 3 * sum(len(tiles_of(documents(row), 200)) for row in ([90, 110], [150, 50]))
-    assert len(times) == tile_count * (2 if kind == "selective" else 3)  # kept, attention is not computed again
+    assert len(times) == tile_count * (2 if kind == "selective" else 3)  # selective: attention is not recomputed
 
 
 @pytest.mark.soak
@@ -339,7 +341,7 @@ def fell_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.T
     return bool(asked)
 
 
-def test_what_tiles_cannot_do_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_computes_what_tiles_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, bf16, wide = documents([3, 5], [8]), torch.bfloat16, torch.float32
     bias = torch.zeros(2, 1, 8, 8, dtype=bf16)
     for dtype, seen, options in [
@@ -350,7 +352,7 @@ def test_what_tiles_cannot_do_is_left_to_transformers(monkeypatch: pytest.Monkey
         (bf16, bias, {}),  # a mask that is added to scores
         (bf16, mask.expand(2, 4, 8, 8), {}),  # one for each head
         (bf16, mask[:1], {}),
-        (wide, None, {}),  # torch's own is faster
+        (wide, None, {}),  # torch's own kernel is faster
     ]:
         assert fell_back(monkeypatch, dtype, seen, **options), options
     for dtype, seen in [(bf16, None), (bf16, mask), (wide, mask)]:

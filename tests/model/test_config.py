@@ -1,4 +1,4 @@
-"""`model.config`: what people paste from a config.json means what transformers takes it for, or is refused by name."""
+"""`model.config`: keys pasted from a config.json mean the same as in transformers, or are rejected by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import load_config
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-LAYERS: dict[str, dict[str, Any]] = {  # of a model of twelve layers, whose lists are not those of the default
+LAYERS: dict[str, dict[str, Any]] = {  # models of twelve layers whose lists differ from the defaults
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 32},
     "gemma3_text": {"head_dim": 16, "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 10},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
@@ -40,7 +40,7 @@ def saved(folder: Path, kind: str, **config: Any) -> str:
 @pytest.mark.parametrize(
     "old", [{"rope_theta": 7.0}, {"rope_scaling": YARN}, {"rope_theta": 7.0, "rope_scaling": YARN}]
 )
-def test_rope_keys_of_older_files_are_taken_as_transformers_takes_them(old: dict[str, Any], tmp_path: Path) -> None:
+def test_rope_keys_of_older_files_mean_the_same_as_in_transformers(old: dict[str, Any], tmp_path: Path) -> None:
     config = {**TINY, "max_position_embeddings": 1024, **old}
     wanted = AutoConfig.for_model("llama", **copy.deepcopy(config)).rope_parameters  # which writes into it
     assert wanted["rope_theta"] == old.get("rope_theta", 10000.0)
@@ -50,7 +50,7 @@ def test_rope_keys_of_older_files_are_taken_as_transformers_takes_them(old: dict
     assert config_of(tmp_path, {"id": plain, "config": old, "tokenizer": {"train": 512}}).rope_parameters == wanted
 
 
-def test_rope_keys_change_what_they_name_and_no_more(tmp_path: Path) -> None:
+def test_rope_keys_change_only_what_they_name(tmp_path: Path) -> None:
     stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
     folder = saved(tmp_path / "model", "llama", rope_parameters=stretched)
     model: dict[str, Any] = {"id": folder, "tokenizer": {"train": 512}}
@@ -65,7 +65,7 @@ def test_rope_keys_change_what_they_name_and_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("layers", [1, 5, 14])
-def test_another_number_of_layers_takes_the_lists_along(kind: str, layers: int, tmp_path: Path) -> None:
+def test_another_number_of_layers_adapts_the_lists(kind: str, layers: int, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", kind, num_hidden_layers=12, **LAYERS[kind])
     before = AutoConfig.from_pretrained(folder).layer_types
     model = {"id": folder, "tokenizer": {"train": 512}, "init": "random", "config": {"num_hidden_layers": layers}}
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("config", REFUSED)
-def test_what_would_have_no_effect_is_refused_with_the_way_out(config: str, tmp_path: Path) -> None:
+def test_keys_without_effect_are_rejected_with_the_way_out(config: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     with pytest.raises(RecipeError) as caught:
         config_of(tmp_path, {"id": folder, "config": yaml.safe_load(config), "tokenizer": {"train": 512}})
@@ -109,7 +109,7 @@ def test_a_set_of_rotary_parameters_for_each_type_of_layer_is_named(tmp_path: Pa
         config_of(tmp_path, {"id": folder, "config": {"rope_theta": 7.0}, "tokenizer": {"train": 512}})
 
 
-def test_all_that_does_not_fit_comes_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     with pytest.raises(RecipeError) as caught:
         config_of(tmp_path, {"id": folder, "tokenizer": {"train": 512}}, "data.seq_len=4096", vocab_size=1000)

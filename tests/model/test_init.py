@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def as_transformers_draws(kind: str, seed: int) -> tuple[Tensors, Tensors]:
-    """Parameters and buffers."""
+    """Return parameters and buffers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager", dtype=torch.float32)
     return {name: param.detach() for name, param in model.named_parameters()}, dict(model.named_buffers())
@@ -35,13 +35,13 @@ def as_we_draw(kind: str) -> tuple[Tensors, Tensors]:
     for weights in initial_weights(mirror, init_groups(mirror), RECIPE):
         assert not drawn.keys() & weights.keys()
         drawn |= weights
-    assert all(param.is_meta for param in mirror.parameters())  # nothing was kept
+    assert all(param.is_meta for param in mirror.parameters())  # the mirror is unchanged
     return drawn, dict(mirror.named_buffers())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_drawn_as_transformers_draws_them(kind: str) -> None:
-    torch.set_num_threads(1)  # more only wait for one another
+    torch.set_num_threads(1)  # more would only wait for one another
     (first, first_buffers), (second, _) = (as_transformers_draws(kind, seed) for seed in (1, 2))
     found, buffers = as_we_draw(kind)
     assert found.keys() == first.keys() and buffers.keys() == first_buffers.keys()
@@ -51,13 +51,13 @@ def test_weights_are_drawn_as_transformers_draws_them(kind: str) -> None:
 
 
 def assert_of_one_distribution(name: str, found: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """`first` and `second` are two draws of it: what is equal in both is no chance."""
+    """Compare with `first` and `second`, two draws by transformers: what is equal in both is not random."""
     assert found.shape == first.shape and found.isfinite().all(), name
     if torch.equal(first, second):
         assert torch.equal(found, first), name
         return
     assert torch.equal(zero_rows(found), zero_rows(first)), name  # the row of the padding token
-    if (count := first.numel()) >= 32:  # else chance has too large a part
+    if (count := first.numel()) >= 32:  # smaller tensors vary too much
         mean, spread = first.mean().item(), first.std(correction=0).item()
         assert found.std(correction=0).item() == pytest.approx(spread, rel=6 * count**-0.5), name
         assert found.mean().item() == pytest.approx(mean, abs=6 * spread * (2 / count) ** 0.5), name
@@ -68,7 +68,7 @@ def zero_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_rank_holds_what_was_drawn(tmp_path: Path) -> None:
-    """Constructors' values, a constructor's draw, and an embedding that is tied to a head with another spread."""
+    """Values and random numbers of constructors, and an embedding tied to a head with another spread."""
     kinds = {"gpt2": [], "apertus": [], "youtu": [], "openai-gpt": ["fsdp.wrap=[Block]", "data.packing=none"]}
     variants = {}
     for kind, others in kinds.items():
@@ -92,7 +92,7 @@ class ForgetfulMLP(modeling_llama.LlamaMLP):
         self.scale = torch.nn.Parameter(torch.empty(3))
 
 
-def test_a_parameter_that_nothing_initialises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_that_nothing_initialises_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "LlamaMLP", ForgetfulMLP)
     with pytest.raises(RecipeError, match=r"does not initialise model.layers.0.mlp.scale \(ForgetfulMLP\)"):
         as_we_draw("llama")

@@ -1,4 +1,4 @@
-"""The chunked loss is the plain one: value, gradients, what an architecture does to its logits, and no large tensor."""
+"""The chunked loss equals the plain one in value and gradients for every architecture, without a large tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def gradients(function: Any, inputs: list[torch.Tensor | None], scale: float) -> tuple[torch.Tensor, list[Any]]:
-    """The value, and the gradients of `scale` times it."""
+    """Return the value, and the gradients of `scale` times it."""
     leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
     value = function(*leaves)
     (value * scale).backward()
@@ -72,7 +72,7 @@ def test_any_split_into_chunks_gives_the_plain_loss_and_gradients(
         with torch.no_grad():
             torch.testing.assert_close(chunked(states, weight, bias), expected)
     torch.testing.assert_close(found, expected)
-    # a gradient of bf16 is a sum of bf16 products: where they cancel, only their size says what is close
+    # a bf16 gradient sums bf16 products: where they cancel, the tolerance depends on their size
     near: dict[str, float] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
     assert [g is None for g in got] == [w is None for w in wanted]
     for grad, other in zip(got, wanted, strict=True):
@@ -95,7 +95,7 @@ PLAIN_ONLY = [kind for kind, overrides in NEEDED.items() if "train.loss=plain" i
 
 
 @pytest.mark.parametrize("kind", PLAIN_ONLY)
-def test_what_cannot_be_chunked_is_refused_with_the_way_out(kind: str) -> None:
+def test_architectures_that_cannot_be_chunked_are_rejected_with_the_way_out(kind: str) -> None:
     with pytest.raises(RecipeError, match=r"train.loss: chunked cannot be computed: .*; use plain"):
         loss.compute_in_chunks(tiny(kind))
 
@@ -126,7 +126,7 @@ def test_every_architecture_gives_its_plain_loss(kind: str, monkeypatch: pytest.
 
 
 class Sizes(TorchDispatchMode):
-    """Remembers the most elements that any new tensor had."""
+    """Records the most elements of any new tensor."""
 
     largest = 0
 
@@ -136,7 +136,7 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunk = tiny("llama tied"), 12
     monkeypatch.setattr(loss, "loss_chunks", lambda tokens, *_: -(-tokens // chunk))
     ids = torch.zeros(3, 33, dtype=torch.long)
@@ -148,16 +148,16 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
             found = model(input_ids=ids, use_cache=False, **({"labels": ids} if taught else {}))
             (found if taught else found.logits.sum()).backward()
         largest.append(sizes.largest)
-    assert largest == [512 * ids.numel(), 512 * max(64, chunk)]  # now it is the head's own gradient
+    assert largest == [512 * ids.numel(), 512 * max(64, chunk)]  # now the head's own gradient
 
 
-def test_a_chunk_is_long_enough_to_be_quick_and_short_enough_to_be_small() -> None:
+def test_chunks_are_long_enough_to_be_fast_and_short_enough_to_be_small() -> None:
     sizes = [(2048, 512), (4096, 4096), (4096, 8192), (16384, 8192), (8192, 640)]
     assert [loss_chunks(*size) for size in sizes] == [1, 1, 1, 1, 5]
 
 
 class Turned(nn.Module):
-    """A causal LM that does more between decoder and head than calling the one on the other."""
+    """A causal LM that computes something between decoder and head."""
 
     def __init__(self, between: bool) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Turned(nn.Module):
         return SimpleNamespace(logits=self.lm_head(hidden.tanh() if self.between else hidden + self.nothing))
 
 
-def test_an_architecture_that_cannot_be_chunked_is_refused_with_the_way_out() -> None:
+def test_computing_between_decoder_and_head_is_rejected_with_the_way_out() -> None:
     with pytest.raises(RecipeError, match=r"Turned computes something between .* use plain"):
         loss.compute_in_chunks(Turned(between=True))
     with pytest.raises(RecipeError, match=r"Turned does not run around stand-ins \(AttributeError.* use plain"):

@@ -1,4 +1,4 @@
-"""bf16 is transformers' own: what it keeps in float32 stays float32, in compute, in a bf16 master and in the export."""
+"""bf16 as in transformers: what it keeps in float32 is float32 in compute, in a bf16 master and in the export."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 
 LISTED = ["deepseek_v3", "glm4_moe", "dots1", "hy_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
-INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # float32 goes into their blocks, or must not
-NOT_EQUAL = {  # kind → why it is not transformers' bf16 to the last bit
+INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # inputs of their blocks are float32, or must not be
+NOT_EQUAL = {  # kind → why it differs from transformers' bf16 in the last bits
     "blt": "gradients of weights that are used several times are summed in another order",
     "inkling2_text": "gradients of weights that are used several times are summed in another order",
     "minimax_m3_vl_text": "its router's bias stays float32; transformers rounds it, and other experts are chosen",
 }
-NOT_HERE = {  # kind → why there is nothing to compare
+NOT_HERE = {  # kind → why it cannot be compared
     "emu3": "transformers cannot open its files as a language model", "mllama": "as emu3",
     "minimax": "tables in float32 meet weights in bf16, without buffer_dtype",
     "prophetnet": "uses weights of a unit outside of its forward",
@@ -28,7 +28,7 @@ NOT_HERE = {  # kind → why there is nothing to compare
 
 
 def write_model(kind: str, folder: Path) -> None:
-    """A model whose norms and router biases are not the constants they start as."""
+    """Return a model whose norms and router biases are not their initial constants."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float32)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_logits_and_gradients_are_those_of_transformers_in_bf16(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_every_architecture_is_transformers_in_bf16(tmp_path: Path) -> None:
+def test_every_architecture_computes_bf16_as_transformers_does(tmp_path: Path) -> None:
     found = parities([kind for kind in KINDS if kind not in NOT_HERE], 1, tmp_path)
     for kind, values in found.items():
         print(f"{kind:28} {values}")

@@ -1,4 +1,4 @@
-"""Weights in and out: each rank reads its own slices, random weights know no world size, files stay small."""
+"""Weights in and out: each rank reads its own slices, random weights do not depend on the world size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_random_weights_are_the_same_for_every_world_size(tmp_path: Path) -> Non
     assert found[0]["seed"] != found[0]["full"]
 
 
-def test_copies_that_differ_at_the_start_are_refused(tmp_path: Path) -> None:
+def test_copies_that_differ_at_the_start_are_rejected(tmp_path: Path) -> None:
     random_model("llama", tmp_path / "model")
     recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}})
     none, half = ["fsdp.strategy=NO_SHARD"], ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]
@@ -64,7 +64,7 @@ def test_copies_that_differ_at_the_start_are_refused(tmp_path: Path) -> None:
 
 
 def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[Any, Path]:
-    """A folder written from a real model's state in files of at most `limit` bytes."""
+    """Write a real model's state into a folder, in files of at most `limit` bytes."""
     random_model("mixtral", tmp / "model")
     recipe_model = Model(id=str(tmp / "model"))
     bare = skeleton(AutoConfig.from_pretrained(tmp / "model"), recipe_model)
@@ -101,7 +101,7 @@ def test_large_exports_are_split_with_an_index(tmp_path: Path, monkeypatch: pyte
     AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_a_folder_that_is_not_whole_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_folder_is_never_reported_as_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare, out = tiny_export(tmp_path, monkeypatch, limit=10**9)
     tensors = load_file(out / "model.safetensors")
     name = next(iter(tensors))
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: py
 
 
 BLOOM = "model.config={model_type:\\ bloom,hidden_size:\\ 64,n_layer:\\ 2,n_head:\\ 4,vocab_size:\\ 512}"
-REFUSED = {  # overrides → what the message says
+REJECTED = {  # overrides → text of the message
     "model.config.hidden_size=32": "of another shape: lm_head.weight",
     "model.config.num_hidden_layers=4": "missing: model.layers.3",
     "model.config.num_hidden_layers=2": "unknown: model.layers.2",
@@ -160,11 +160,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     tmp = tmp_path_factory.mktemp("refusals")
     random_model("llama", tmp / "model")
     recipe = write_recipe(tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}})
-    variants = {overrides: shlex.split(overrides) for overrides in REFUSED}
+    variants = {overrides: shlex.split(overrides) for overrides in REJECTED}
     return dict(on_ranks(1, "refusals", tmp / "ranks", recipe=str(recipe), variants=variants)[0])
 
 
-@pytest.mark.parametrize("override", REFUSED)
-def test_what_does_not_fit_together_is_refused(override: str, refusals: dict[str, tuple[int, str]]) -> None:
+@pytest.mark.parametrize("override", REJECTED)
+def test_weights_that_do_not_fit_are_rejected(override: str, refusals: dict[str, tuple[int, str]]) -> None:
     code, message = refusals[override]
-    assert code == RecipeError.exit_code and REFUSED[override] in message
+    assert code == RecipeError.exit_code and REJECTED[override] in message

@@ -1,4 +1,4 @@
-"""Keys of `model.config` that would change nothing are refused by name, with the way out."""
+"""Keys of `model.config` without effect are rejected by name, with the way out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import load_config
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # key → (configuration, what the message says)
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {  # key → (configuration, text of the message)
     "dtype": ({"dtype": "bfloat16"}, "use model.dtype"),
     "torch_dtype": ({"torch_dtype": "bfloat16"}, "use model.dtype"),
     "attn_implementation": ({"attn_implementation": "eager"}, "use model.attn_implementation"),
@@ -31,14 +31,14 @@ def config_of(tmp: Path, config: dict[str, Any]) -> Any:
     return load_config(make_plan(written, find_topology(written.recipe, {})), 512)
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_key_without_effect_is_refused(key: str, tmp_path: Path) -> None:
-    config, words = REFUSED[key]
+@pytest.mark.parametrize("key", REJECTED)
+def test_a_key_without_effect_is_rejected(key: str, tmp_path: Path) -> None:
+    config, words = REJECTED[key]
     with pytest.raises(RecipeError, match=rf"model\.config\.{key}: .*{words}"):
         config_of(tmp_path, config)
 
 
-def test_the_ways_out_are_taken(tmp_path: Path) -> None:
+def test_the_suggested_ways_out_are_accepted(tmp_path: Path) -> None:
     sliding = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
     assert config_of(tmp_path, sliding).sliding_window == 32
     assert not config_of(tmp_path, {"model_type": "mixtral", "output_router_logits": False}).output_router_logits

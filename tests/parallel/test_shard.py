@@ -1,4 +1,4 @@
-"""Strategies, units, prefetch, recomputation and dtypes: that each key does what it says, seen on real gloo ranks."""
+"""Strategies, units, prefetch, recomputation and dtypes: each key has its effect on real gloo ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
 
 
 def backward_of(log: list[str], block: int) -> list[str]:
-    """What concerns a block's backward and the gather of the block before it, in order."""
+    """Return the events of a block's backward and of the gather of the block before it, in order."""
     names = {f"gather {block - 1}": "gather next", f"backward {block}": "backward", f"reduce {block}": "reduce"}
     backward = log[log.index(f"backward {BLOCKS - 1}") - 2 :]
     return [names[event] for event in backward if event in names]
@@ -104,13 +104,13 @@ def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ["offload", "replicated", "full", "selective", "every 2", "by class", "by inner class", "by size", "eager",
      "deterministic"],
 )  # fmt: skip
-def test_how_it_is_computed_does_not_change_what(facts: list[dict[str, Any]], name: str) -> None:
+def test_options_of_the_computation_do_not_change_the_result(facts: list[dict[str, Any]], name: str) -> None:
     assert max(largest_difference(facts[0][name]["curve"], facts[0]["plain"]["curve"])) < 1e-5
     assert facts[0][name]["names"] == facts[0]["plain"]["names"]
 
 
 @pytest.mark.soak
-def test_compiling_does_not_change_what_is_computed(recipe: Path, tmp_path: Path) -> None:
+def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> None:
     compiled = ["train.compile=true", "fsdp.activation_checkpointing=selective"]
     found = on_ranks(2, "inspect", tmp_path, recipe=str(recipe), variants={"plain": [], "compiled": compiled})[0]
     assert max(largest_difference(found["compiled"]["curve"], found["plain"]["curve"])) < 1e-5
@@ -132,7 +132,7 @@ def test_ranks_hold_their_share(facts: list[dict[str, Any]]) -> None:
     assert all(rank["replicated"]["local_share"] == 1 for rank in facts)
 
 
-def test_weight_decay_spares_norms_and_embeddings(facts: list[dict[str, Any]]) -> None:
+def test_norms_and_embeddings_have_no_weight_decay(facts: list[dict[str, Any]]) -> None:
     names = facts[0]["plain"]["undecayed"]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert {name for name in names if "embed" not in name} == {n for n in facts[0]["plain"]["names"] if "norm" in n}
@@ -172,7 +172,7 @@ def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[di
     assert all(rank["masked"] == {"equal": True, "nothing": [0.0, 0.0]} for rank in edges)
 
 
-def test_auto_takes_blocks_embedding_and_head() -> None:
+def test_auto_wraps_blocks_embedding_and_head() -> None:
     model = bare(tie_word_embeddings=False)
     units = units_of(model, "auto")
     assert [unit.name for unit in units] == ["embedding", *(f"model.layers.{i}" for i in range(3)), "head"]
@@ -200,17 +200,17 @@ def test_one_end_of_tied_weights_cannot_be_wrapped(wrap: list[str]) -> None:
     assert units_of(bare(tie_word_embeddings=False), wrap)
 
 
-def test_a_class_that_matches_nothing_is_refused_with_the_classes_there_are() -> None:
+def test_a_class_that_matches_nothing_is_rejected_with_the_classes_of_the_model() -> None:
     with pytest.raises(RecipeError, match=r"GPT2Block.*LlamaDecoderLayer"):
         units_of(bare(), ["GPT2Block"])
     with pytest.raises(RecipeError, match="LlamaMLP"):
         units_of(bare(), {"min_params": 10**9})
-    with pytest.raises(RecipeError, match="matches nothing"):  # but the model around it, which holds one tied end
+    with pytest.raises(RecipeError, match="matches nothing"):  # only the model itself
         units_of(bare(tie_word_embeddings=True), {"min_params": 40000})
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text", "gpt_neox", "mixtral"])
-def test_a_skeleton_has_no_weights_and_true_buffers(kind: str) -> None:
+def test_a_skeleton_has_no_weights_and_real_buffers(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = bare(kind)

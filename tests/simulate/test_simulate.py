@@ -211,14 +211,14 @@ def test_plans_of_one_model_are_forecast_from_one_configuration_and_one_skeleton
 
         monkeypatch.setattr(server, name, counted)
 
-    for name in ("load_config", "settle_attention", "skeleton"):
+    for name in ("load_config", "choose_attention", "skeleton"):
         count(name, getattr(server, name))
     known: dict[str, server.Models] = {}
     job = {"hardware": dataclasses.asdict(KNOWN["h100-80gb"]), "pretend": False}
     changes = ({"fsdp__strategy": "NO_SHARD"}, {"fsdp__strategy": "FULL_SHARD"})
     plans = [plan_of(tmp_path, world=2, model__attn_implementation="auto", **change) for change in changes]
     answers = [server.answer(job | {"plan": plan.to_json()}, known) for plan in plans]
-    assert built == {"load_config": 1, "settle_attention": 1}
+    assert built == {"load_config": 1, "choose_attention": 1}
     assert answers[0]["model_flops"] == answers[1]["model_flops"] > 0
     server.answer(job | {"plan": plan_of(tmp_path, world=2, data__seq_len=128).to_json()}, known)
     assert built["load_config"] == 2, "a configuration is checked against seq_len"

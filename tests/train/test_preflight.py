@@ -23,7 +23,7 @@ from fsdptrain.config.topology import find_topology, topology_of
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import probe
-from fsdptrain.model.config import long_positions
+from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
@@ -251,7 +251,7 @@ def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**PHI3)
     model = AutoModelForCausalLM.from_config(config).eval()
-    length, count_padding = 20, long_positions(config, seq_len) is None
+    length, count_padding = 20, longrope_threshold(config, seq_len) is None
     assert count_padding == (seq_len <= 32)
     corpus = Corpus(
         tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
