@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         pretend.write_down.append(self.write)
         self.entered = True
-        self._resizes = resizes_watched(self._resized)
+        self._resizes = resizes_watched(self._update_size)
         self._resizes.__enter__()
         super().__enter__()
         return self
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         storage = storage_of(tensor)
         entry = self.known.get(storage)
         if entry is None:
-            self._new(storage, tensor.device.type, category)
+            self._add_storage(storage, tensor.device.type, category)
         elif entry.storage.category != unless:
             entry.storage.category = category
 
@@ -143,9 +143,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.known:
-                    self._new(storage, tensor.device.type, self._category(tensor, backward))
-        self._roles(func, args, kwargs)
-        self._work(func, args, kwargs, result)
+                    self._add_storage(storage, tensor.device.type, self._category(tensor, backward))
+        self._tag_operands(func, args, kwargs)
+        self._record_work(func, args, kwargs, result)
         return result
 
     def _category(self, tensor: torch.Tensor, backward: bool) -> Category:
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
             return "recomputed activations" if torch.is_grad_enabled() else "temporaries"
         return "saved activations" if torch.is_grad_enabled() else "temporaries"
 
-    def _roles(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _tag_operands(self, func: Any, args: Any, kwargs: Any) -> None:
         """Set the categories of tensors that FSDP2's own operators take and return."""
         if func is c10d._allgather_base_.default:
             self.tag(args[0], "communication buffers")
@@ -176,14 +176,14 @@ class Recorder(TorchDispatchMode):
         elif func is aten.sum.IntList_out and args[0].numel() > kwargs["out"].numel() > 1:
             self.tag(kwargs["out"], "gradients")
 
-    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a collective or a kernel on the current stream."""
         stream = pretend.current_stream()
         if func in collective_ops:
             if func not in sync_ops:
                 kind, place = COLLECTIVES.get(func, ("other", 0))
                 ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
-                self.write(Collective(kind, ranks, _bytes(args[place]), stream))
+                self.write(Collective(kind, ranks, _total_bytes(args[place]), stream))
             return
         if func.is_view or func in NO_KERNEL:
             return
@@ -191,9 +191,9 @@ class Recorder(TorchDispatchMode):
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         if func in ATTENTION:
             flops = ATTENTION[func](*args, **kwargs)
-        moved = _bytes((args, kwargs)) + (_bytes(result) if not func._schema.is_mutable else 0)
+        moved = _total_bytes((args, kwargs)) + (_total_bytes(result) if not func._schema.is_mutable else 0)
         devices = {t.device.type for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim}
-        link = _bytes(result) if len(devices) > 1 else 0
+        link = _total_bytes(result) if len(devices) > 1 else 0
         if devices == {HOST} != {self.device}:
             stream = HOST_STREAM
         if func in WORKSPACE:
@@ -202,18 +202,18 @@ class Recorder(TorchDispatchMode):
             self.write(Free(workspace))
         self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
 
-    def _new(self, storage: Any, device: str, category: Category) -> None:
+    def _add_storage(self, storage: Any, device: str, category: Category) -> None:
         entry = _Entry(Storage(device, category), self.backwards)
         self.known[storage] = entry
-        self._sized(entry, storage.nbytes())
-        weakref.finalize(storage, self._sized, entry, 0).atexit = False
+        self._set_size(entry, storage.nbytes())
+        weakref.finalize(storage, self._set_size, entry, 0).atexit = False
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _update_size(self, storage: torch.UntypedStorage) -> None:
         entry = self.known.get(storage)
         if entry is not None:
-            self._sized(entry, storage.nbytes())
+            self._set_size(entry, storage.nbytes())
 
-    def _sized(self, entry: _Entry, size: int) -> None:
+    def _set_size(self, entry: _Entry, size: int) -> None:
         """Record that a storage now has `size` bytes."""
         before, entry.size = entry.size, size
         if size == before or not self.entered:
@@ -238,5 +238,5 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def _bytes(tree: Any) -> int:
+def _total_bytes(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_iter(tree) if isinstance(t, torch.Tensor))
