@@ -64,7 +64,7 @@ class StoredCheckpoint:
                 raise ValueError(f"{name!r} has an invalid place: {reprlib.repr(place)}")
             (first, *shape), rows = place, opened.get_slice(name)
             if not rows.get_shape() or rows.get_shape()[1:] != shape[1:]:
-                raise ValueError(f"{name!r} has shape {rows.get_shape()}, its place {reprlib.repr(shape)}")
+                raise ValueError(f"{name!r} has shape {rows.get_shape()}, its place says {reprlib.repr(shape)}")
             if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
                 raise ValueError(
                     f"{name!r} has shape {self.shapes[name]} in another file, {reprlib.repr(shape)} in this one"
@@ -89,10 +89,10 @@ class StoredCheckpoint:
 
         Raises CheckpointError when the tensor is missing, or has another shape or dtype.
         """
-        if self.shapes.get(name) != shard.shape:
-            raise CheckpointError(
-                f"{self.folder}: {name} has shape {self.shapes.get(name)}, the model needs {shard.shape}"
-            )
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.folder}: {name}, which the model needs, is missing")
+        if self.shapes[name] != shard.shape:
+            raise CheckpointError(f"{self.folder}: {name} has shape {self.shapes[name]}, the model needs {shard.shape}")
         dtype = self._pieces[name][0][1][:0].dtype
         if dtype != shard.local.dtype:
             raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model needs {shard.local.dtype}")

@@ -157,13 +157,11 @@ class Encoder:
         """Do the same for a tokenizer in Python, without offsets: compare with the tokens of the text up to an edge."""
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)
-            yield (
-                ids,
-                [
-                    _common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
-                    for edge in edges
-                ],
-            )
+            counts = [
+                _common_prefix_length(self._encode_one(text[:edge]), ids) if edge < len(text) else len(ids)
+                for edge in edges
+            ]
+            yield ids, counts
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
