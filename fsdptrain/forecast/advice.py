@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fsdptrain.forecast.search import ALIKE, Advice, Option, words
+from fsdptrain.forecast.search import SAME_TIME, Advice, Option, override_words
 from fsdptrain.text import counted, size
 
 SHOWN = 8  # plans in the table; the own plan and the best of each strategy always are
@@ -67,7 +67,7 @@ def lines(advice: Advice) -> list[str]:
         found.append("no plan fits")
     elif best.own:
         found.append("your plan is the fastest that fits")
-    elif own.fits and own.step_s < ALIKE * best.step_s:
+    elif own.fits and own.step_s < SAME_TIME * best.step_s:
         found.append("your plan is about as fast as the fastest that fits")
     else:
         gain = f"{own.step_s / best.step_s:.2f} times as fast as yours" if own.fits else "yours does not fit"
@@ -79,12 +79,12 @@ def lines(advice: Advice) -> list[str]:
 
 def commands(advice: Advice) -> list[tuple[str, list[str]]]:
     """Return, for each plan shown, its title and the overrides that turn the recipe into it."""
-    found = [(f"plan {n}:", words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
+    found = [(f"plan {n}:", override_words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
     return found + [
         (
             f"with bfloat16 master weights, which changes the numerics (8 significant bits), this would fit "
             f"({size(option.needed_bytes)}, {option.step_s:.3g} s a step):",
-            words(option.overrides),
+            override_words(option.overrides),
         )
         for option in advice.narrower
     ]

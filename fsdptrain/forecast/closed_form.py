@@ -1,7 +1,7 @@
-"""The memory of a step by arithmetic, for Llama-like models: where the simulation cannot be had, and to check it.
+"""The memory of a step by arithmetic, for Llama-like models: used if the simulation fails, and to check it.
 
-docs/memory.md derives the terms. As on paper, the peak is the highest of a few levels: at the loss, in the backward of
-each unit, and at the optimizer. H, I, V, A, K are the sizes of hidden state, MLP, vocabulary, queries and keys.
+docs/memory.md derives the terms. The peak is the highest of a few levels: at the loss, in the backward of each unit,
+and at the optimizer. H, I, V, A, K are the sizes of hidden state, MLP, vocabulary, queries and keys.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Parts = dict[Category, float]  # bytes
 
 
 def peak_by_arithmetic(plan: Plan, config: Any) -> Level:
-    """The highest level of the device's memory in a step, as `ledger.peak` finds it in a simulated one.
+    """Return the highest level of the device's memory in a step, as `memory.peak` does for a simulated step.
 
-    `config` has a transformers configuration's attributes. Units gathered ahead in forward, or after a unit's backward
-    (BACKWARD_POST), are not counted. Raises FsdptrainError where this arithmetic does not hold: for another
-    architecture, other units than `auto`'s, or eager attention.
+    `config` has the attributes of a transformers configuration. Units gathered ahead in forward, or after a unit's
+    backward (BACKWARD_POST), are not counted. Raises FsdptrainError if this arithmetic does not apply: for another
+    architecture, for units other than those of `auto`, and for eager attention.
     """
     return max(_Step(plan, config).levels(), key=lambda level: level.allocated)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, and parameters of its units; `ends` are the embedding and [norm, head], or the root if tied."""
+    """Sizes of a model, and the parameters of its units: blocks, embedding, and [norm, head] (the root if tied)."""
 
     hidden: int
     inner: int
@@ -57,12 +57,12 @@ class Shape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding's unit; none where it is tied."""
+        """Parameters of the embedding's unit; 0 if it is tied."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
     def head(self) -> int:
-        """Parameters of [norm, head]; of the root, embedding included, where they are tied."""
+        """Parameters of [norm, head]; if tied, those of the root, which includes the embedding."""
         return self.vocab * self.hidden + self.hidden
 
     @property
@@ -72,7 +72,7 @@ class Shape:
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape in a configuration. Raises FsdptrainError when it is not Llama-like."""
+    """Return the shape that a configuration describes. Raises FsdptrainError if it is not Llama-like."""
     kind = getattr(config, "model_type", None)
     missing = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
     other = getattr(config, "hidden_act", "silu") != "silu" or getattr(config, "sliding_window", None) is not None
@@ -96,7 +96,9 @@ class _Step:
         recipe = plan.recipe
         fsdp, self.shape = recipe.fsdp, shape_of(config)
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
-            raise FsdptrainError("no closed form for the memory of other units than `auto`'s, or of eager attention")
+            raise FsdptrainError(
+                "no closed form for the memory of eager attention, or of units other than those of wrap: auto"
+            )
         self.device = plan.topology.device
         self.master = BYTES[recipe.model.dtype]
         self.optimizer_bytes = recipe.optim.name.state_bytes(self.shape.all, recipe.model.dtype)
@@ -106,10 +108,10 @@ class _Step:
         self.tokens = self.rows * self.length
         self.masked = recipe.data.packing != "none"
         on_gpu = self.device == "cuda"
-        # On a GPU, masks and float32 mean a kernel that has no groups: keys and values are repeated for every query.
+        # On a GPU, the kernel for masks and for float32 has no groups: keys and values are repeated for every query.
         repeated = on_gpu and (self.masked or self.compute == 4)
         self.keys = self.shape.queries if repeated else self.shape.keys
-        # On a CPU our own tiles take the mask as it is, and save no logarithms of sums: see `attention`.
+        # On a CPU the tiled kernel uses the mask as it is, and saves no logarithms of sums: see `model.attention`.
         self.tiled = not on_gpu and (self.masked or self.compute == 2)
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1
         self.accumulates = plan.accumulation > 1
@@ -119,7 +121,7 @@ class _Step:
         self.kind, self.plain = fsdp.activation_checkpointing, recipe.train.loss == "plain"
 
     def levels(self) -> Iterator[Level]:
-        """In the order of the step, those that can be the highest."""
+        """Yield the levels that can be the highest, in the order of the step."""
         last = self.shape.layers - 1
         kept = self.kept(self.shape.layers) + self.norm()
         around: tuple[Parts, ...] = ({"gradients": self.gradients(0, self.accumulates)}, self.saved(kept))
@@ -134,7 +136,7 @@ class _Step:
         yield self.level("optimizer", {"gradients": 0 if self.offload else self.shard(self.shape.all)})
 
     def level(self, moment: str, *parts: Parts) -> Level:
-        """What is there all the time, and these parts."""
+        """Return the level with these parts and what is allocated all the time."""
         sums: Counter[Category] = Counter()
         always: Parts = {
             "parameter shards": 0 if self.offload else self.shard(self.shape.all),
@@ -149,11 +151,11 @@ class _Step:
     # ------------------------------------------------------------------------------------------ weights and gradients
 
     def shard(self, parameters: float) -> float:
-        """Bytes of a rank's part of so many parameters, in the master dtype."""
+        """Return the bytes of a rank's shard of so many parameters, in the master dtype."""
         return parameters * self.master / self.ranks
 
     def gradients(self, done: float, earlier: bool) -> float:
-        """Of the units of which `done` parameters are reduced in this backward; `earlier`: others went before it."""
+        """Return the bytes of gradients when `done` parameters are reduced; `earlier`: other backwards came before."""
         left = self.shape.all - done
         if self.holds and earlier:
             return left * self.reduce + (0 if self.offload else self.shard(done)) + self.copies(done)
@@ -162,14 +164,14 @@ class _Step:
         return self.shard(self.shape.all if earlier else done) + self.copies(done)
 
     def copies(self, done: float) -> float:
-        """What was reduced between replicas is kept to the end of backward, but for where it is the gradient itself."""
+        """Return the bytes reduced over replicas that are kept to the end of backward; 0 if they are the gradients."""
         itself = self.master == self.reduce and not self.offload and (self.holds or not self.accumulates)
         return done * self.reduce / self.ranks if self.copied and not itself else 0
 
     def gathered(self, block: int, freed: bool = False) -> Parts:
-        """Weights in the compute dtype in backward of a block (`layers`: the head, -1: the embedding), or right after.
+        """Return the gathered weights in backward of a block (`layers`: the head, -1: the embedding), or right after.
 
-        Tied weights lie in the root, which is gathered throughout.
+        Tied weights belong to the root, which stays gathered.
         """
         s, last = self.shape, self.shape.layers
         own = s.head if block == last else s.block if block >= 0 else s.embedding
@@ -178,23 +180,24 @@ class _Step:
         return {"gathered parameters": self.compute * (root + below + (0 if freed else own))}
 
     def next_up(self, block: int) -> Parts:
-        """The unit that is gathered ahead of its backward, in the buffer of its all-gather."""
+        """Return the buffer of the all-gather of the unit that is gathered ahead of its backward."""
         if not (self.reshards and self.ahead and self.ranks > 1):
             return {}
         size = self.shape.block if block > 0 else self.shape.embedding
         return {"communication buffers": size * self.compute}
 
     def reduction(self, parameters: float, last: bool = False) -> Parts:
-        """A unit's gradients, copied for their reduction, and what becomes of them; alone, they are divided first.
+        """Return the gradients of a unit copied for their reduction, and its result.
 
-        Gradients are let go of once they are copied, those of the last unit later; held ones are among `gradients`.
+        On one rank they are divided first. Gradients are freed once they are copied, those of the last unit later. Held
+        gradients count in `gradients`.
         """
         whole = parameters * self.reduce
         divided, narrowed = whole * (self.ranks == 1), self.shard(parameters) * (self.master != self.reduce)
         result = whole / self.ranks + max(divided, narrowed)
         own = parameters * self.compute
-        if self.device == "cpu" and self.ranks > 1:  # what the others sent is there, too
-            alone = not self.shape.tied and (last or parameters == self.shape.head)  # let go of later than a block's
+        if self.device == "cpu" and self.ranks > 1:  # the parts that other ranks sent are also allocated
+            alone = not self.shape.tied and (last or parameters == self.shape.head)  # freed later than a block's
             late = own if alone and not self.holds else 0
             return {"communication buffers": 2 * whole, "gradients": late + whole / self.ranks}
         if self.holds:
@@ -206,24 +209,27 @@ class _Step:
     # -------------------------------------------------------------------------------------------------- activations
 
     def saved(self, size: float) -> Parts:
-        """Activations saved in forward; tiles, and blocks that are recomputed, keep the mask, a byte an entry."""
+        """Return the activations saved in forward, with the mask (a byte an entry) for tiles and recomputed blocks."""
         mask = self.rows * self.length**2 if self.masked and (self.tiled or self.kind != "none") else 0
         tables = 2 * self.compute * self.shape.head_dim * self.tokens
         return {"saved activations": size + mask, "temporaries": tables}
 
     def norm(self) -> float:
-        """What a norm saves: its input in float32, and before and after its weight; in float32 the input is no copy."""
+        """Return the bytes that a norm saves: its input in float32, and values before and after its weight.
+
+        If compute is in float32, the saved input is not a copy.
+        """
         return self.tokens * (self.shape.hidden * (4 + 2 * self.compute) + 4)
 
     def whole(self) -> float:
-        """All that a block saves if nothing is recomputed."""
+        """Return the bytes that a block saves if nothing is recomputed."""
         s, c = self.shape, self.compute
         attention = c * (2 * s.queries + 2 * self.keys) + self.sums()
         mask = c * self.rows * self.length**2 if self.masked and not self.tiled else 0
         return 2 * self.norm() + self.tokens * (4 * c * s.inner + attention) + mask
 
     def of_block(self, i: int) -> float:
-        """What block i saves from forward to backward."""
+        """Return the bytes that block i saves from forward to backward."""
         s, c = self.shape, self.compute
         if not self.recomputed(i):
             return self.whole()
@@ -232,28 +238,28 @@ class _Step:
         return self.tokens * c * s.hidden
 
     def sums(self) -> int:
-        """A fused kernel's logarithms of the sums of its weights: bytes a token."""
+        """Return the bytes a token of the logarithms of sums that a fused attention kernel saves."""
         return 0 if self.tiled else 4 * self.shape.heads
 
     def recomputed(self, i: int) -> bool:
-        """Whether block i is recomputed in backward."""
+        """Return whether block i is recomputed in backward."""
         every = self.kind["every"] if isinstance(self.kind, dict) else 1
         return self.kind != "none" and i % every == 0
 
     def kept(self, blocks: int) -> float:
-        """What the first so many blocks save."""
+        """Return the bytes that the first `blocks` blocks save."""
         return sum(self.of_block(i) for i in range(blocks))
 
     # ------------------------------------------------------------------------------------------- moments of the step
 
     def at_gather(self) -> tuple[Parts, ...]:
-        """The last gather of forward: what arrives is copied out of one buffer, and the one before is still there."""
+        """Return the parts at the last gather of forward: its buffer, and the one before, which is still allocated."""
         s = self.shape
         two = s.block + (s.block if s.tied else s.head) if self.ranks > 1 else 0
         return self.gathered(s.layers), {"communication buffers": two * self.compute}
 
     def at_loss(self) -> Iterator[tuple[str, tuple[Parts, ...]]]:
-        """The highest places of the loss: a moment, and its parts."""
+        """Yield the highest places of the loss: a moment and its parts."""
         s, c = self.shape, self.compute
         if self.plain:  # in float32: the log-softmax, the gradient that comes into it and the one that goes out
             yield "backward of the loss", ({"logits and loss": 12 * s.vocab * self.tokens},)
@@ -263,9 +269,9 @@ class _Step:
         arrived = (s.block if s.tied else s.head) * c if self.ranks > 1 else 0
         hidden = c * s.hidden * self.tokens if count > 1 else 0
         buffers: Parts = {"communication buffers": arrived, "temporaries": hidden}
-        # Of the weight's gradient there is nothing, a chunk's product, or from the second chunk on a float32 sum.
+        # Of the weight's gradient nothing is allocated, or a chunk's product, or from the second chunk a float32 sum.
         sums = 0 if count == 1 else c * weight if count == 2 else 4 * weight
-        rows = s.vocab * min(loss_rows(s.vocab, self.device), -(-self.tokens // count))  # that are float32, twice
+        rows = s.vocab * min(loss_rows(s.vocab, self.device), -(-self.tokens // count))  # float32, two of them
         yield "forward of head", (buffers, {"logits and loss": c * chunk + 8 * rows, "gradients": sums})
         adding = c * weight if count == 1 else 4 * weight + (2 * c * weight if c < 4 else 0)
         yield "forward of head", (buffers, {"logits and loss": c * chunk, "gradients": adding})
@@ -273,7 +279,7 @@ class _Step:
         yield "backward of the loss", (self.next_up(s.layers), {"gradients": narrowing})
 
     def at_head(self) -> Iterator[tuple[Parts, ...]]:
-        """Backward of [norm, head]: the product's, the norm's, and the reduction after them."""
+        """Yield the parts in backward of [norm, head]: at the product, at the norm, and at the reduction."""
         s, c = self.shape, self.compute
         hidden, weight = c * s.hidden * self.tokens, c * s.vocab * s.hidden
         logits: Parts = {"logits and loss": c * s.vocab * self.tokens if self.plain else 0}
@@ -284,7 +290,7 @@ class _Step:
             yield self.gathered(s.layers, freed=True), self.reduction(s.head), {"temporaries": hidden - self.norm()}
 
     def in_block(self, i: int) -> Iterator[Level]:
-        """Backward of block i: five places inside it, and the reduction of its gradients after it."""
+        """Yield the levels in backward of block i: five places inside it, and the reduction after it."""
         s, c, moment = self.shape, self.compute, f"backward of model.layers.{i}"
         done = (0 if s.tied else s.head) + (s.layers - 1 - i) * s.block
         before = s.block if i < s.layers - 1 else 0 if s.tied else s.head
@@ -300,7 +306,7 @@ class _Step:
         yield self.level(moment, *around, self.gathered(i, freed=True), *rest)
 
     def inside(self, i: int) -> Iterator[tuple[float, float, float]]:
-        """Bytes of activations, bytes of gradients of activations, and parameters whose gradient is there."""
+        """Yield, for each place: bytes of activations, of their gradients, and parameters that have a gradient."""
         s, c, tokens = self.shape, self.compute, self.tokens
         hidden, inner = c * s.hidden * tokens, c * s.inner * tokens
         wide = (22 if c == 2 else 20) * s.hidden * tokens  # backward of a norm, in float32
@@ -316,7 +322,7 @@ class _Step:
         yield extra + (4 * s.hidden * tokens), wide, s.block  # at the norm before attention
 
     def at_embedding(self) -> Iterator[Level]:
-        """Backward of the embedding, of the root where it is tied: the lookup's gradient, and its reduction."""
+        """Yield the levels in backward of the embedding (of the root if tied): at the lookup, and at the reduction."""
         s, c, moment = self.shape, self.compute, "backward of embedding"
         size = s.head if s.tied else s.embedding
         grads: Parts = {"gradients": self.gradients(s.all - size, self.accumulates)}

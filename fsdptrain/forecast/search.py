@@ -1,7 +1,7 @@
-"""Which plans fit, and which of them is fastest: a search over strategies, micro-batches, recomputation and offload.
+"""Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Every plan that is tried is forecast by processes of `forecast`. A stack of like blocks need not be simulated in full:
-with every further block bytes and seconds grow by the same amount, so two shallow copies of the model give the line.
+Other processes forecast the plans (`forecast.client`). A stack of equal blocks need not be simulated in full: each
+further block adds the same bytes and seconds, so two shallow copies of the model give the line for all depths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
 
-Ask = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
+RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
 
 SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
@@ -35,37 +35,37 @@ SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 
 
-TIGHT_COST = 1.05  # what giving memory back and asking again makes of the time of a step
+TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 
 
-ALIKE = 1.01  # steps whose times differ by less take the same time
+SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
 
 
-FINALISTS = 2  # so many of the fastest are simulated in full …
+FINALISTS = 2  # how many of the fastest plans are simulated in full
 
 
-ROUNDS = 3  # … and their successors, where that changes who they are, so many times in all
+ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
 
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-FEW = 4  # blocks of the shallower copy: two from either end differ from those between
+SHALLOW_BLOCKS = 4  # of the shallower copy: two at each end differ from those between them
 
 
-STEP = 4  # by so many at least the other copy is deeper, and the model than that
+DEPTH_STEP = 4  # minimum difference in blocks between the two copies, and between the deeper copy and the model
 
 
-REACH = 6  # … and by so many times that the model may be deeper, for fragments do not quite lie on the line
+MAX_REACH = 6  # maximum extrapolation, in differences between the copies: fragments are not quite linear in the depth
 
 
-DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # beyond these the blocks are not alike
+MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
 
 
-TIGHTEST = 0.97  # of what the card has for torch: with more than that allocated, no giving back helps
+MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
 
-UNLIKE = {  # settings by which some blocks differ from others, and the value at which none does
+UNIFORM_VALUES = {  # settings that can make blocks differ, and the value with which they do not
     "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1,
     "interleave_moe_layer_step": 1, "sliding_window_pattern": 1, "attn_layer_period": 1, "expert_layer_period": 1,
     "hybrid_override_pattern": "", "num_kv_shared_layers": 0,
@@ -74,10 +74,10 @@ UNLIKE = {  # settings by which some blocks differ from others, and the value at
 
 @dataclass(frozen=True)
 class Option:
-    """A plan that was tried. `overrides` is all that it changes in the person's recipe; `own` is that recipe's plan.
+    """A plan that was tried. `overrides` is what it changes in the user's recipe; `own` marks the recipe's own plan.
 
-    `exact`: simulated in full. Else its figures were read off shallow copies of the model; then `tight` says that what
-    is allocated would do and fragments might not, without the allocator having been asked.
+    `exact`: simulated in full. Otherwise the figures come from shallow copies of the model. Then the allocator is not
+    simulated, and `tight` means that the allocated memory fits but fragments may not.
     """
 
     overrides: dict[str, Any]
@@ -104,10 +104,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a search came to. `options` fit, best first; the person's own plan is among them, last where it does not.
+    """The result of a search. `options` fit, the best first, and include the recipe's own plan: last if it does not.
 
-    `narrower` would fit with bfloat16 master weights, which changes the numerics; looked for only where nothing else
-    fits. `tried` counts the plans that were asked about beside the person's own, `failed` says which got no answer.
+    `narrower` fit with bfloat16 master weights, which changes the numerics; they are searched only if nothing else
+    fits. `tried` counts the plans without the recipe's own, `failed` names those whose forecast failed, and why.
     """
 
     options: list[Option]
@@ -117,43 +117,44 @@ class Advice:
 
     @property
     def best(self) -> Option | None:
-        """The fastest plan that fits, if any does."""
+        """The fastest plan that fits; None if none does."""
         return next((option for option in self.options if option.fits), None)
 
 
 def search(
-    plan: Plan, hardware: Hardware, own: Forecast, asks: Sequence[Ask], parameters: int,
-    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, there_are: None, **job: Any,
+    plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], parameters: int,
+    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, total: None, **job: Any,
 ) -> Advice:  # fmt: skip
-    """Try other plans for the same job on the same ranks; `own` is the forecast of the person's.
+    """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
-    `asks` are used at the same time, a thread each. `config` is the model's configuration as a mapping: without it, and
-    where its blocks are not alike, every plan is simulated in full. `job` goes with every question.
+    `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
+    or if its blocks are not equal, every plan is simulated in full. `job` is passed on with every request.
     """
     if hardware.is_cpu:
-        asks = asks[:1]  # its rates are measured while it is asked: two at a time would disturb each other
-    trials = _Trials(plan, hardware, own, asks, job)
+        requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
+    trials = _Trials(plan, hardware, own, requests, job)
     found = [trials.own]
-    with ThreadPoolExecutor(len(asks)) as threads:
-        if "config_dir" not in job:  # a folder's configuration is taken as it is
-            trials.shallow = _checked(Shallow.of(config or {}), trials, own)
+    with ThreadPoolExecutor(len(requests)) as threads:
+        if "config_dir" not in job:  # the configuration of a folder cannot be changed
+            trials.shallow = _if_accurate(Shallow.of(config or {}), trials, own)
+        # Offload is slow: it is tried only when nothing fits without it.
         for offload in (False, True):
             if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
                 break
             found += _climb_all(_ladders(plan, offload), trials, parameters, threads, progress)
-            found = _verified(found, trials, threads)
+            found = _with_finalists_simulated(found, trials, threads)
     fitting = ranked(option for option in found if option.fits)
-    narrower = [] if fitting else list(_narrower(plan, trials, parameters))
-    return Advice(fitting + [o for o in found if o.own and not o.fits], narrower, len(trials.asked), trials.failed)
+    narrower = [] if fitting else list(_with_bfloat16_master(plan, trials, parameters))
+    return Advice(fitting + [o for o in found if o.own and not o.fits], narrower, len(trials.tried), trials.failed)
 
 
 def ranked(options: Iterable[Option]) -> list[Option]:
-    """The fastest first; one that only just fits comes after a comfortable one of about the same time."""
+    """Sort plans by time, the fastest first; a tight fit comes after a comfortable one of about the same time."""
     return sorted(options, key=lambda o: (not o.fits, o.step_s * (TIGHT_COST if o.tight else 1), o.needed_bytes))
 
 
-def _verified(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
-    """These options, the fastest of them simulated in full."""
+def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
+    """Return the options with the fastest of them simulated in full."""
     for _ in range(ROUNDS):
         first = [o for o in ranked(options)[:FINALISTS] if o.fits and not o.exact]
         if not first:
@@ -163,8 +164,8 @@ def _verified(options: list[Option], trials: _Trials, threads: ThreadPoolExecuto
     return options
 
 
-def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
-    """What fits with bfloat16 master weights and all else that saves memory, with offload only if it must be."""
+def _with_bfloat16_master(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
+    """Yield the plan that fits with bfloat16 master weights and all savings of memory; offload only if needed."""
     for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
         ladder = _ladders(plan, offload)[0]  # the strategy that shards most
         overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
@@ -176,7 +177,7 @@ def _narrower(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
 
 @dataclass(frozen=True)
 class _Ladder:
-    """A strategy, and the numbers of ranks to share one copy, in the order in which they are tried."""
+    """A strategy, and the numbers of ranks per copy in the order in which they are tried."""
 
     strategy: Strategy
     sizes: list[int]
@@ -184,7 +185,7 @@ class _Ladder:
 
 
 def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
-    """The strategies worth trying. State in host memory is spread over as many ranks as there are."""
+    """Return the strategies worth trying. With offload, only those that shard one copy over all ranks."""
     nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
     wanted = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
     wanted.sort(key=lambda strategy: not strategy.reshards)  # those that need less memory first
@@ -193,7 +194,7 @@ def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
-    """Powers of two that divide a rank's share of the global batch, and the person's own size."""
+    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size."""
     share = recipe.train.global_batch_size // world
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
     return sorted(powers | {recipe.train.micro_batch_size})
@@ -230,34 +231,36 @@ def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
 
 
 class _Trials:
-    """Asks for forecasts, from several threads, and keeps account of them."""
+    """Forecasts of plans, requested from several threads, and a record of them."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, own: Forecast, asks: Sequence[Ask], job: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], job: dict[str, Any]
+    ) -> None:
         self.plan, self._hardware, self._job = plan, hardware, job
         self.own, self.memory = _option(plan, {}, own, exact=True), own.memory_bytes
         self.shallow: Shallow | None = None
-        self.asked: list[str] = []
+        self.tried: list[str] = []
         self.failed: list[str] = []
-        self._free: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        for ask in asks:
-            self._free.put(ask)
+        self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
+        for request in requests:
+            self._free.put(request)
 
     def option(self, overrides: dict[str, Any], full: bool = False) -> Option | None:
-        """The plan with these overrides, forecast; None, and a word in `failed`, where that could not be."""
+        """Return the plan with these overrides and its forecast; None, with an entry in `failed`, if that failed."""
         if not overrides:
             return self.own
         plan = varied(self.plan, overrides)
         if not full:
-            self.asked.append(paste(overrides))
+            self.tried.append(command_text(overrides))
         try:
             read = None if full else self.read_off(plan)
             return _option(plan, overrides, read or self.forecast(plan), exact=read is None)
         except FsdptrainError as error:
-            self.failed.append(f"{paste(overrides)}: {error}")
+            self.failed.append(f"{command_text(overrides)}: {error}")
             return None
 
     def read_off(self, plan: Plan) -> Forecast | None:
-        """The forecast of a plan from shallow copies of its model; None where that cannot be done."""
+        """Return the forecast of a plan from shallow copies of its model; None if there are none."""
         depths = self.shallow.depths(plan) if self.shallow else None
         if self.shallow is None or depths is None:
             return None
@@ -265,12 +268,12 @@ class _Trials:
         return extrapolate(few, more, *depths, self.shallow.layers)
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Ask whoever is free."""
-        ask = self._free.get()
+        """Forecast a plan with a free forecaster; wait for one if all are busy."""
+        request = self._free.get()
         try:
-            return ask(plan, self._hardware, **self._job)
+            return request(plan, self._hardware, **self._job)
         finally:
-            self._free.put(ask)
+            self._free.put(request)
 
 
 def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bool) -> Option:
@@ -283,33 +286,33 @@ def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bo
     )  # fmt: skip
 
 
-class _Count:
-    """Tells the person who waits how many plans are settled: tried, ruled out, or not worth trying."""
+class _PlanCount:
+    """The number of plans that are settled (tried, ruled out, or not worth trying), reported as progress."""
 
-    def __init__(self, there_are: int, progress: SearchProgress) -> None:
-        self._settled, self._there_are, self._progress = 0, there_are, progress
+    def __init__(self, total: int, progress: SearchProgress) -> None:
+        self._settled, self._total, self._progress = 0, total, progress
         self._lock = threading.Lock()
 
     def settle(self, plans: int) -> None:
-        """So many more."""
+        """Count `plans` more as settled."""
         with self._lock:
             self._settled += plans
-            self._progress(self._settled, self._there_are)
+            self._progress(self._settled, self._total)
 
 
 def _climb_all(
     ladders: list[_Ladder], trials: _Trials, parameters: int, threads: ThreadPoolExecutor, progress: SearchProgress
 ) -> list[Option]:
-    """The options of every ladder, several climbed at a time."""
+    """Return the options of all ladders; several ladders are climbed concurrently."""
     micros = micro_batches(trials.plan.recipe, trials.plan.topology.world_size)
     each = len(micros) * len(RECOMPUTATION)
-    count = _Count(each * sum(len(ladder.sizes) for ladder in ladders), progress)
+    count = _PlanCount(each * sum(len(ladder.sizes) for ladder in ladders), progress)
 
     def climb(ladder: _Ladder) -> list[Option]:
         found: list[Option] = []
         for ranks in ladder.sizes:
             comfortable = any(option.fits and not option.tight for option in found)
-            if not comfortable:  # a larger group is slower: it is for what the smaller one has no room for
+            if not comfortable:  # a larger group is slower: it is needed only if a smaller one has too little memory
                 least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
                 options = [] if cannot_fit(least, parameters, trials.memory) else _climb(ladder, ranks, micros, trials)
                 found += options
@@ -320,9 +323,9 @@ def _climb_all(
 
 
 def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> list[Option]:
-    """From small micro-batches to large, recomputing more only where less does not fit: it could only be slower.
+    """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower.
 
-    The person's own plan is passed, but not among what is found.
+    The recipe's own plan is not among the options returned.
     """
     found: list[Option] = []
     best_s = math.inf
@@ -331,7 +334,7 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> l
         if rung == len(RECOMPUTATION):
             if micro != micros[-1]:
                 continue
-            rung -= 1  # one micro-batch a step: no gradients are held through its forward
+            rung -= 1  # with one micro-batch per step, no gradients are held during its forward
         option = None
         while rung < len(RECOMPUTATION):
             option = trials.option(_overrides(trials.plan, ladder, ranks, RECOMPUTATION[rung], micro))
@@ -341,14 +344,14 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> l
             rung += 1
         if option and option.fits:
             best_s = min(best_s, option.step_s)
-            if option.compute_s > best_s:  # a larger micro-batch saves communication, but computes as much
+            if option.compute_s > best_s:  # a larger micro-batch saves communication, not compute
                 break
     return found
 
 
 @dataclass(frozen=True)
 class Shallow:
-    """How a model of like blocks is made shallow: the key of their number, the number, lists of an entry a block."""
+    """How to make a model of equal blocks shallow: the key with their number, the number, lists with one entry each."""
 
     key: str
     layers: int
@@ -356,31 +359,31 @@ class Shallow:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shallow | None:
-        """From a model's configuration; None where blocks are not alike, as far as it says, or nothing would be won."""
+        """Read it from a model's configuration; None if its blocks differ, or if copies would not be shallower."""
         key = next((key for key in LAYER_KEYS if isinstance(config.get(key), int)), None)
-        if key is None or config[key] < FEW + 2 * STEP:
+        if key is None or config[key] < SHALLOW_BLOCKS + 2 * DEPTH_STEP:
             return None
         layers = config[key]
         lists = {name: value for name, value in config.items() if isinstance(value, list) and len(value) == layers}
-        patterns = any(config.get(name) not in (alike, None) for name, alike in UNLIKE.items())
-        if patterns or any(entry != entries[0] for entries in lists.values() for entry in entries):
+        unequal = any(config.get(name) not in (uniform, None) for name, uniform in UNIFORM_VALUES.items())
+        if unequal or any(entry != entries[0] for entries in lists.values() for entry in entries):
             return None
         return cls(key, layers, lists)
 
     def depths(self, plan: Plan) -> tuple[int, int] | None:
-        """The blocks of the two copies; units that are gathered ahead make the ends longer."""
-        few = FEW + 2 * plan.recipe.fsdp.forward_prefetch
-        more = few + max(STEP, (self.layers - few) // REACH)
-        return (few, more) if few + 2 * STEP <= self.layers else None
+        """Return the numbers of blocks of the two copies; units gathered ahead make the ends longer."""
+        few = SHALLOW_BLOCKS + 2 * plan.recipe.fsdp.forward_prefetch
+        more = few + max(DEPTH_STEP, (self.layers - few) // MAX_REACH)
+        return (few, more) if few + 2 * DEPTH_STEP <= self.layers else None
 
     def cut(self, plan: Plan, depth: int) -> Plan:
-        """The plan with a model of so many blocks."""
+        """Return the plan with a model of `depth` blocks."""
         lists = {name: entries[:depth] for name, entries in self.lists.items()}
         return varied(plan, {"model.config": {**plan.recipe.model.config, **lists, self.key: depth}})
 
 
-def _checked(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow | None:
-    """This way, if it leads to the same figures as the simulation in full of the person's own plan."""
+def _if_accurate(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow | None:
+    """Return `shallow` if it gives the figures of the full simulation of the recipe's plan, else None."""
     trials.shallow = shallow
     try:
         read = trials.read_off(trials.plan)
@@ -388,15 +391,15 @@ def _checked(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow
         return None
     if read is None:
         return None
-    drift = {name: abs(getattr(read, name) / getattr(own, name) - 1) for name in DRIFT}
-    return shallow if all(drift[name] <= limit for name, limit in DRIFT.items()) else None
+    drift = {name: abs(getattr(read, name) / getattr(own, name) - 1) for name in MAX_DRIFT}
+    return shallow if all(drift[name] <= limit for name, limit in MAX_DRIFT.items()) else None
 
 
 def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> Forecast | None:
-    """The forecast of `layers` like blocks from those of `a` and `b`; None where their moments are not the same.
+    """Extrapolate the forecast of `layers` equal blocks from those of `a` and `b`; None if their moments differ.
 
-    A block is known by its distance from the nearer end: what it needs then lies on a line. Between the ends needs
-    rise or fall evenly, so the peak is at one of them. What cannot be read off so is left empty.
+    A block is identified by its distance from the nearer end: its memory is then linear in the depth. Between the ends
+    memory rises or falls evenly, so the peak is at one of them. Fields that cannot be extrapolated are left empty.
     """
     below, above = ({_place(m, n, a // 2): x for m, x in f.peaks.items()} for f, n in ((few, a), (more, b)))
     if below.keys() != above.keys() - {None}:
@@ -413,7 +416,7 @@ def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> F
     }
     reserved = max(peaks[moment], round(line(few.reserved_bytes, more.reserved_bytes)))
     room = more.memory_bytes - more.overhead_bytes
-    tight = reserved > room and peaks[moment] <= TIGHTEST * room
+    tight = reserved > room and peaks[moment] <= MAX_ALLOCATED * room
     tokens = more.tokens_per_s * more.step_s
     return dataclasses.replace(
         more, **linear, peaks=peaks, moment=moment, peak_bytes=peaks[moment], reserved_bytes=reserved, tight=tight,
@@ -424,11 +427,12 @@ def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> F
     )  # fmt: skip
 
 
-_Place = tuple[str, int | None, str]  # a moment's name around the number of its block, counted from the nearer end
+# A moment's name, split at the number of its block, which is counted from the nearer end.
+_Place = tuple[str, int | None, str]
 
 
 def _place(moment: str, layers: int, ends: int) -> _Place | None:
-    """Where in a stack of `layers` a moment is; None between the ends."""
+    """Return where in a stack of `layers` blocks a moment is; None between the ends."""
     found = re.search(r"\.(\d+)(?=\.|$)", moment)
     if found is None:
         return moment, None, ""
@@ -439,16 +443,16 @@ def _place(moment: str, layers: int, ends: int) -> _Place | None:
 
 
 def _named(place: _Place, layers: int) -> str:
-    """The moment's name in a model of `layers` blocks."""
+    """Return the moment's name in a model of `layers` blocks."""
     before, number, after = place
     return before if number is None else f"{before}{number % layers}{after}"
 
 
-def words(overrides: Mapping[str, Any]) -> list[str]:
-    """The overrides for the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
+def override_words(overrides: Mapping[str, Any]) -> list[str]:
+    """Return the overrides as words of the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
     return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()]
 
 
-def paste(overrides: Mapping[str, Any]) -> str:
-    """Those words in one line, as a shell reads them."""
-    return shlex.join(words(overrides))
+def command_text(overrides: Mapping[str, Any]) -> str:
+    """Return those words as one line, quoted for a shell."""
+    return shlex.join(override_words(overrides))

@@ -19,7 +19,16 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as table
 from fsdptrain.forecast import search as advise
 from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.forecast.search import RECOMPUTATION, Advice, Shallow, extrapolate, micro_batches, paste, ranked, search
+from fsdptrain.forecast.search import (
+    RECOMPUTATION,
+    Advice,
+    Shallow,
+    command_text,
+    extrapolate,
+    micro_batches,
+    ranked,
+    search,
+)
 
 H100 = KNOWN["h100-80gb"]
 MEMORY = 1000
@@ -231,7 +240,7 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
         for ranks in ladder.sizes:
             for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
                 overrides = advise._overrides(plan, ladder, ranks, recomputation, micro)
-                pasted = load(recipe, [*words, *paste(overrides).split()])
+                pasted = load(recipe, [*words, *command_text(overrides).split()])
                 assert make_plan(pasted, topology, elsewhere=True) == varied(plan, overrides)
 
 
