@@ -97,7 +97,7 @@ class _Step:
         fsdp, self.shape = recipe.fsdp, shape_of(config)
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
             raise FsdptrainError(
-                "no closed form for the memory of eager attention, or of units other than those of wrap: auto"
+                "no closed form for the memory of eager attention, or of units other than those of fsdp.wrap: auto"
             )
         self.device = plan.topology.device
         self.master = BYTES[recipe.model.dtype]

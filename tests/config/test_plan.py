@@ -55,7 +55,7 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
         assert len([unit for unit in units if ".layers." in unit.name]) == LAYERS[path.stem]
 
 
-def test_the_plans_keys_are_those_of_the_recipe_and_older_plans_are_read(tmp_path: Path) -> None:
+def test_a_plan_has_the_keys_of_the_recipe_and_older_plans_are_read(tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path))
     fields = json.loads(plan.to_json())
     for path in all_paths():
@@ -90,7 +90,7 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Pa
         plan_of(recipe, "train.global_batch_size=6", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
 
 
-def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     with pytest.raises(DataError, match=r"'nope\.jsonl' was not found"):
         plan_of(recipe, "data.path=nope.jsonl")
@@ -99,7 +99,7 @@ def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> Non
     assert plan_of(recipe, "data.path=openai/gsm8k:main:test").data_path == "openai/gsm8k:main:test"
 
 
-def test_a_relative_path_is_looked_up_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_searched_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path, data__path="text.jsonl")
     assert plan_of(recipe).data_path == str(tmp_path / "text.jsonl")
     here = tmp_path / "here"
@@ -135,7 +135,7 @@ def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_steps_see_every_sequence_at_least_as_often_as_asked(tmp_path: Path) -> None:
+def test_steps_cover_every_sequence_at_least_epochs_times(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2})
     plan = plan_of(recipe)
     assert [plan.total_steps(blocks) for blocks in (1, 4, 5, 400)] == [1, 1, 2, 100]
@@ -144,7 +144,7 @@ def test_steps_see_every_sequence_at_least_as_often_as_asked(tmp_path: Path) -> 
     assert plan_of(recipe).total_steps(400) == 7
 
 
-def test_the_identity_holds_what_a_resume_may_not_change(tmp_path: Path) -> None:
+def test_the_identity_has_what_a_resume_must_not_change(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     same = ("optim.lr=1", "train.steps=99", "fsdp.strategy=NO_SHARD", "train.micro_batch_size=2", "eval.every=null")
     other = ("seed=1", "data.seq_len=32", "model.dtype=bfloat16", "train.global_batch_size=16", "data.train_on=all")
@@ -153,7 +153,7 @@ def test_the_identity_holds_what_a_resume_may_not_change(tmp_path: Path) -> None
     assert all(plan_of(recipe, change).identity() != before for change in other)
 
 
-def test_seeds_differ_wherever_their_parts_do() -> None:
+def test_seeds_of_different_parts_differ() -> None:
     seeds = {seed_of(a, b, c) for a in range(10) for b in range(10) for c in ("x", "y")}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
     assert seed_of(1, "23") != seed_of(12, "3")
