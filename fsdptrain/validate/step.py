@@ -71,7 +71,9 @@ def check_step(
     except RecipeError:
         raise
     except FsdptrainError as error:
-        findings.add_note(f"{error}; memory is estimated by formula, without fragments; no communication, no time")
+        findings.add_note(
+            f"{error}; memory is estimated by formula, without fragments; communication and time are unknown"
+        )
         check_memory_by_formula(plan, config, hardware, findings)
         return
 
