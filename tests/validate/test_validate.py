@@ -299,7 +299,9 @@ def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> 
     assert found["gpu_hours"] == pytest.approx(4 * found["step_s"] * 8 / 3600)
     assert found["fits"] and found["peak_bytes"] == sum(found["breakdown"].values())
     assert picture.read_text().startswith("<?xml")
-    found["data"]["needed"] = found["breakdown"] = found["peaks"] = {}  # whose names are columns', categories, moments
+    found["data"]["needed"] = found["breakdown"] = found[
+        "peaks"
+    ] = {}  # their names are columns, categories and moments
     documented = (ROOT / "docs" / "validate.md").read_text()
     assert [name for name in names_in(found) if f"`{name}`" not in documented] == []
 
@@ -311,7 +313,7 @@ def test_the_command_prints_one_object_even_for_a_bad_recipe(tmp_path: Path) -> 
     assert len(found["problems"]) == 2 and "train.stepz" in " ".join(found["problems"])
 
 
-def test_the_command_lists_problems_at_the_end_and_builds_no_model_if_told_not_to(tmp_path: Path) -> None:
+def test_the_command_lists_problems_at_the_end_and_with_no_build_builds_no_model(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, data__path="nope.jsonl", train__global_batch_size=7)
     done = fsdptrain("validate", recipe, "--no-build")
     assert done.returncode == 2
