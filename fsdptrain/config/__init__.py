@@ -1,1 +1,1 @@
-"""A recipe in, a plan out. No torch."""
+"""Read a recipe, check it, and derive its plan. Imports no torch."""

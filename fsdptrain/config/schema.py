@@ -41,7 +41,9 @@ class Model:
         forms=(None, str, {"train": int}),
     )
     config: dict[str, Any] = key({}, "overrides of the model's config or, with `model_type`, a whole config")
-    init: Literal["pretrained", "random"] = key("pretrained", "load the weights, or draw random ones from `seed`")
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "pretrained: load the weights; random: draw them from `seed`"
+    )
     dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer state")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
@@ -75,9 +77,9 @@ class Data:
     )
     seq_len: int = key(2048, "tokens per sequence", at_least=8)
     packing: Literal["bfd", "concat", "none"] = key(
-        "bfd", "best-fit decreasing, one continuous stream, or one row per sequence"
+        "bfd", "bfd: best-fit decreasing; concat: one continuous stream; none: one row per sequence"
     )
-    train_on: Literal["all", "completion"] = key("completion", "which tokens count in the loss (text: always all)")
+    train_on: Literal["all", "completion"] = key("completion", "which tokens count in the loss (format text: all)")
     separator: str = key(
         "", 'text between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
     )
@@ -109,7 +111,9 @@ class MixedPrecision:
 class Fsdp:
     """How parameters, gradients and optimizer state are sharded over the ranks."""
 
-    strategy: Strategy = key(DEFAULT_STRATEGY, "what is sharded, and whether it is freed after forward")
+    strategy: Strategy = key(
+        DEFAULT_STRATEGY, "what is sharded over which ranks, and whether gathered weights are freed after forward"
+    )
     shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: the ranks of a node", at_least=1)
     wrap: Any = key(
         "auto",
@@ -118,11 +122,13 @@ class Fsdp:
     )
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] = key(
-        "BACKWARD_PRE", "gather the next unit before this unit's backward, after it, or only when it is needed"
+        "BACKWARD_PRE",
+        "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
     )
     forward_prefetch: int = key(0, "extra units to gather ahead in forward", at_least=0, at_most=16)
     accumulation: Literal["reduce", "hold"] = key(
-        "reduce", "reduce gradients every micro-batch (least memory), or only in the last one (least traffic)"
+        "reduce",
+        "reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least traffic)",
     )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
@@ -136,11 +142,11 @@ class Fsdp:
 class Optim:
     """The optimizer."""
 
-    name: OptimizerKind = key(DEFAULT_OPTIMIZER, "AdamW, fused where the device has a kernel")
+    name: OptimizerKind = key(DEFAULT_OPTIMIZER, "the optimizer: AdamW, fused where the device has a kernel")
     lr: float = key(2e-5, "peak learning rate", at_least=0)
     betas: list[float] = key([0.9, 0.95], "decay of the first and second moments")
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = key(0.1, "decoupled decay of matrices; norms, biases and embeddings get none", at_least=0)
+    weight_decay: float = key(0.1, "decoupled decay of matrices; none for norms, biases and embeddings", at_least=0)
     max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
 
 
@@ -164,13 +170,13 @@ class Train:
     global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int = key(1, "sequences that a rank computes at a time", at_least=1)
     loss: Literal["chunked", "plain"] = key(
-        "chunked", "compute logits and loss for one chunk of tokens at a time, or for the whole micro-batch"
+        "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
     )
     compile: bool = key(False, "apply torch.compile to every block")
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",
-        "after a step whose loss or gradient is not finite, which changes no weights: stop, or skip the step",
+        "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights",
     )
     max_skipped: int = key(3, "with on_nonfinite: skip, the most steps in a row that may be skipped", at_least=1)
 
