@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,14 @@ from fsdptrain.events import Progress
 IGNORED = -100  # the label of a position that carries no loss
 
 
-Batch = dict[str, torch.Tensor]
+class Batch(TypedDict):
+    """A micro-batch. The first three are int64 [rows, seq_len]; `documents` and `longest` are of `document_bounds`."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    documents: torch.Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -73,20 +80,23 @@ class Corpus:
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Return blocks `numbers` as int64 tensors [len(numbers), seq_len]: `input_ids`, `labels`, `position_ids`.
+        """Return blocks `numbers` as the rows of a micro-batch.
 
         Labels are already shifted: position i predicts labels[i], or nothing when that is -100. Position ids restart at
         every piece, from which transformers derives that pieces do not attend to one another. Padding continues the
         positions of the last piece: causal attention hides it from the tokens before it, and a block of one piece needs
         no other mask, so that it gets the flash kernel. With `count_padding=False`, for models in which the highest
-        position affects every token, positions of padding are 0. The number -1 gives a block of padding.
+        position affects every token, positions of padding are 0. The number -1 gives a block of padding. In `documents`
+        the padding of a block is a document.
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
+        lengths: list[list[int]] = []
         for row, number in enumerate(numbers):
             at = length = 0  # the next free position of the block; the length of its last piece
-            for start, length, end in self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else ():
+            pieces = self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else self.pieces[:0]
+            for start, length, end in pieces:
                 ids[row, at : at + length] = self.tokens[start : start + length]
                 positions[row, at : at + length] = np.arange(length)
                 targets = slice(start + 1, min(start + length + 1, end))
@@ -95,8 +105,15 @@ class Corpus:
                 at += length
             if self.count_padding:
                 positions[row, at:] = np.arange(length, length + self.seq_len - at)
-        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+            lengths.append([*pieces[:, 1].tolist(), self.seq_len - int(at)])
+        documents, longest = document_bounds(lengths)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(positions),
+            "documents": documents,
+            "longest": longest,
+        }
 
     def show(self, tokenizer: Any) -> str:
         """Return the first piece of the first block as text, with the trained parts in ⟦ ⟧."""
@@ -110,6 +127,31 @@ class Corpus:
         for place, mark in reversed(list(zip(places, itertools.cycle("⟦⟧"), strict=False))):
             text = text[:place] + mark + text[place:]
         return text + ("…" if length > 400 else "")
+
+
+def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
+    """Return where the documents of a micro-batch begin and end, and a bound on their length, in tokens.
+
+    `rows` has the lengths of the documents in each row. The bounds, int32 [N+1] and ascending from 0, are those in all
+    rows one behind the other. Both N (through empty documents at the end) and the bound on the length are powers of
+    two, so that few different values occur: a compiled model may be compiled again for each.
+    """
+    ends = np.cumsum([length for row in rows for length in row if length], dtype=np.int32)
+    longest = max((length for row in rows for length in row), default=1)
+    bounds = np.full(_power_of_two(max(len(ends), 16)) + 1, ends[-1], np.int32)
+    bounds[0], bounds[1 : len(ends) + 1] = 0, ends
+    return torch.from_numpy(bounds), _power_of_two(max(longest, 128))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a micro-batch whose tensors are on `device`; the copies are asynchronous where the device allows it."""
+    moved = {name: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    return cast(Batch, moved)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fsdptrain.config.plan import Plan, seed_of
-from fsdptrain.data.corpus import IGNORED, Batch, Corpus
+from fsdptrain.data.corpus import IGNORED, Batch, Corpus, to_device
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.parallel.world import World
@@ -126,9 +126,8 @@ class Engine:
         It is 0 if all labels are masked. Raises RecipeError if the architecture cannot be computed with these units or
         dtypes.
         """
-        batch = {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
         try:
-            return self._loss(batch, divisor)
+            return self._loss(to_device(batch, self.world.device), divisor)
         except RuntimeError as error:
             if problem := self._unsupported(error):
                 raise problem from None

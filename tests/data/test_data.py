@@ -29,7 +29,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
-from fsdptrain.data.corpus import IGNORED, Corpus, Stream, open_corpus, prepare
+from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_corpus, prepare
 from fsdptrain.data.pack import best_fit_decreasing, cut, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
@@ -105,7 +105,8 @@ def corpus_from(folder: Path, tokenizer: Any, *rows: dict[str, Any], **data: Any
 
 def everything(corpus: Corpus) -> dict[str, np.ndarray[Any, Any]]:
     """Return all blocks of a corpus."""
-    return {name: tensor.numpy() for name, tensor in corpus.batch(range(len(corpus))).items()}
+    batch = corpus.batch(range(len(corpus)))
+    return {name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 def inputs(corpus: Corpus) -> list[list[int]]:
@@ -274,7 +275,29 @@ def test_a_block_of_padding_has_no_labels() -> None:
     assert (batch["input_ids"][1] == corpus.pad).all()
     assert batch["position_ids"][1].tolist() == list(range(16))
     assert torch.equal(corpus.batch([0])["labels"][0], batch["labels"][0])
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+
+
+@given(documents())
+def test_documents_are_the_pieces_of_a_batch_and_padding(case: tuple[list[int], list[bool], Data]) -> None:
+    corpus = synthetic(*case)
+    blocks = [*range(len(corpus)), -1]
+    batch = corpus.batch(blocks)
+    expected = []
+    for block in blocks:
+        pieces = corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1], 1].tolist() if block >= 0 else []
+        expected += [length for length in (*pieces, corpus.seq_len - sum(pieces)) if length]
+    lengths = batch["documents"].diff().tolist()
+    assert lengths == expected + [0] * (len(lengths) - len(expected))
+    assert batch["documents"].dtype == torch.int32
+    assert max(expected) <= batch["longest"] <= max(128, 2 * max(expected))
+
+
+def test_documents_come_in_few_shapes() -> None:
+    """Each number of documents, and each bound on their length, may be compiled once."""
+    found = [document_bounds([[length] * count]) for length in (1, 9, 100, 300) for count in (1, 7, 16, 17, 300)]
+    assert {len(bounds) - 1 for bounds, _ in found} == {16, 32, 512}
+    assert {longest for _, longest in found} == {128, 512}
 
 
 # GSM8K's 2,000 problems make so few blocks that the padding of the last one alone is up to 0.5%.
@@ -804,6 +827,7 @@ def test_digests_are_equal_however_a_step_is_laid_out(tmp_path: Path) -> None:
 def test_a_batch_of_the_stream_is_that_of_its_blocks() -> None:
     stream = a_stream(20)
     batch, blocks = stream.batch(range(15, 25)), stream.corpus.batch(stream.at(range(15, 25)))
+    assert batch.pop("longest") == blocks.pop("longest")
     assert all(torch.equal(batch[name], blocks[name]) for name in blocks)
     assert stream.label_tokens(range(15, 25)) == int((batch["labels"] != IGNORED).sum())
 
