@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from fsdptrain.config.plan import Plan
+from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.trace import HOST, Alloc, Trace
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
@@ -66,13 +67,17 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
         recorder.tag(buffer, "inputs and buffers")
     trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []
     mark_moments(recorder, engine, units)
-    shape = (plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len)
-    batches = [
-        {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "position_ids", "labels")}
-        for _ in range(min(plan.accumulation, 2))
-    ]
+    batches = [batch_of_zeros(plan) for _ in range(min(plan.accumulation, 2))]
     engine.step(0, batches, 1, plan.recipe.optim.lr)
     return trace
+
+
+def batch_of_zeros(plan: Plan) -> Batch:
+    """Return a micro-batch of the plan's shape. Each row is one document: no attention computes more than in that."""
+    rows, seq_len = plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len
+    documents, _ = document_bounds([[seq_len]] * rows)
+    ids, labels, positions = (torch.zeros((rows, seq_len), dtype=torch.long) for _ in range(3))
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len}
 
 
 def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
