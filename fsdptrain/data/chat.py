@@ -45,7 +45,7 @@ def plain_template(prefix: str) -> str:
 
 
 @dataclass
-class Conversations:
+class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
     `train_all`: the whole text is trained, not only what the assistant says.

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fsdptrain.config.schema import Data, long_row_treatment
-from fsdptrain.data.chat import Conversations
+from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.marks import Span
 from fsdptrain.errors import DataError
 
@@ -46,7 +46,9 @@ class Encoder:
         self.added = tuple(sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
-        self.conversations = Conversations(tokenizer, data.train_on == "all") if data.format == "chat" else None
+        self.render_conversation = (
+            ConversationRenderer(tokenizer, data.train_on == "all") if data.format == "chat" else None
+        )
         self.long_rows = long_row_treatment(data)
         self.lengths = array("I")  # tokens of each row, before it is cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
@@ -81,8 +83,8 @@ class Encoder:
 
     def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
-        assert self.conversations is not None
-        rendered = [self.conversations(row["messages"], row.get("tools"), row["place"]) for row in rows]
+        assert self.render_conversation is not None
+        rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]
         yield from self._encode_masked([text for text, _ in rendered], [spans for _, spans in rendered])
 
     def _with_begin_and_end(self, ids: list[int], mask: bytes) -> Row:
