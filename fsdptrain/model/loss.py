@@ -67,7 +67,9 @@ def after_head(model: Any) -> AfterHead:
     try:
         _forward_around(model, watched)(given)
     except Exception as error:  # any error of the architecture's code: the plain loss still works
-        raise _refused(model, f"does not run around stand-ins ({type(error).__name__}: {error})") from None
+        raise _refused(
+            model, f"does not run with stand-ins for decoder and head ({type(error).__name__}: {error})"
+        ) from None
     if len(seen) != 1 or seen[0]._base is not given:  # not a view of the input: computed from it
         raise _refused(model, "computes something between its decoder and its head")
     return _forward_around(model, lambda hidden: hidden)

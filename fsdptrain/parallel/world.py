@@ -29,8 +29,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class World:
     """All ranks of a run, seen from this one.
 
-    `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work beside the training
-    loop (checkpoint threads), so that it never mixes with the loop's own collectives.
+    `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
+    loop (checkpoint threads), so that its collectives never mix with those of the loop.
     """
 
     rank: int

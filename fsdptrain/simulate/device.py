@@ -25,13 +25,13 @@ PRETEND = "pretend"  # the accelerator's device type
 aten = torch.ops.aten
 
 
-write_down: list[Callable[[Event], None]] = []  # who is told of every event of the device; see `recorder`
+listeners: list[Callable[[Event], None]] = []  # called with every event of the device; see `recorder`
 
 
 def trace_event(event: Event) -> None:
-    """Tell the recorder, if one is at work."""
-    for write in write_down:
-        write(event)
+    """Pass an event of the device to the recorder, if one is entered."""
+    for listener in listeners:
+        listener(event)
 
 
 class PretendStream:

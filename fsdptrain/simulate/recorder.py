@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self.entered = False
 
     def __enter__(self) -> Recorder:
-        pretend.write_down.append(self.write)
+        pretend.listeners.append(self.write)
         self.entered = True
         self._resizes = resizes_watched(self._update_size)
         self._resizes.__enter__()
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._resizes.__exit__(None, None, None)
-        pretend.write_down.remove(self.write)
+        pretend.listeners.remove(self.write)
         self.entered = False  # what is freed from now on is not part of the trace
 
     @classmethod

@@ -77,18 +77,18 @@ def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
 
 
 def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
-    """Return the peak and its parts, and whether it fits beside the memory that torch does not allocate."""
+    """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
     blocks = 1 if hardware.is_cpu else GPU_BLOCK
     top = ledger.peak(trace, device, blocks)
     groups = {e.ranks for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
     overhead = hardware.context + hardware.communicator * len(groups)
-    room = hardware.memory - overhead
+    available = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
         reserved = allocator.replay_allocations(trace, device).peak_reserved
-        tight = reserved > room and room > 0 and allocator.replay_allocations(trace, device, room).fits
+        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available).fits
     return {
-        "fits": reserved <= room or tight,
+        "fits": reserved <= available or tight,
         "tight": tight,
         "memory_bytes": hardware.memory,
         "peak_bytes": top.allocated,
