@@ -42,10 +42,10 @@ def test_what_a_package_relies_on_was_read_in_the_installed_version(package: str
     digest = hashlib.sha256(source(pkgutil.resolve_name(name)).encode()).hexdigest()[:12]
     if version not in read:
         same = [other for other, known in read.items() if known == digest]
-        change = f"it is the same as in {same[-1]}" if same else "it differs from every version that was read"
+        advice = f"it is the same as in {same[-1]}" if same else f"read the new source, adapt fsdptrain/{package}"
         pytest.fail(
-            f"{name} was not read in version {version}, {change}: read the new source, adapt fsdptrain/{package}, "
-            f'then add "{version}": "{digest}" to {package}/patches.py'
+            f'{name} was not read in version {version}: {advice}, then add "{version}": "{digest}" to '
+            f"{package}/patches.py"
         )
     assert read[version] == digest, (
         f"{name} has changed within version {version}: read it, adapt fsdptrain/{package}, then update the digest in "
