@@ -104,4 +104,7 @@ def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Re
             wanted = getattr(torch, tensor.dtype) if tensor.dtype else param.dtype
             wrong |= {state[tensor.key].dtype} - {wanted}
     if wrong:
-        raise RuntimeError(f"master weights and optimizer state should be {master}, but some are {wrong}")
+        raise RuntimeError(
+            f"internal error: master weights and optimizer state should be {master}, but some are {wrong} (please "
+            "report it)"
+        )
