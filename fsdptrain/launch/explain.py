@@ -44,11 +44,13 @@ def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
             where = f"is in {_innermost_function(stacks)}, in native code that blocks Python"
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
-    sentences = "; ".join(f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups)
+    places_text = "; ".join(
+        f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
+    )
     timeout = plan.recipe.launch.timeout_s
     return (
-        f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step). "
-        f"{sentences}. All stacks and the last collectives: {rundir.logs}"
+        f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
+        f"{places_text}. All stacks and the last collectives: {rundir.logs}"
     )
 
 
