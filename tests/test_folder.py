@@ -282,7 +282,7 @@ def test_a_recipe_that_was_edited_in_the_run_folder_is_kept(tmp_path: Path) -> N
 def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
-    def write(*names: str, text: str = "ours") -> None:
+    def write(*names: str, text: str = "generated") -> None:
         fill(tmp_path / "scratch", *names)
         for name in names:
             (tmp_path / "scratch" / name).write_text(text)
@@ -294,11 +294,11 @@ def test_what_was_edited_in_the_model_folder_is_kept_and_not_exported(tmp_path: 
     for path in (folder / "config.json", folder / "code" / "x.py"):
         os.utime(path, ns=(1, 1))  # as after a copy: other times, the same content
     write("config.json", "code/x.py")
-    write("config.json", "code/x.py", text="ours, of a new recipe")
+    write("config.json", "code/x.py", text="generated for a new recipe")
     assert not list(folder.rglob("*.kept*"))
     (folder / "config.json").write_text("edited")
     write("config.json", "notes.md")
-    assert (folder / "config.json.kept").read_text() == "edited" and (folder / "config.json").read_text() == "ours"
+    assert (folder / "config.json.kept").read_text() == "edited" and (folder / "config.json").read_text() == "generated"
     assert (folder / "notes.md.kept").read_text() == "my notes.md"
     assert asset_names(folder) == ["config.json", "notes.md"]
 

@@ -1,5 +1,5 @@
-"""The packages keep their order: a module imports only its own package and those above it, and no module in a circle;
-what is marked so imports no torch, and no module is left out."""
+"""The order of the packages: a module imports only its own package and those above it, without a cycle; the packages in
+LIGHT import no torch; the document lists every module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "config", "forecast", "data", "model", "parallel", "checkpoint", "launch", "train", "simulate", "validate",
 )  # fmt: skip
-LIGHT = ("", "config", "forecast", "launch")  # packages that import no torch, and modules of others that do not
+LIGHT = ("", "config", "forecast", "launch")  # packages that import no torch; LIGHT_MODULES are in other packages
 LIGHT_MODULES = ("checkpoint.manifest", "checkpoint.verify", "validate.findings", "validate.summary", "validate.client")
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {
@@ -31,7 +31,7 @@ def package(module: str) -> str:
 
 
 def imported(path: Path, only_top: bool = False) -> set[str]:
-    """The modules of ours that a file imports."""
+    """Return the modules of fsdptrain that a file imports."""
     tree = ast.parse(path.read_text())
     found = set()
     for node in tree.body if only_top else ast.walk(tree):
@@ -52,15 +52,15 @@ def test_the_tests_mirror_the_packages() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_what_is_above_it(module: str) -> None:
-    # The command line hands over to every package, by late imports; nobody else looks down.
+def test_a_module_imports_only_from_its_package_and_above(module: str) -> None:
+    # Only `cli` may import packages below it, inside its functions.
     place = ORDER.index(package(module))
     below = {name for name in imported(MODULES[module], module == "cli") if ORDER.index(package(name)) > place}
     assert not below
 
 
 def public_names(path: Path) -> set[str]:
-    """The classes, functions and types (assigned names in CamelCase) that a module defines for others."""
+    """Return the public classes, functions and types (assigned names in CamelCase) of a module."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -72,7 +72,7 @@ def public_names(path: Path) -> set[str]:
 
 
 def test_no_two_modules_define_the_same_name() -> None:
-    # Every process has its `main`; a command of `cli` has the name that is typed, and is imported by nobody.
+    # Several modules have a `main`. The functions in `cli` are named like their commands, and not imported.
     homes: dict[str, list[str]] = {}
     for module in MODULES.keys() - {"cli"}:
         for name in public_names(MODULES[module]) - {"main"}:
@@ -87,7 +87,7 @@ KINDS = {  # enum → its home: no other module mentions one of its members in a
 
 
 def members_mentioned(path: Path, kind: str, words: set[str]) -> set[str]:
-    """The members of an enum that a module names, as `KIND.MEMBER` or as a text that is, begins or ends its word."""
+    """Return the members of an enum that a module mentions, as `KIND.MEMBER` or as (a part of) its value."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == kind:
@@ -115,7 +115,7 @@ def test_the_document_shows_the_packages_as_they_are() -> None:
         assert f"`{module.rpartition('.')[2]}`" in rows[package(module) or "top"], module
 
 
-def test_no_module_is_in_a_circle() -> None:
+def test_no_module_is_in_an_import_cycle() -> None:
     needs = {module: imported(path) for module, path in MODULES.items()}
     while free := [module for module, needed in needs.items() if not needed & needs.keys()]:
         for module in free:
@@ -124,7 +124,7 @@ def test_no_module_is_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("name", [*LIGHT, *LIGHT_MODULES])
-def test_what_needs_no_torch_imports_none(name: str) -> None:
+def test_light_modules_import_no_torch(name: str) -> None:
     modules = [m for m in MODULES if package(m) == name] if name in LIGHT else [name]
     imports = ", ".join(f"fsdptrain.{module}" for module in modules)
     code = f"import sys, {imports}; print(sorted({HEAVY} & sys.modules.keys()))"

@@ -336,7 +336,7 @@ def test_after_a_nan_the_run_resumes_from_the_checkpoint_before(
 ) -> None:
     problems = check_nan(name, tmp_path)
     problems += run_with(tmp_path / "recipe.yaml").problems(0) + differences(tmp_path / "run", reference)
-    assert not record_try(fault_table, f"NaN: {name}, then gone on", problems)
+    assert not record_try(fault_table, f"NaN: {name}, then resumed", problems)
 
 
 @pytest.mark.soak
