@@ -34,7 +34,7 @@ from injection import (
 )
 from support import events, fsdptrain
 
-from fsdptrain.parallel.pulse import SILENT
+from fsdptrain.parallel.pulse import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
@@ -526,7 +526,7 @@ def test_a_process_killed_on_one_node_ends_both(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("do", "within"), [("send", SILENT + 10.0), ("fail", 10.0)])
+@pytest.mark.parametrize(("do", "within"), [("send", MAX_MISSED + 10.0), ("fail", 10.0)])
 def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     do: str, within: float, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
 ) -> None:
