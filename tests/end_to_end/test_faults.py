@@ -538,7 +538,9 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     recipe = recipe_of_two(tmp_path)
     commands = [Running(recipe, *faults, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
     other, lost = (command.wait() for command in commands)
-    problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(5, "node 1 was lost", within=within)
+    problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(
+        5, "node 1 stopped responding", within=within
+    )
     assert not record_try(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
 
 
