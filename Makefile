@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-GPU := $(wildcard /proc/driver/nvidia/gpus/*)
+GPUS = $(shell $(PYTHON) -m fsdptrain.config.gpus) # counted when needed: nvidia-smi may take seconds
 
 .PHONY: install demo check test soak bench profile clean
 
@@ -11,7 +11,7 @@ install: .venv/installed
 # Without a GPU torch is installed first, at a pinned version: a range would install the newest build, with gigabytes of CUDA.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(if $(GPU),,$(BIN)/pip install --quiet torch==2.13.0)
+	$(if $(filter-out 0,$(GPUS)),,$(BIN)/pip install --quiet torch==2.13.0)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 

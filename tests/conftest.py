@@ -1,7 +1,6 @@
-"""Use a separate cache for the session, so that no test reads the user's cache; print a table of injected faults at the
-end.
+"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print the injected faults.
 
-The variables are set when pytest starts, before the libraries that read them at import.
+The variables of the caches are set when pytest starts, before the libraries that read them at import.
 """
 
 from __future__ import annotations
@@ -18,6 +17,22 @@ _cache = tempfile.TemporaryDirectory(prefix="fsdptrain-tests-")  # removed when 
 os.environ["FSDPTRAIN_CACHE"] = _cache.name
 os.environ["HF_HOME"] = os.path.join(_cache.name, "hf")  # noqa: PTH118
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+_visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which may start processes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Hide the GPUs from the processes that a test starts, unless it is marked `gpu`.
+
+    The tests are written for the CPU, and start two ranks also where there is one GPU, which two ranks cannot share.
+    """
+    if item.get_closest_marker("gpu") is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif _visible is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible
 
 
 @pytest.fixture(scope="session")

@@ -219,7 +219,11 @@ class Log:
 class Launch:
     """The worker processes and the nodes."""
 
-    nproc_per_node: Any = key("auto", "workers per node; auto: one per visible GPU, or 2 on a CPU", forms=("auto", int))
+    nproc_per_node: Any = key(
+        "auto",
+        "workers per node; auto: one per visible GPU that gets a micro-batch in each step, or 2 on a CPU",
+        forms=("auto", int),
+    )
     nnodes: int = key(1, "number of nodes; start the same command on each", at_least=1)
     rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1")
     max_restarts: int = key(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.text import counted
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,21 @@ def writes_run_dir(topology: Topology) -> bool:
     return not topology.joined or os.environ["RANK"] == "0"
 
 
-def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False) -> Topology:
+def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False, root: Path = Path("/")) -> Topology:
     """Return the processes of a run on this machine: those of a running torchrun, else those that `launch` sets.
 
-    `env` is the environment. Raises RecipeError for more workers than visible GPUs, unless `elsewhere` says that the
-    run is planned for other machines.
+    `env` is the environment, `root` the folder that holds /dev and /proc. Raises RecipeError for more workers than
+    visible GPUs, unless `elsewhere` says that the run is planned for other machines.
     """
-    gpus = visible_gpus(env)
+    gpus = visible_gpus(env, root)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         world = int(env["WORLD_SIZE"])
         local = int(env.get("LOCAL_WORLD_SIZE", world))
         return Topology(device, world // local, local, joined=True)
-    wanted = recipe.launch.nproc_per_node
-    nproc = (gpus or 2) if wanted == "auto" else wanted
+    nproc = _workers(recipe, gpus or 2)
     if gpus and nproc > gpus and not elsewhere:
-        message = f"{nproc} workers, but {gpus} GPUs are visible: lower it, or use auto"
+        message = f"{nproc} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
         raise RecipeError([Problem(message, "launch.nproc_per_node")])
     return Topology(device, recipe.launch.nnodes, nproc)
 
@@ -60,8 +61,7 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
     device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
     launch = recipe.launch
     if count is None:
-        nproc = hardware.gpus_per_node if launch.nproc_per_node == "auto" else launch.nproc_per_node
-        return Topology(device, launch.nnodes, nproc)
+        return Topology(device, launch.nnodes, _workers(recipe, hardware.gpus_per_node))
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
         raise RecipeError(
@@ -70,8 +70,10 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
     return Topology(device, count // nproc, nproc)
 
 
-def visible_gpus(env: dict[str, str]) -> int:
-    """Count the NVIDIA GPUs that this process may use, without importing torch."""
-    if "CUDA_VISIBLE_DEVICES" in env:
-        return len([name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
-    return len(glob.glob("/proc/driver/nvidia/gpus/*"))
+def _workers(recipe: Recipe, available: int) -> int:
+    """Return `launch.nproc_per_node`; for `auto` the devices `available`, if each gets at least one micro-batch."""
+    wanted, train = recipe.launch.nproc_per_node, recipe.train
+    if wanted != "auto":
+        return wanted
+    busy = train.global_batch_size // (train.micro_batch_size * recipe.launch.nnodes)
+    return min(available, max(1, busy))

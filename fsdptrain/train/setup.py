@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import transformers
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
 from fsdptrain.data.hub import go_offline_if_unreachable, safetensors_files
@@ -29,6 +31,7 @@ from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model
 from fsdptrain.train.watchdog import Watchdog
@@ -93,11 +96,35 @@ class Sizes:
 
 
 def prepare_process(session: Session) -> None:
-    """Choose deterministic kernels if the recipe asks for them, and go offline if the Hub does not answer."""
+    """Check the devices, choose deterministic kernels if the recipe asks, and go offline if the Hub does not answer.
+
+    Raises RecipeError if torch sees other GPUs than the plan.
+    """
+    check_gpus(session.plan.topology, torch.cuda.device_count(), os.environ)
     if session.plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     go_offline_if_unreachable(session.plan, session.progress)
+
+
+def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
+    """Raise RecipeError if torch sees fewer GPUs than this plan has workers, or any GPU under a plan for the CPU."""
+    workers = topology.nproc_per_node
+    value = env.get("CUDA_VISIBLE_DEVICES")
+    setting = "" if value is None else f" with CUDA_VISIBLE_DEVICES={value}"
+    if topology.device == "cpu" and gpus:
+        raise RecipeError(
+            f"this plan is for the CPU, because no GPU was found in /dev, /proc or by nvidia-smi, but torch sees "
+            f"{counted(gpus, 'GPU')}{setting}: set CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} to train on "
+            f"{'it' if gpus == 1 else 'them'}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    if topology.device == "cuda" and gpus < workers:
+        build = "" if torch.version.cuda else " (a build without CUDA)"
+        raise RecipeError(
+            f"launch.nproc_per_node: {counted(workers, 'worker')}, but torch {torch.__version__}{build} sees "
+            f"{counted(gpus, 'GPU')}{setting}: install a build of torch for this driver, set CUDA_VISIBLE_DEVICES to "
+            f"the GPUs of nvidia-smi -L, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
 
 
 def prepare_inputs(session: Session) -> Inputs:

@@ -28,7 +28,7 @@ LAYERS = {
 
 def plan_of(path: Path, *overrides: str, **env: str) -> Plan:
     written = load(path, list(overrides))
-    return make_plan(written, find_topology(written.recipe, env))
+    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": "", **env}))
 
 
 def gpus(count: int) -> str:
@@ -125,11 +125,23 @@ def test_a_relative_path_is_searched_next_to_the_recipe(tmp_path: Path, monkeypa
 )
 def test_topology(env: dict[str, str], wanted: Any, expected: Topology, tmp_path: Path) -> None:
     recipe = load(write_recipe(tmp_path, launch={"nproc_per_node": wanted})).recipe
-    assert find_topology(recipe, env) == expected
+    assert find_topology(recipe, env, root=tmp_path) == expected
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 1), (2, 2), (8, 2)])
+@pytest.mark.parametrize("name", ["shakespeare", "gsm8k-sft"])
+def test_the_small_recipes_run_on_any_number_of_gpus(name: str, count: int, workers: int, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for number in range(count):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    written = load(ROOT / "recipes" / f"{name}.yaml", ["model.id=org/name"] if name == "gsm8k-sft" else [])
+    topology = find_topology(written.recipe, {}, root=tmp_path)
+    assert topology == Topology("cuda", 1, workers)
+    make_plan(written, topology)  # raises unless the global batch can be divided
 
 
 def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="3 workers, but 2 GPUs"):
+    with pytest.raises(RecipeError, match="3 workers, but only 2 GPUs"):
         find_topology(
             load(write_recipe(tmp_path, launch={"nproc_per_node": 3})).recipe, {"CUDA_VISIBLE_DEVICES": "0,1"}
         )

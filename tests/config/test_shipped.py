@@ -13,7 +13,7 @@ from support import ROOT, fsdptrain
 from fsdptrain.config.hardware import parse
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
+from fsdptrain.config.topology import topology_of
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.forecast import closed_form
@@ -40,10 +40,7 @@ def stated(text: str, before: str, behind: str) -> float:
 def planned(path: Path, *overrides: str) -> Plan:
     recipe = load(path, list(overrides))
     hardware = "cpu" if path not in LARGE else re.search(r"--hardware (\S+)", path.read_text())[1]  # type: ignore[index]
-    launch = recipe.recipe.launch
-    device = "cpu" if hardware == "cpu" else "cuda"
-    assert parse(hardware)
-    return draft_plan(recipe, Topology(device, launch.nnodes, launch.nproc_per_node), elsewhere=True)[0]  # type: ignore[arg-type]
+    return draft_plan(recipe, topology_of(recipe.recipe, None, parse(hardware).hardware), elsewhere=True)[0]
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

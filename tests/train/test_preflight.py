@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from fsdptrain.config.hardware import parse
 from fsdptrain.config.plan import Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
-from fsdptrain.config.topology import find_topology, topology_of
+from fsdptrain.config.topology import Topology, find_topology, topology_of
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import probe
@@ -29,6 +30,7 @@ from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model
+from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import check_model
@@ -310,3 +312,28 @@ def test_architectures_in_their_own_sizes_are_distinguished(kind: str) -> None:
     tested = Probe(skeleton(AutoConfig.for_model(kind), Model(attn_implementation="auto")))
     assert tested.same([[0, 1, 2, 3, 60]], slice(0, 3))
     assert tested.same([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)) == (kind in APART)
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "gpus", "words"),
+    [
+        ("cpu", 2, 0, None),
+        ("cuda", 1, 1, None),
+        ("cuda", 2, 8, None),
+        (
+            "cpu",
+            2,
+            1,
+            r"torch sees 1 GPU.* set CUDA_VISIBLE_DEVICES=0 to train on it, or CUDA_VISIBLE_DEVICES= \(empty",
+        ),
+        ("cpu", 2, 2, "set CUDA_VISIBLE_DEVICES=0,1 to train on them"),
+        ("cuda", 4, 1, r"launch.nproc_per_node: 4 workers, but torch \S+ .*sees 1 GPU"),
+        ("cuda", 1, 0, r"1 worker, but torch .*sees 0 GPUs.* train on the CPU with CUDA_VISIBLE_DEVICES="),
+    ],
+)
+def test_the_gpus_of_torch_are_those_of_the_plan(device: Any, workers: int, gpus: int, words: str | None) -> None:
+    with pytest.raises(RecipeError, match=words) if words else contextlib.nullcontext():
+        check_gpus(Topology(device, 1, workers), gpus, {})
+    if words:
+        with pytest.raises(RecipeError, match="with CUDA_VISIBLE_DEVICES=9"):
+            check_gpus(Topology(device, 1, workers), gpus, {"CUDA_VISIBLE_DEVICES": "9"})
