@@ -1,4 +1,4 @@
-"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print the injected faults.
+"""Use a separate cache for the session, so that no test reads the user's cache; hide the GPUs; print a table of faults.
 
 The variables of the caches are set when pytest starts, before the libraries that read them at import.
 """
