@@ -144,7 +144,7 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a model, or resume its run. The run folder is output_dir."""
-    written = _load(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
+    written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import find_topology, writes_run_dir
     from fsdptrain.events import cut_partial_lines
@@ -203,9 +203,9 @@ def validate(
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before building the model")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Check a recipe without training. Plan, machine, data, model, memory, communication, time."""
+    """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
-        written = _load(recipe, overrides)
+        written = _load_recipe(recipe, overrides)
         from rich.console import Console
 
         from fsdptrain.forecast.plot import check_plot_path
@@ -387,7 +387,7 @@ def _write_errors_as_recipe_errors(dest: Path) -> Iterator[None]:
         raise RecipeError(f"cannot write {dest}: {error.strerror}") from None
 
 
-def _load(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
+def _load_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
     from fsdptrain.config.paths import data_kind
     from fsdptrain.config.reader import load
 

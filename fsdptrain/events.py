@@ -146,14 +146,8 @@ class Tail:
                         yield record
 
 
-STEP_EVENTS = (
-    "step",
-    "eval",
-    "save",
-    "skip",
-    "nonfinite",
-    "straggler",
-)  # dropped if the run resumes from before their step
+# Events that are dropped if the run resumes from before their step.
+STEP_EVENTS = ("step", "eval", "save", "skip", "nonfinite", "straggler")
 
 
 def without_undone(records: Iterable[Record]) -> list[Record]:

@@ -67,8 +67,8 @@ class LiveLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width - RIGHT_MARGIN
         parts = parts_that_fit(self._parts or self._work_parts(), width)
-        room = width - total_width([part for part in parts if part.text is not None]) - GAP
-        bar = ProgressBar(total=self._total, completed=self._done, width=min(LONGEST_BAR, room))
+        bar_space = width - total_width([part for part in parts if part.text is not None]) - GAP
+        bar = ProgressBar(total=self._total, completed=self._done, width=min(LONGEST_BAR, bar_space))
         line = Table.grid(padding=(0, GAP, 0, 0))
         for _ in parts:
             line.add_column(no_wrap=True, overflow="crop")

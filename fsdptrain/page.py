@@ -20,9 +20,8 @@ HANGING_INDENT = 2  # columns by which continuation lines are indented
 GAP = "  "  # between the columns of a table
 
 
-UNIT_SPACE = re.compile(
-    r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))"
-)  # between a number and its unit; no line is broken there
+# The space between a number and its unit, at which no line is broken.
+UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")
 
 
 class Page:

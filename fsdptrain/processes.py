@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-STOP_SIGNAL = signal.SIGUSR1  # asks a worker to save a checkpoint and exit
+STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
 
 class StopRequest:

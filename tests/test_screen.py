@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support import ROOT, write_recipe
 
-from fsdptrain.config.hardware import parse
-from fsdptrain.config.plan import make_plan
+from fsdptrain.config.hardware import parse_hardware
+from fsdptrain.config.plan import draft_plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import topology_of
 from fsdptrain.launch.attempts import EarlierAttempts
@@ -84,7 +84,9 @@ def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled:
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> None:
     written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
-    plan = make_plan(written, topology_of(written.recipe, None, parse("h100-80gb").hardware), elsewhere=True)
+    plan = draft_plan(written, topology_of(written.recipe, None, parse_hardware("h100-80gb").hardware), elsewhere=True)[
+        0
+    ]
     lines = dict(
         line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), EarlierAttempts()).splitlines()
     )
@@ -99,7 +101,7 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> No
 
 def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
-    plan = make_plan(written, topology_of(written.recipe, None, parse("cpu").hardware))
+    plan = make_plan(written, topology_of(written.recipe, None, parse_hardware("cpu").hardware))
     rundir = RunDir(Path(plan.run_dir))
     found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
     states = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]

@@ -96,16 +96,15 @@ CPU = Hardware(  # where it is used, memory and rates are measured
 CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
 
 
-FORM_FACTORS = re.compile(
-    r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?"
-)  # words of a name that do not tell cards apart
+# Words of a name that do not distinguish cards.
+FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?")
 
 
 OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
 
 
 @dataclass(frozen=True)
-class Asked:
+class HardwareChoice:
     """The value of `--hardware`: how many cards (None: as the recipe says), which, and a note on an ambiguous name."""
 
     count: int | None
@@ -113,49 +112,50 @@ class Asked:
     note: str | None = None
 
 
-def parse(text: str) -> Asked:
+def parse_hardware(text: str) -> HardwareChoice:
     """Parse `--hardware`: `[COUNTx]NAME` or `NAME:COUNT`, or `memory=80e9,flops=…,intra_bw=…,inter_bw=…`.
 
     The usual spellings of a name are accepted: `H100`, `8 × h100 80GB`, `H100-SXM`, `RTX 4090`. Raises RecipeError with
     the known names, and the nearest.
     """
     if "=" in text:
-        return Asked(None, _custom(text))
+        return HardwareChoice(None, _custom_hardware(text))
     match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+?)(?::(\d+))?", text.strip().lower())
     before, name, after = match.groups() if match else ("", text, "")
     number = before or after
     count = int(number) if number else None
-    found = [CPU] if name == "cpu" else _named(name)
+    found = [CPU] if name == "cpu" else _cards_named(name)
     if not found or count == 0 or (before and after):
-        raise RecipeError(f"--hardware: {_unknown(text, name)}")
+        raise RecipeError(f"--hardware: {_unknown_hardware_message(text, name)}")
     chosen, *others = sorted(found, key=lambda hardware: -hardware.memory)
     sizes = " or ".join(hardware.name for hardware in others)
-    return Asked(count, chosen, f"--hardware {text}: taken as {chosen.name}, not {sizes}" if others else None)
+    note = f"--hardware {text}: taken as {chosen.name}, not {sizes}" if others else None
+    return HardwareChoice(count, chosen, note)
 
 
-def _words(name: str) -> list[str]:
+def _name_words(name: str) -> list[str]:
     """Return the words of a card's name that tell it from others: `NVIDIA A100-SXM4-40GB` → `a100`, `40`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1", name.lower()))
     words = [re.sub(r"^rtx(?=[a\d])", "", word) for word in words]
     return [word for word in words if not FORM_FACTORS.fullmatch(word)]
 
 
-def _model(known: str) -> list[str]:
+def _model_words(known: str) -> list[str]:
     """Return the words of a known card's name without its memory size: `h100-pcie-80gb` → `h100`, `pcie`."""
-    return _words(known.rpartition("-")[0])
+    return _name_words(known.rpartition("-")[0])
 
 
-def _named(name: str) -> list[Hardware]:
+def _cards_named(name: str) -> list[Hardware]:
     """Return the known cards with this name: of one model, and several if the name has no memory size."""
-    wanted = _words(name)
-    found = {known: _model(known) for known in KNOWN if wanted and wanted == _words(known)[: len(wanted)]}
+    wanted = _name_words(name)
+    found = {known: _model_words(known) for known in KNOWN if wanted and wanted == _name_words(known)[: len(wanted)]}
     shortest = min((len(model) for model in found.values()), default=0)  # `h100` is not `h100-pcie`
     return [KNOWN[known] for known, model in found.items() if len(model) == shortest]
 
 
-def _unknown(text: str, name: str) -> str:
+def _unknown_hardware_message(text: str, name: str) -> str:
     """Return the message for unknown hardware, with the known names."""
-    if any(OTHER_MAKES.fullmatch(word) for word in _words(name)):
+    if any(OTHER_MAKES.fullmatch(word) for word in _name_words(name)):
         return f"{text!r} is not a CUDA device: runs use NVIDIA GPUs (NCCL) or CPUs (gloo)"
     models = {known.partition("-")[0]: known for known in reversed(KNOWN)} | {known: known for known in KNOWN}
     near = get_close_matches("".join(name.split()), models, n=1)
@@ -166,7 +166,7 @@ def _unknown(text: str, name: str) -> str:
     )  # fmt: skip
 
 
-def _custom(text: str) -> Hardware:
+def _custom_hardware(text: str) -> Hardware:
     pairs = dict(pair.partition("=")[::2] for pair in text.split(","))
     problems = [Problem(f"{key!r} is not one of {', '.join(CUSTOM)}", "--hardware") for key in pairs.keys() - {*CUSTOM}]
     problems += [Problem(f"needs {key}=…", "--hardware") for key in CUSTOM if key not in pairs]
@@ -190,8 +190,8 @@ def _custom(text: str) -> Hardware:
 
 def card(name: str, memory: int) -> Hardware | None:
     """Return the hardware of a GPU by the name and memory that torch reports; None for an unknown one."""
-    words = {*_words(name)}
-    models = {known: model for known in KNOWN if words.issuperset(model := _model(known))}
+    words = {*_name_words(name)}
+    models = {known: model for known in KNOWN if words.issuperset(model := _model_words(known))}
     longest = max((len(model) for model in models.values()), default=0)  # an `H100 PCIe` is not an `H100`
     same = [KNOWN[known] for known, model in models.items() if len(model) == longest]
     nearest = min(same, key=lambda hardware: abs(hardware.memory - memory), default=None)

@@ -18,7 +18,7 @@ class StateTensor:
     """A tensor that an optimizer keeps for each parameter, by its key in the optimizer's state and in a checkpoint.
 
     It has the parameter's shape; `dtype` None is the parameter's dtype. A `counter` is instead one number, the steps
-    made: it is not saved, for a checkpoint's manifest has the step.
+    made: it is not saved, because a checkpoint's manifest has the step.
     """
 
     key: str

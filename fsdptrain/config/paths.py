@@ -96,7 +96,7 @@ def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
     """Return what `data.path` refers to: an absolute path or glob, or the Hub id as written.
 
     The working folder is searched first, then the recipe's `folder`. If nothing is found there and the path cannot be a
-    Hub id, raise NoData; with `elsewhere`, where the files need not be here, return the path in the working folder.
+    Hub id, raise NoData; with `elsewhere` (the plan is for other machines), return the path in the working folder.
     """
     for base in (Path.cwd(), folder):
         candidate = str(base / expanded(path))
@@ -143,7 +143,7 @@ def matching_paths(pattern: str) -> list[str]:
             reason = f"needs a search of more than {MAX_FOLDERS:,} folders: give a narrower pattern"
             raise DataError(f"data.path: {shortened(pattern)!r} {reason}")
         else:
-            names = [e for e in _entries(folder) if first.startswith(".") or not e.name.startswith(".")]
+            names = [e for e in _scan(folder) if first.startswith(".") or not e.name.startswith(".")]
             todo += _below(folder, names, first, rest)
     return sorted(found)
 
@@ -161,7 +161,7 @@ def _below(folder: str, entries: list[os.DirEntry[str]], first: str, rest: tuple
             yield entry.path, ()
 
 
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+def _scan(folder: str) -> Iterator[os.DirEntry[str]]:
     """Yield the entries of a folder; none if it is not a folder. Raise DataError if it cannot be read."""
     try:
         with os.scandir(folder or ".") as entries:

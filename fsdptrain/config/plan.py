@@ -177,15 +177,13 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def make_plan(
-    written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
-) -> Plan:
-    """Derive the plan of a recipe on a machine.
+def make_plan(written: LoadedRecipe, topology: Topology, trust_remote_code: bool = False) -> Plan:
+    """Derive the plan of a recipe on this machine.
 
-    `elsewhere`: the plan is for other machines, and files may be missing here. Raises RecipeError for a batch or a
-    shard size that does not divide, or a model folder that does not exist, and NoData where data.path leads to nothing.
+    Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
+    NoData if data.path matches nothing.
     """
-    plan, problems = draft_plan(written, topology, elsewhere, trust_remote_code)
+    plan, problems = draft_plan(written, topology, trust_remote_code=trust_remote_code)
     if problems:
         raise RecipeError(problems)
     return plan
@@ -194,7 +192,10 @@ def make_plan(
 def draft_plan(
     written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
 ) -> tuple[Plan, list[Problem]]:
-    """Return the plan and the problems with it, so that a dry run can continue and report all problems at once."""
+    """Return the plan and the problems with it, so that a dry run can continue and report all problems at once.
+
+    `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
+    """
     recipe = with_expanded_paths(written.recipe)
     problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_problems(recipe)

@@ -401,16 +401,16 @@ def _leaf(path: str) -> tuple[dataclasses.Field[Any], Any]:
 def type_words(path: str) -> str:
     """Return the type of a key in words: `a whole number or null`, `one of: all, completion`."""
     spec, annotation = _leaf(path)
-    return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _words(annotation)
+    return form_words(spec.metadata["forms"]) if "forms" in spec.metadata else _annotation_words(annotation)
 
 
-def _words(annotation: Any) -> str:
+def _annotation_words(annotation: Any) -> str:
     if words := _enumerated(annotation):
         return "one of: " + ", ".join(words)
     if get_origin(annotation) in (list, dict):
         return _TYPE_WORDS[get_origin(annotation)]
     if args := get_args(annotation):
-        return " or ".join("null" if arg is type(None) else _words(arg) for arg in args)
+        return " or ".join("null" if arg is type(None) else _annotation_words(arg) for arg in args)
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 

@@ -1,6 +1,6 @@
 """What each sharding strategy means.
 
-No other module knows a strategy by its name: they ask for these properties. To add a strategy, add a row to `Strategy`
+No other module compares the names of strategies: they read these properties. To add a strategy, add a row to `Strategy`
 and, if its ranks form a new kind of mesh, the mesh to `parallel.world`.
 """
 
@@ -29,8 +29,9 @@ class UnusedKey(NamedTuple):
 class Strategy(StrEnum):
     """A sharding strategy; its value is the word in the recipe.
 
-    `span` says which ranks share a copy of the weights, gradients and optimizer state. `reshards`: gathered weights are
-    freed after forward and gathered again for backward; otherwise they stay. `aliases` are names that other tools use.
+    `span`: the ranks that share one copy of the weights, gradients and optimizer state. `reshards`: gathered weights
+    are freed after forward and gathered again for backward; otherwise they stay. `meaning` is the description in the
+    documentation. `aliases` are names that other tools use.
     """
 
     span: CopySpan
@@ -78,7 +79,7 @@ class Strategy(StrEnum):
 
     @property
     def in_groups(self) -> bool:
-        """Whether `fsdp.shard_size` says how many ranks share a copy."""
+        """Whether `fsdp.shard_size` sets how many ranks share a copy."""
         return self.span is CopySpan.GROUP
 
     def ranks_per_copy(self, shard_size: int | None, world: int, node: int) -> int:

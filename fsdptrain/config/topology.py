@@ -37,8 +37,8 @@ def writes_run_dir(topology: Topology) -> bool:
 def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False, root: Path = Path("/")) -> Topology:
     """Return the processes of a run on this machine: those of a running torchrun, else those that `launch` sets.
 
-    `env` is the environment, `root` the folder that holds /dev and /proc. Raises RecipeError for more workers than
-    visible GPUs, unless `elsewhere` says that the run is planned for other machines.
+    `env` is the environment, `root` the folder that holds /dev and /proc. `elsewhere`: the run is planned for other
+    machines. Raises RecipeError for more workers than visible GPUs, unless `elsewhere`.
     """
     gpus = visible_gpus(env, root)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"

@@ -14,7 +14,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 
-from fsdptrain.config.hardware import Hardware, parse
+from fsdptrain.config.hardware import Hardware, parse_hardware
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.topology import find_topology, topology_of
@@ -61,7 +61,7 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
 
     Raise RecipeError for hardware that is unknown, or if the GPUs do not fill the nodes.
     """
-    target = parse(hardware) if hardware is not None else None
+    target = parse_hardware(hardware) if hardware is not None else None
     if target:
         topology = topology_of(loaded.recipe, target.count, target.hardware)
     else:  # `elsewhere`, because the levels report everything that this machine lacks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import ROOT, fsdptrain
 
-from fsdptrain.config.hardware import parse
+from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import topology_of
@@ -40,7 +40,7 @@ def stated(text: str, before: str, behind: str) -> float:
 def planned(path: Path, *overrides: str) -> Plan:
     recipe = load(path, list(overrides))
     hardware = "cpu" if path not in LARGE else re.search(r"--hardware (\S+)", path.read_text())[1]  # type: ignore[index]
-    return draft_plan(recipe, topology_of(recipe.recipe, None, parse(hardware).hardware), elsewhere=True)[0]
+    return draft_plan(recipe, topology_of(recipe.recipe, None, parse_hardware(hardware).hardware), elsewhere=True)[0]
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

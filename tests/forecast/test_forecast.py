@@ -19,7 +19,7 @@ from rich.console import Console
 from simulated import SMALL, plan_of
 from support import TINY
 
-from fsdptrain.config.hardware import CPU, KNOWN, card, parse
+from fsdptrain.config.hardware import CPU, KNOWN, card, parse_hardware
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.topology import topology_of
@@ -60,17 +60,17 @@ SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
      ("a100 40g", None, "a100-40gb"), ("A100-SXM4-80GB", None, "a100-80gb"), ("8xa100", 8, "a100-80gb")],
 )  # fmt: skip
 def test_hardware_is_parsed_with_its_count_in_any_spelling(text: str, count: int | None, name: str) -> None:
-    found = parse(text)
+    found = parse_hardware(text)
     assert (found.count, found.hardware.name) == (count, name)
 
 
 def test_an_ambiguous_name_gives_a_note_about_the_card_that_was_taken() -> None:
-    assert parse("8xA100").note == "--hardware 8xA100: taken as a100-80gb, not a100-40gb"
-    assert not any(parse(name).note for name in KNOWN)
+    assert parse_hardware("8xA100").note == "--hardware 8xA100: taken as a100-80gb, not a100-40gb"
+    assert not any(parse_hardware(name).note for name in KNOWN)
 
 
 def test_hardware_may_be_given_as_numbers() -> None:
-    hardware = parse("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
+    hardware = parse_hardware("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
     assert (hardware.memory, hardware.flops, hardware.intra_bw, hardware.inter_bw) == (48e9, 200e12, 30e9, 5e9)
 
 
@@ -85,7 +85,7 @@ def test_hardware_may_be_given_as_numbers() -> None:
 )  # fmt: skip
 def test_unknown_hardware_is_rejected_with_a_way_out(text: str, says: str) -> None:
     with pytest.raises(RecipeError, match="--hardware") as refused:
-        parse(text)
+        parse_hardware(text)
     assert says in str(refused.value)
 
 
@@ -292,7 +292,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
 ) -> None:
     plan = gpu_plan(tmp_path)
     found = Findings(elsewhere=True)
-    small = parse("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
+    small = parse_hardware("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
     dry_run(plan, found, options=StepOptions(forecaster, small))
     page = Page(Console(file=io.StringIO()))
     show_outcome(found.outcome(), page)

@@ -16,8 +16,8 @@ from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain.config.hardware import parse
-from fsdptrain.config.plan import Plan, make_plan, varied
+from fsdptrain.config.hardware import parse_hardware
+from fsdptrain.config.plan import Plan, draft_plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.config.topology import Topology, find_topology, topology_of
@@ -237,8 +237,8 @@ def test_an_error_while_weights_are_initialised_becomes_a_recipe_error(
 
 def test_a_dry_run_for_other_machines_says_that_auto_depends_on_what_is_installed_there(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path, model={"config": MODELS["llama"], "tokenizer": {"train": 512}}), [BF16])
-    hardware = parse("8xh100")
-    plan = make_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)
+    hardware = parse_hardware("8xh100")
+    plan = draft_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)[0]
     found = Findings(elsewhere=True)
     check_model(plan, 512, 4, found)
     assert any("flash_attention_2 on a machine with flash-attn" in note for note in found.notes), found.notes

@@ -20,7 +20,7 @@ from rich.console import Console
 from support import fsdptrain, write_recipe
 from terminal import Terminal
 
-from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.data import hub
@@ -45,7 +45,7 @@ def printed(page: Page) -> list[str]:
 
 
 def gpu_plan(tmp_path: Path, world: int = 8) -> Plan:
-    return make_plan(load(write_recipe(tmp_path)), Topology("cuda", 1, world), elsewhere=True)
+    return draft_plan(load(write_recipe(tmp_path)), Topology("cuda", 1, world), elsewhere=True)[0]
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_hub_is_asked_once_after_it_is_announced(
         stages.append(stage)
 
     written = load(write_recipe(tmp_path, model={"id": "org/model", "tokenizer": "org/other"}))
-    plan = make_plan(written, Topology("cpu", 1, 2), elsewhere=True)
+    plan = draft_plan(written, Topology("cpu", 1, 2), elsewhere=True)[0]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # so that monkeypatch restores it
     hub.go_offline_if_unreachable(plan, progress)
     assert stages == [], "with HF_HUB_OFFLINE nothing is asked"

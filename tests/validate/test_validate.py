@@ -19,7 +19,7 @@ from support import ROOT, TINY, fsdptrain, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint import disk
-from fsdptrain.config.plan import Plan, draft_plan, make_plan
+from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.hub import hub_errors
@@ -113,7 +113,7 @@ def test_for_another_machine_what_is_missing_here_is_a_note(tmp_path: Path) -> N
     assert not any(note in output for note in missing), "one line for all of them"
     assert all(note in shown(found, verbose=True) for note in missing)
     assert found.levels["model"]["architecture"] == "LlamaForCausalLM"
-    plan = make_plan(load(recipe, ["data.path=nope.jsonl"]), find_topology(load(recipe).recipe, {}), elsewhere=True)
+    plan = draft_plan(load(recipe, ["data.path=nope.jsonl"]), find_topology(load(recipe).recipe, {}), elsewhere=True)[0]
     assert plan.data_path == str(Path.cwd() / "nope.jsonl")
 
 
