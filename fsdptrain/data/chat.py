@@ -1,7 +1,7 @@
 """Conversations → text and the character spans to train: the assistant's content and its end-of-turn token.
 
-The whole conversation is rendered once, and that text is what is trained. Where the assistant speaks in it is found by
-the template's own `{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
+The whole conversation is rendered once, and that text is what is trained. The assistant's parts of it are located by the
+template's own `{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ConversationRenderer:
             raise DataError(
                 "the chat template leaves out the tools; use a template that renders `tools`, or remove the column"
             )
-        # `parts`: by number of an assistant's message, the text in which the names of its tools have to be.
+        # `parts`: number of an assistant's message → the text that must contain the names of the tools it calls.
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         parts = dict.fromkeys(assistants, text)
         if self.train_all:
@@ -116,7 +116,7 @@ class ConversationRenderer:
                 **self.tokenizer.special_tokens_map,
             )  # fmt: skip
         except Exception as error:  # a template may raise anything through jinja
-            raise _rejected(messages, error) from None
+            raise _rejection(messages, error) from None
         (rendered,), (indices,) = found
         if rendered != text:
             raise DataError("the chat template's {% generation %} marks change its text: use one where they do not")
@@ -146,10 +146,10 @@ class ConversationRenderer:
         except (TimeoutError, MemoryError):
             raise
         except Exception as error:  # a template may raise anything through jinja
-            raise _rejected(messages, error) from None
+            raise _rejection(messages, error) from None
 
 
-def _rejected(messages: list[Message], error: Exception) -> DataError:
+def _rejection(messages: list[Message], error: Exception) -> DataError:
     return DataError(
         f"the chat template rejects a conversation: {error!r:.300}; the conversation begins {str(messages)[:120]}"
     )
@@ -160,7 +160,7 @@ def _limited_resources() -> Iterator[None]:
     """Raise TimeoutError or MemoryError for what takes longer than TEMPLATE_S or more memory than TEMPLATE_BYTES.
 
     transformers renders in jinja's sandbox, which keeps code inside but does not stop nested loops or products of
-    texts. The timer is a signal's, so it works in a process's main thread only, where all of `prepare` runs.
+    texts. The timer uses a signal, so it works only in the main thread of a process, where all of `prepare` runs.
     """
 
     def stop(signum: int, frame: Any) -> None:

@@ -1,6 +1,6 @@
-"""The commits of a run's Hub data sets: asked for once, stored in the run folder, and read from there by every rank.
+"""The commits of a run's Hub data sets: requested once, stored in the run folder, and read from there by every rank.
 
-A branch of a data set moves. So the first worker of a start asks the Hub and writes the commits into commits.json; the
+A branch of a data set moves. So the first worker of a start requests the commits and writes them into commits.json; the
 other workers of that start, and its restarts, use those. Once there is a checkpoint, every later start uses them too:
 the run continues with the data it began with, whatever was committed since and even without the Hub.
 """
@@ -46,7 +46,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
 
 
 def _commits_of_run(rundir: RunDir, hub_paths: list[str]) -> Commits:
-    """Return the stored commits that still hold, and the Hub's answer for every other path."""
+    """Return the stored commits that are still valid, and for every other path the commit that the Hub returns."""
     commits: Commits = {}
     if rundir.commits.is_file():
         try:

@@ -16,12 +16,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.plan import Plan
+from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
 from fsdptrain.events import Progress
-
-HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
-
 
 CUSTOM_CODE = (
     "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "
@@ -124,7 +122,7 @@ def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
         return
     progress(f"asking the Hub for {' and '.join(names)}", 0, 0)
     answered = threading.Event()
-    request = threading.Thread(target=_ask_hub, args=(answered,), daemon=True)
+    request = threading.Thread(target=_request_hub, args=(answered,), daemon=True)
     request.start()
     request.join(HUB_TIMEOUT_S)
     if not answered.is_set():
@@ -132,7 +130,7 @@ def go_offline_if_unreachable(plan: Plan, progress: Progress) -> None:
         progress(f"the Hub did not respond within {HUB_TIMEOUT_S:g} s; continuing offline with the local cache", 0, 0)
 
 
-def _ask_hub(answered: threading.Event) -> None:
+def _request_hub(answered: threading.Event) -> None:
     with contextlib.suppress(Exception):  # the HTTP library may raise any class
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         answered.set()

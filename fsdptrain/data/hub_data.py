@@ -14,15 +14,15 @@ from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_l
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
-COMMIT_TIMEOUT_S = 5.0  # how long the Hub may take to name a commit
+HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
 
 
 @functools.cache  # per process: everything that reads a data set sees the same commit
 def hub_commit(path: str) -> str | None:
-    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None when it cannot be found out.
+    """Return the commit that `org/name[:config[:split]][@revision]` stands for; None when it is unknown.
 
-    Asks the Hub. When the Hub does not answer, returns the commit that it last gave for this revision, else the only
-    commit in the cache.
+    The commit is requested from the Hub. When the Hub does not answer, it is the one that the Hub last returned for
+    this revision, else the only commit in the cache.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -31,14 +31,14 @@ def hub_commit(path: str) -> str | None:
     if COMMIT.fullmatch(data.revision):
         return data.revision
     try:
-        return HfApi().dataset_info(data.name, revision=data.revision or None, timeout=COMMIT_TIMEOUT_S).sha
+        return HfApi().dataset_info(data.name, revision=data.revision or None, timeout=HUB_TIMEOUT_S).sha
     except Exception:  # offline, no such revision, or any error of the HTTP library: loading reports it
         refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=data.name, repo_type="dataset") / "refs"
         last_answer = refs / (data.revision or "main")
     if last_answer.is_file():
         return last_answer.read_text().strip()
     try:
-        cached = _commits_of(_load(data, None))
+        cached = _commits_of(_load_data_set(data, None))
     except Exception:  # opening the data set reports it
         return None
     return cached.pop() if len(cached) == 1 else None
@@ -51,7 +51,7 @@ def open_hub_data(path: str) -> Source:
     """
     data, commit = HubData.of(path), hub_commit(path)
     try:
-        opened = _load(data, commit)
+        opened = _load_data_set(data, commit)
     except ConnectionError:
         raise NoData(
             f"data.path: the data set {path!r} is not in the cache, and {HUB_UNREACHABLE}; name a local file or folder"
@@ -73,7 +73,7 @@ def open_hub_data(path: str) -> Source:
     return Source(path, opened.column_names, len(opened), rows)
 
 
-def _load(data: HubData, commit: str | None) -> Any:
+def _load_data_set(data: HubData, commit: str | None) -> Any:
     """Return the data set from the Hub or, offline, from the cache: at `commit` if that is cached, else the newest."""
     from datasets import load_dataset  # takes a second to import, and local files do not need it
     from datasets.packaged_modules.cache.cache import Cache

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
 
 
-# Kinds of marks: before a message's content, behind a tag it begins with, behind it, before the name of a called tool.
+# Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool.
 BEGIN, INNER, END, CALL = KINDS = range(4)
 
 

@@ -1,4 +1,4 @@
-"""What this package changes in huggingface_hub, and what is private in transformers and used here all the same.
+"""What this package changes in huggingface_hub, and the private parts of transformers that it relies on.
 
 `RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
 when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
@@ -29,6 +29,6 @@ def go_offline() -> None:
 def cached_file_or_none(name: str, file: str, revision: str) -> str | None:
     """Return the path of a file of a local folder or of the Hub (downloaded if it must be); None if it has none.
 
-    transformers' public functions raise for a file that is not there, as they do for a Hub that does not answer.
+    transformers' public functions raise the same error for a missing file and for a Hub that does not answer.
     """
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -2,9 +2,9 @@
 
     … content of another ][ header ][ content of the assistant ][ end-of-turn token ][ header ][ content of another …
 
-The marks show where contents begin and end. The header is what the template adds to the messages before the turn when
-it is asked for a generation prompt. The ending is what it adds to the turn whoever speaks next. A turn is the content
-with its ending. What cannot be located raises DataError and is never guessed.
+The marks show where contents begin and end. The header is what the template adds to the messages before the turn if it
+renders them with a generation prompt. The ending is what it adds to the turn, whatever the role of the next message. A
+turn is the content with its ending. If it cannot be located, DataError is raised: a turn is never guessed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class MarkedConversation:
         rest = gap[len(with_prompt) :]
         if with_prompt != without or not begin_known or not rest.strip():
             return len(with_prompt)
-        # The prompt changes nothing: either the template has none, or it always writes it. Then it ends this turn too.
+        # The prompt changes nothing: either the template has none, or it always writes one. Then one ends this turn too.
         turn = self._text_after(anchor, self.marked[: i + 1], False) if anchor else None
         appended = turn[stop - anchor.at :].strip() if turn and anchor else ""
         return len(with_prompt) if appended and with_prompt.strip().endswith(appended) else None
@@ -170,8 +170,8 @@ class MarkedConversation:
     def _first_header_length(self, gap: str) -> int | None:
         """Return the header's length when no content precedes it: up to the prompt that follows the conversation."""
         text = self.view.text
-        asked = self.finder.render_marked(self.marked, self.tools, self.delimiters, True)
-        prompt = asked.text.removeprefix(text) if asked is not None and asked.text.startswith(text) else ""
+        prompted = self.finder.render_marked(self.marked, self.tools, self.delimiters, True)
+        prompt = prompted.text.removeprefix(text) if prompted is not None and prompted.text.startswith(text) else ""
         return gap.rindex(prompt) + len(prompt) if prompt and prompt in gap else None
 
     def _turn_end(self, i: int, end: int, following: int, anchor: Mark | None) -> int:
@@ -204,7 +204,7 @@ class MarkedConversation:
                 continued = (view.after(anchor) if view is not None else None) or ""
             if turn is not None and continued.startswith(turn):
                 return max(0, anchor.at + len(turn.rstrip()) - end)
-            # Else the first special token, if a generation prompt in place of the next turn leaves it there.
+            # Else the first special token, if it is also there when a generation prompt replaces the next turn.
             prompted = self._text_after(anchor, self.marked[: i + 1], True)
             if tokens and prompted is not None:
                 tokens_before_prompt = _leading_tokens(self.finder.special, prompted[end - anchor.at :])
