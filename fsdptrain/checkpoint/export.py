@@ -242,7 +242,7 @@ def export_live(
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None."""
     reject_external_symlinks(rundir)
-    plan = _read_plan(rundir)
+    plan = _read_untrusted_plan(rundir)
     folder = _choose_checkpoint(rundir, step, screen.say)
     unsharded = _build_skeleton(rundir, plan)
     groups = names_by_block(unsharded)
@@ -280,7 +280,7 @@ def _write_and_record(
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 
-def _read_plan(rundir: RunDir) -> Plan:
+def _read_untrusted_plan(rundir: RunDir) -> Plan:
     """Read the plan of a run folder from any origin; raises CheckpointError when it is not a plan of this version."""
     try:
         text = rundir.plan.read_text(encoding="utf-8")

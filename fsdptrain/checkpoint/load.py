@@ -1,4 +1,4 @@
-"""Read a checkpoint, whichever ranks wrote it."""
+"""Read a checkpoint, independent of the number of ranks that wrote it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     raw = _read_bytes(path)
     fields = parse_object(path, raw)
     version = fields.get("format")
-    # Before the checksum, which another version may compute differently.
+    # Compare the version before the checksum, which another version may compute differently.
     if type(version) is int and version != FORMAT_VERSION:
         raise OtherVersion(
             f"{path}: written by another version of fsdptrain (checkpoint format {reprlib.repr(version)}; this version "
@@ -221,13 +221,13 @@ def reject_external_symlinks(rundir: RunDir) -> None:
     """Raise CheckpointError for a symlink that leads out of the run folder, which may come from someone else."""
     root = os.path.realpath(rundir.root)
     folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
-    within = (path for folder, pattern in folders.items() for path in _entries(folder, pattern))
+    within = (path for folder, pattern in folders.items() for path in _matches_inside(folder, pattern))
     for path in (*rundir.written_paths(), *within):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
 
-def _entries(folder: Path, pattern: str) -> Iterable[Path]:
+def _matches_inside(folder: Path, pattern: str) -> Iterable[Path]:
     return () if folder.is_symlink() else folder.glob(pattern)
 
 

@@ -68,7 +68,7 @@ class Checkpointer:
         # At most one save at a time: host memory holds one copy.
         self.wait()
         started = time.monotonic()
-        # Of replicas, one writes; of plain tensors (buffers), which are equal on every rank, rank 0's are written.
+        # One replica writes its shards. Plain tensors (buffers) are equal on every rank, so only rank 0 writes them.
         own = self._shards(model, optimizer) if self.world.writes else {}
         if self.world.rank != 0:
             own = {name: shard for name, shard in own.items() if not shard.is_whole}

@@ -1,7 +1,7 @@
 """Conversations → text and the character spans to train: the assistant's content and its end-of-turn token.
 
-The whole conversation is rendered once, and that text is what is trained. The assistant's parts of it are located by the
-template's own `{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
+The whole conversation is rendered once, and that text is what is trained. The assistant's parts of it are located by
+the template's own `{% generation %}` marks, or by rendering the conversation again with marks (see `turns`).
 """
 
 from __future__ import annotations

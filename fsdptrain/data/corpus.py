@@ -39,7 +39,7 @@ IGNORED = -100  # the label of a position that carries no loss
 
 
 class Batch(TypedDict):
-    """A micro-batch. The first three are int64 [rows, seq_len]; `documents` and `longest` are those of `document_bounds`."""
+    """A micro-batch. The first three are int64 [rows, seq_len]; see `document_bounds` for the others."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -133,8 +133,8 @@ def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
     """Return where the documents of a micro-batch begin and end, and a bound on their length, in tokens.
 
     `rows` has the lengths of the documents in each row. The bounds, int32 [N+1] and ascending from 0, count the tokens
-    of all rows, one row after another. Both N (through empty documents at the end) and the bound on the length are powers of
-    two, so that few different values occur: a compiled model may be compiled again for each.
+    of all rows, one row after another. Both N (through empty documents at the end) and the bound on the length are
+    powers of two, so that few different values occur: a compiled model may be compiled again for each.
     """
     ends = np.cumsum([length for row in rows for length in row if length], dtype=np.int32)
     longest = max((length for row in rows for length in row), default=1)

@@ -156,7 +156,7 @@ class Encoder:
         return ids + self._encode_one(text[len(head) :]) if len(head) < len(text) else ids
 
     def _locate_without_offsets(self, texts: list[str], edges_of: list[list[int]]) -> Iterator[Located]:
-        """Locate edges for a tokenizer in Python, which has no offsets: compare with the tokens of the text up to each."""
+        """Locate edges without offsets (a tokenizer in Python has none): compare with the tokens of the text before."""
         for text, edges in zip(texts, edges_of, strict=True):
             ids = self._encode_one(text)
             counts = [

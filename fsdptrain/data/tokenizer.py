@@ -95,7 +95,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """Return a SHA-256 over all that decides which tokens a text becomes: vocabulary, rules, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else _serialized(tokenizer)
-    split = bool(getattr(tokenizer, "split_special_tokens", False))  # whether special tokens in a text are split like plain text
+    split = bool(
+        getattr(tokenizer, "split_special_tokens", False)
+    )  # whether special tokens in a text are split like plain text
     parts = [rules, str(split), str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -162,7 +162,7 @@ class MarkedConversation:
         rest = gap[len(with_prompt) :]
         if with_prompt != without or not begin_known or not rest.strip():
             return len(with_prompt)
-        # The prompt changes nothing: either the template has none, or it always writes one. Then one ends this turn too.
+        # The prompt changes nothing: either the template has none, or it always writes one, after this turn too.
         turn = self._text_after(anchor, self.marked[: i + 1], False) if anchor else None
         appended = turn[stop - anchor.at :].strip() if turn and anchor else ""
         return len(with_prompt) if appended and with_prompt.strip().endswith(appended) else None

@@ -36,10 +36,10 @@ def shown(options: list[Option]) -> list[Option]:
 
 def rows(options: list[Option]) -> list[list[str]]:
     """Return the table of the options to show, with the columns of `HEADER`, numbered as in `commands`."""
-    return [[f"{number}", *_cells(option)] for number, option in enumerate(shown(options), 1)]
+    return [[f"{number}", *_option_cells(option)] for number, option in enumerate(shown(options), 1)]
 
 
-def _cells(option: Option) -> list[str]:
+def _option_cells(option: Option) -> list[str]:
     """Return the cells of an option after its number."""
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     recomputed = option.activation_checkpointing

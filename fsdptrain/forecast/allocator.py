@@ -204,7 +204,7 @@ class CachingAllocator:
         return block
 
     def reserve(self, size: int) -> bool:
-        """Take `size` bytes from the device; return False if it has not as many."""
+        """Take `size` bytes from the device; return False if it has fewer left."""
         if self.capacity is not None and self.reserved + size > self.capacity:
             return False
         self.reserved += size
@@ -232,7 +232,7 @@ class ExpandableAllocator(CachingAllocator):
     """`expandable_segments:True`: a pool is one unlimited segment, backed by pages of 2 MiB (small) or 20 MiB (large).
 
     New memory is mapped after a free block that is too small, so that no remainder is lost. A release unmaps every page
-    that lies within a free block. There are two simplifications. Addresses never run out; torch reserves 9/8 of the
+    that is inside a free block. There are two simplifications. Addresses never run out; torch reserves 9/8 of the
     device for a segment and then starts another one. If the device cannot back all of a request, nothing is mapped;
     torch may map a part of it before it releases everything that is free.
     """

@@ -259,7 +259,7 @@ class _Step:
         return self.gathered(s.layers), {"communication buffers": two * self.compute}
 
     def at_loss(self) -> Iterator[tuple[str, tuple[Parts, ...]]]:
-        """Yield the highest places of the loss: a moment and its parts."""
+        """Yield the moments of the loss that may need the most memory, each with its parts."""
         s, c = self.shape, self.compute
         if self.plain:  # in float32: the log-softmax, the gradient that comes into it and the one that goes out
             yield "backward of the loss", ({"logits and loss": 12 * s.vocab * self.tokens},)
@@ -269,7 +269,7 @@ class _Step:
         arrived = (s.block if s.tied else s.head) * c if self.ranks > 1 else 0
         hidden = c * s.hidden * self.tokens if count > 1 else 0
         buffers: Parts = {"communication buffers": arrived, "temporaries": hidden}
-        # Of the weight's gradient nothing is allocated, or a chunk's product, or from the second chunk a float32 sum.
+        # Allocated for the weight's gradient: nothing, one chunk's product, or from the second chunk on a float32 sum.
         sums = 0 if count == 1 else c * weight if count == 2 else 4 * weight
         rows = s.vocab * min(loss_rows(s.vocab, self.device), -(-self.tokens // count))  # float32, two of them
         yield "forward of head", (buffers, {"logits and loss": c * chunk + 8 * rows, "gradients": sums})

@@ -23,7 +23,7 @@ class Level:
 def levels(trace: Trace, device: str, granularity: int = 1) -> Iterator[Level]:
     """Yield the level after every allocation and release on a device; sizes are rounded up to `granularity` bytes.
 
-    `by_category` is one mapping that the next level changes: copy what must last.
+    `by_category` is one mapping, which the next level changes: copy it to keep it.
     """
     held: Counter[Category] = Counter()
     sizes: dict[int, tuple[Category, int]] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 
 
-MAX_POINTS = 2000  # drawn, however many events the step has
+MAX_POINTS = 2000  # drawn at most, whatever the number of events
 
 
 MIN_PHASE_WIDTH = 0.08  # fraction of the plot that a phase of the step gets at least
@@ -272,7 +272,7 @@ def memory_bar(by_category: Mapping[Category, int], beside: Mapping[str, int], c
     inner = max(1, width - 2)
     letters = "".join(
         styles[name].letter * count
-        for name, count in zip(sizes, _cells([*sizes.values()], inner, capacity), strict=True)
+        for name, count in zip(sizes, _column_counts([*sizes.values()], inner, capacity), strict=True)
     )
     end = inner if total <= capacity else min(inner - 1, inner * capacity // total)
     style_of_letter = {style.letter: f"{style.ink} on {style.colour}" for style in styles.values()}
@@ -288,8 +288,8 @@ def memory_bar(by_category: Mapping[Category, int], beside: Mapping[str, int], c
     return bar.append(_legend(in_legend, styles, width))
 
 
-def _cells(sizes: list[int], width: int, capacity: int) -> list[int]:
-    """Return the columns of every size if `width` columns are the card, or the sum of the sizes if that is larger.
+def _column_counts(sizes: list[int], width: int, capacity: int) -> list[int]:
+    """Return how many columns each size takes if `width` columns are the card, or all sizes if they are larger.
 
     The edges are rounded, not the widths, so that the widths add up to the rounded sum.
     """

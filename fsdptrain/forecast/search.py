@@ -1,7 +1,7 @@
 """Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Other processes forecast the plans (`forecast.client`). A stack of equal blocks need not be simulated in full: each
-further block adds the same bytes and seconds, so two shallow copies of the model give the line for all depths.
+Other processes forecast the plans (`forecast.client`). A stack of equal blocks need not be simulated in full:
+each further block adds the same bytes and seconds, so the figures of two shallow copies are extrapolated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdptrain.forecast.client import Forecast
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
 
-SearchProgress = Callable[[int, int], None]  # (plans settled, plans there are)
+SearchProgress = Callable[[int, int], None]  # (plans settled, plans in total)
 
 
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
@@ -221,7 +221,7 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
 def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
     """Return whether weights, optimizer state and the gathered weights that stay until backward exceed `memory` bytes.
 
-    The rest of what a step needs is not counted, so False says nothing.
+    The rest of what a step needs is not counted, so False does not mean that the plan fits.
     """
     recipe = plan.recipe
     state = 0 if recipe.fsdp.cpu_offload else plan.state_bytes(parameters) // plan.shard_size
@@ -359,7 +359,7 @@ class Shallow:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shallow | None:
-        """Read it from a model's configuration; None if its blocks differ, or if copies would not be shallower."""
+        """Return how to cut the model of a configuration; None if its blocks differ or there are too few of them."""
         key = next((key for key in LAYER_KEYS if isinstance(config.get(key), int)), None)
         if key is None or config[key] < SHALLOW_BLOCKS + 2 * DEPTH_STEP:
             return None
@@ -408,19 +408,19 @@ def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> F
     def line(x: float, y: float) -> float:
         return x + (y - x) * (layers - a) / (b - a)
 
-    peaks = {_named(place, layers): round(line(need, above[place])) for place, need in below.items() if place}
+    peaks = {_moment_name(place, layers): round(line(need, above[place])) for place, need in below.items() if place}
     moment = max(peaks, key=lambda name: peaks[name])
     linear: dict[str, Any] = {
         name: line(getattr(few, name), getattr(more, name))
         for name in ("flops", "model_flops", "step_s", "compute_s", "communication_s", "exposed_s")
     }
     reserved = max(peaks[moment], round(line(few.reserved_bytes, more.reserved_bytes)))
-    room = more.memory_bytes - more.overhead_bytes
-    tight = reserved > room and peaks[moment] <= MAX_ALLOCATED * room
+    available = more.memory_bytes - more.overhead_bytes
+    tight = reserved > available and peaks[moment] <= MAX_ALLOCATED * available
     tokens = more.tokens_per_s * more.step_s
     return dataclasses.replace(
         more, **linear, peaks=peaks, moment=moment, peak_bytes=peaks[moment], reserved_bytes=reserved, tight=tight,
-        fits=reserved <= room or tight, host_bytes=round(line(few.host_bytes, more.host_bytes)), breakdown={},
+        fits=reserved <= available or tight, host_bytes=round(line(few.host_bytes, more.host_bytes)), breakdown={},
         collectives=[], textbook={}, tokens_per_s=tokens / linear["step_s"],
         step_s_range=[line(*both) for both in zip(few.step_s_range, more.step_s_range, strict=True)],
         mfu=line(few.mfu * few.step_s, more.mfu * more.step_s) / linear["step_s"],
@@ -442,7 +442,7 @@ def _place(moment: str, layers: int, ends: int) -> _Place | None:
     return moment[: found.start(1)], number if number < ends else number - layers, moment[found.end() :]
 
 
-def _named(place: _Place, layers: int) -> str:
+def _moment_name(place: _Place, layers: int) -> str:
     """Return the moment's name in a model of `layers` blocks."""
     before, number, after = place
     return before if number is None else f"{before}{number % layers}{after}"

@@ -23,7 +23,7 @@ HOST_STREAM = -1  # the stream of kernels that run on the host although the mode
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A piece of memory. Its category says what it is used for, and is known only after it was allocated."""
+    """A piece of memory. `category` is what it is used for, which may become known only after the allocation."""
 
     device: str
     category: Category

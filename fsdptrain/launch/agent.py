@@ -28,7 +28,7 @@ from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.processes import STOP_SIGNAL, child_arguments, child_command
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
-# waits for the same pages again. With these settings it keeps freed memory, and asks for huge pages.
+# waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:glibc.malloc.trim_threshold=8589934592"
 
 
@@ -130,7 +130,7 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
     words = [
         f"--nnodes={topology.nnodes}",
         f"--nproc-per-node={topology.nproc_per_node}",
-        "--max-restarts=0",  # the launcher restarts: it knows which failures a restart can fix
+        "--max-restarts=0",  # the launcher restarts, and only after failures that a restart can fix
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGHUP",
         f"--log-dir={scratch}",

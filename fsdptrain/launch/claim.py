@@ -119,7 +119,7 @@ def check_output_dir(rundir: RunDir) -> None:
         what = "a broken link" if root.is_symlink() else "a file"
         raise RecipeError(f"output_dir: {root} is {what}; choose another")
     with _os_errors_as_recipe_errors(rundir):
-        entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _entries(root))
+        entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _folder_contents(root))
     if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
         raise RecipeError(
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
@@ -174,7 +174,7 @@ def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def _entries(folder: Path) -> list[Path]:
+def _folder_contents(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 

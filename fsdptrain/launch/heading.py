@@ -14,12 +14,12 @@ from fsdptrain.text import counted
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return one labelled line each for run, model, data, ranks, batch, learning rate and, if used, the Hub."""
     lines = {
-        "run": f"{plan.recipe.name}: {_state(rundir, earlier)}, in {short_path(rundir.root)}",
-        "model": _model(plan),
-        "data": _data(plan),
-        "ranks": _ranks(plan),
-        "batch": _batch(plan),
-        "lr": _schedule(plan),
+        "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {short_path(rundir.root)}",
+        "model": _describe_model(plan),
+        "data": _describe_data(plan),
+        "ranks": _describe_ranks(plan),
+        "batch": _describe_batch(plan),
+        "lr": _describe_schedule(plan),
     }
     if names := plan.hub_names():
         state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
@@ -27,7 +27,7 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
 
 
-def _state(rundir: RunDir, earlier: EarlierAttempts) -> str:
+def _describe_state(rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return whether the run is new, resumes, or only lacks its last evaluation or its export."""
     if not earlier.step:
         return "starts from step 0 (no checkpoint yet)" if rundir.metrics.exists() else "new"
@@ -36,7 +36,7 @@ def _state(rundir: RunDir, earlier: EarlierAttempts) -> str:
     return f"resumes after step {earlier.step}"
 
 
-def _model(plan: Plan) -> str:
+def _describe_model(plan: Plan) -> str:
     model, fsdp = plan.recipe.model, plan.recipe.fsdp
     where = model.id and (short_path(Path(model.id)) if Path(model.id).is_absolute() else model.id)
     name = where or model.config.get("model_type", "model")
@@ -44,13 +44,13 @@ def _model(plan: Plan) -> str:
     return f"{name}, {start}; {model.dtype} weights, {fsdp.mixed_precision.param_dtype} compute"
 
 
-def _data(plan: Plan) -> str:
+def _describe_data(plan: Plan) -> str:
     data = plan.recipe.data
     where = short_path(Path(plan.data_path)) if Path(plan.data_path).is_absolute() else plan.data_path
     return f"{where}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
-def _ranks(plan: Plan) -> str:
+def _describe_ranks(plan: Plan) -> str:
     topology = plan.topology
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
     hybrid = 1 < plan.shard_size < topology.world_size
@@ -58,14 +58,14 @@ def _ranks(plan: Plan) -> str:
     return f"{topology.world_size} × {topology.device}{nodes}, {plan.recipe.fsdp.strategy}{copies}"
 
 
-def _batch(plan: Plan) -> str:
+def _describe_batch(plan: Plan) -> str:
     train, topology = plan.recipe.train, plan.topology
     factors = f"{counted(topology.world_size, 'rank')} × {counted(plan.accumulation, 'micro-batch', 'es')}"
     tokens = train.global_batch_size * plan.recipe.data.seq_len
     return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}; {tokens:,} tokens a step"
 
 
-def _schedule(plan: Plan) -> str:
+def _describe_schedule(plan: Plan) -> str:
     train, schedule = plan.recipe.train, plan.recipe.schedule
     epochs = f"{train.epochs:g} epoch" + ("" if train.epochs == 1 else "s")
     return f"{plan.recipe.optim.lr:g}, {schedule.name}; {counted(train.steps, 'step') if train.steps else epochs}"

@@ -102,9 +102,10 @@ def check_special_tokens(plan: Plan, tokenizer: Any) -> None:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token that ends an assistant's turn in the chat template; None if none or the end token does.
+    """Return the special token that ends an assistant's turn in the chat template; None without one.
 
-    A model that is trained to end its turns with it must stop there when it generates.
+    A model that is trained to end its turns with it must stop there when it generates. None if the end-of-sequence
+    token ends the turn.
     """
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": CONTENT}]
     try:

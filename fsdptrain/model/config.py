@@ -46,12 +46,12 @@ WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training â†
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
 
 
-def load_config(plan: Plan, vocab_size: int | None) -> Any:
+def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     """Return the configuration of `model.config` if it has a `model_type`, else that of `model.id` with its overrides.
 
-    `vocab_size` is the tokenizer's and the default of the recipe's, which must not be smaller: tokens would have no
-    embedding. None: a dry run could not load the tokenizer. Raises RecipeError for keys that the architecture does not
-    have, and NoModel if the size of the vocabulary is unknown.
+    `vocab_size` is the tokenizer's, or None if a dry run could not load it. It is the default of the vocabulary size in
+    `model.config`, which must not be smaller, because tokens would have no embedding. Raises RecipeError
+    for keys that the architecture does not have, and NoModel if the size of the vocabulary is unknown.
     """
     # Read the configuration, under the names that this version of transformers has for its keys.
     model = plan.recipe.model
@@ -136,14 +136,14 @@ def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any
                 f"rope_parameters: {there}"
             )
         return new or {}
-    asked = dict(new or old.get("rope_scaling") or {})
-    if "type" in asked:
-        asked.setdefault("rope_type", asked["type"])
+    given = dict(new or old.get("rope_scaling") or {})
+    if "type" in given:
+        given.setdefault("rope_type", given["type"])
     kept = {name: there[name] for name in ("rope_theta", "partial_rotary_factor") if name in there}
     if "rope_scaling" not in old and new is None:
         kept = there
     theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
-    return {**kept, **asked, **theta}
+    return {**kept, **given, **theta}
 
 
 def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -196,9 +196,8 @@ def position_limit(config: Any) -> int | None:
         for one in rope_sets(config)
         if one.get("original_max_position_embeddings") and one.get("rope_type") != "dynamic"
     ]
-    no_limit = getattr(config, "alibi", None) or getattr(
-        config, "attn_config", None
-    )  # MPT has alibi inside attn_config
+    # MPT has its alibi setting inside attn_config.
+    no_limit = getattr(config, "alibi", None) or getattr(config, "attn_config", None)
     return None if no_limit or not isinstance(limit, int) else max([limit, *stretched])
 
 
@@ -241,9 +240,9 @@ def own_classes(plan: Plan) -> dict[str, str]:
         return {}  # transformers implements this architecture itself
     if not plan.trust_remote_code:
         raise RecipeError(f"model.id: {plan.recipe.model.id} {CUSTOM_CODE}")
-    elsewhere = [name for name in named.values() if "--" in str(name)]
-    if elsewhere:
-        raise RecipeError(f"model.id: {elsewhere[0]} is code of another repository, which model.revision does not pin")
+    foreign = [name for name in named.values() if "--" in str(name)]
+    if foreign:
+        raise RecipeError(f"model.id: {foreign[0]} is code of another repository, which model.revision does not pin")
     return named
 
 

@@ -27,9 +27,8 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
         for names in (EXPERTS, EXPERTS_OF_A_TOKEN)
     )
     share = used / experts if experts and used else 1.0
-    weights = sum(
-        p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters()
-    )  # all experts are one tensor
+    # All experts of a layer are one tensor with three dimensions.
+    weights = sum(p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters())
     if not tied(bare):
         weights -= bare.get_input_embeddings().weight.numel()
     layers = config.num_hidden_layers

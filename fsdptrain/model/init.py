@@ -48,8 +48,8 @@ class InitGroup:
 def init_groups(mirror: Any) -> list[InitGroup]:
     """Split a skeleton into groups: blocks, children of other lists of modules, and what surrounds them.
 
-    `_init_weights` of a module may change its children: so a block is one group. A module that contains blocks is a
-    group without its children: else it would be the whole model.
+    A block is one group, because `_init_weights` of a module may change its children. A module that contains blocks is
+    a group without its children, because with them it would be the whole model.
     """
     # Groups are filled in the order in which transformers initialises modules: children first, each module once.
     blocks = {id(module) for _, module in blocks_of(mirror)}
@@ -156,7 +156,7 @@ class Constructors:
         args, kwargs = constructor_arguments(module)
         torch.manual_seed(seed_of(self._recipe.seed, name, "constructor"))
         dtype = getattr(torch, self._recipe.model.dtype)
-        with parameters_on_meta(but=type(module)), local_torch_dtype(dtype), _unset_memory_is_nan():
+        with parameters_on_meta(keep_real=type(module)), local_torch_dtype(dtype), _unset_memory_is_nan():
             param = type(module)(*args, **kwargs)._parameters[key]
         return param.detach()
 

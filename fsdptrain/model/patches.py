@@ -1,4 +1,4 @@
-"""What this package replaces in torch and transformers, and the private functions of theirs that it relies on.
+"""What this package replaces in torch and transformers, and the private functions of both that it relies on.
 
 `RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
 when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
@@ -24,9 +24,8 @@ RELIES_ON = {
     "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"5.23.0": "906fc60c30b3"},
     # Used as they are: by skeleton and weights,
     "torch.nn.Module.__init__": {"2.13.0": "eac5af286a7d"},  # `_parameters`, `_buffers`, `_modules` are plain dicts
-    "transformers.PreTrainedModel._initialize_weights": {
-        "5.23.0": "f61be38943fe"
-    },  # reads the flag `_is_hf_initialized`
+    # `_initialize_weights` reads the flag `_is_hf_initialized`.
+    "transformers.PreTrainedModel._initialize_weights": {"5.23.0": "f61be38943fe"},
     "transformers.PreTrainedModel._get_dtype_plan": {"5.23.0": "9ef80238ec5a"},
     "transformers.PreTrainedConfig._attn_implementation": {"5.23.0": "0ecad559168e"},
     "transformers.PreTrainedModel._supports_flash_attn": {"5.23.0": "60a33e6cf515"},
@@ -41,17 +40,17 @@ RELIES_ON = {
 
 
 @contextlib.contextmanager
-def parameters_on_meta(but: type[nn.Module] | None = None) -> Iterator[None]:
+def parameters_on_meta(keep_real: type[nn.Module] | None = None) -> Iterator[None]:
     """Send every parameter that a module registers to the meta device; buffers stay as they are.
 
     Replaces `torch.nn.Module.register_parameter`, because `torch.device("meta")` would take the buffers too. The
-    parameters of modules of the class `but` stay real.
+    parameters of modules of the class `keep_real` stay real.
     """
     register = nn.Module.register_parameter
 
     def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None and not param.is_meta and type(self) is not but:
+        if param is not None and not param.is_meta and type(self) is not keep_real:
             self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
     nn.Module.register_parameter = register_meta  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Test whether a model computes a document the same alone and among others, by running it, not by a list of names.
+"""Test by a run whether a model computes a document alone as it does among others; there is no list of architectures.
 
 Only position ids separate the documents of a block, and some architectures ignore them (bloom, state space models);
 some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The architecture

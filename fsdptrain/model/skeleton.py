@@ -113,9 +113,8 @@ def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
             return flash, skeleton(config, flash.recipe.model)
     bare = skeleton(config, model)
     kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
-    kernel = (
-        kernels.pop() if len(kernels) == 1 else "eager"
-    )  # a model of several parts may support sdpa in some of them only
+    # A model of several parts may support sdpa in some of them only.
+    kernel = kernels.pop() if len(kernels) == 1 else "eager"
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 

@@ -72,7 +72,7 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
     """Let transformers fill `model` from the tensors of a checkpoint: slices of files, or headers only.
 
     transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
-    changes class names: so the mapping is made for the unsharded skeleton `bare`.
+    changes class names, so the mapping is made for the unsharded skeleton `bare`.
     """
     settings = LoadStateDictConfig(
         device_map={"": device},

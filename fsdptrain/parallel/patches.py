@@ -1,4 +1,4 @@
-"""What of FSDP2 and DTensor is private in torch and used here all the same.
+"""The private functions of FSDP2 and DTensor in torch that this package relies on.
 
 `RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
 when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
@@ -73,7 +73,7 @@ def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:
 
 
 def first_row(tensor: DTensor) -> int:
-    """Return which row of the whole tensor this rank's first one is; 0 for a scalar.
+    """Return the number, in the whole tensor, of the first row of this rank's shard; 0 for a scalar.
 
     `torch.distributed.checkpoint` computes it with the same private function.
     """

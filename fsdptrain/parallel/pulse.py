@@ -1,8 +1,8 @@
 """A heartbeat between nodes until all ranks have joined the process group.
 
-On one node the agent sees a worker end. A node sees nothing of the others: it would wait for ever for one that was
-killed, or that found no data, before it joined. So the first worker of every node increments a counter in the agents'
-store once a second, and checks that the counters of the others change.
+On one node the agent notices when a worker ends. With several nodes, a node gets no such notice from the others: it
+would wait forever for one that was killed, or that found no data, before it joined. So the first worker of every node
+increments a counter in the agents' store once a second, and checks that the counters of the others change.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ MAX_MISSED = 30  # intervals without a change: native code can block Python for 
 MAX_MISSED_AT_START = 300  # intervals until the first beat: importing torch from a cold network disk takes minutes
 
 
-JOINED = (
-    2**40
-)  # added by a node that has joined (from then on collectives notice a loss), subtracted by one that failed
+# Added by a node that has joined (from then on collectives notice a loss), subtracted by one that failed.
+JOINED = 2**40
 
 
 class Pulse:

@@ -14,7 +14,7 @@ from fsdptrain.parallel.world import World
 def check_replicas(model: Any, world: World) -> None:
     """Raise FsdptrainError unless all copies of the model are bitwise equal; collective.
 
-    Only gradients are summed over the copies: copies that differ at the start would differ for ever, without an error.
+    Only gradients are summed over the copies: copies that differ at the start would differ forever, without an error.
     The sums of the bits of each rank's shards are compared, and of the buffers, which every rank has as a whole.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}

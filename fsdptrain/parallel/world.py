@@ -56,7 +56,7 @@ class World:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
         if not dist.is_initialized():
-            # Longer than the watchdogs wait: they know where each rank is. This is for when no watchdog can run.
+            # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
             store = wait_for_ranks(plan, rank, timeout, stop)
             dist.init_process_group(
@@ -145,7 +145,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, roun
 
 
 def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Return the store of the run once every rank has opened it, without a limit: some prepare data that others cached.
+    """Return the store of the run once every rank has opened it. There is no time limit: some ranks may prepare data.
 
     Raises Stopped if a stop signal comes before the last rank does: after that, some ranks may have continued.
     """
@@ -155,7 +155,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
     while present < size:
         if stop.count:
             if store.add(key, -1) < size - 1:
-                time.sleep(STOP_S if rank == 0 else 0)  # the store ends with rank 0: the others get the signal first
+                time.sleep(STOP_S if rank == 0 else 0)  # rank 0 holds the store: let the others get the signal first
                 raise _stopped(stop)
             present = store.add(key, 1)
         else:

@@ -114,7 +114,7 @@ class Backend(DummyBackend):
         """Do nothing: there is only one."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast: recomputation asks for them."""
+        """Return the dtypes of autocast: recomputation reads them."""
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:

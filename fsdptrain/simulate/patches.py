@@ -1,4 +1,4 @@
-"""What the simulation replaces in torch and transformers, and the private functions of theirs that it relies on.
+"""What the simulation replaces in torch and transformers, and the private functions of both that it relies on.
 
 `RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
 when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
@@ -59,8 +59,8 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
     `packed`: whether micro-batches have several documents in a row. `unrecorded` hides what a recorder must not see.
 
     - `ShardingPropagator._propagate_tensor_meta_non_cached` runs operators at *global* shape, to learn the shapes of
-      results: this is no work of the step.
-    - `find_packed_sequence_indices` cannot read fake position ids, and says that any are packed.
+      results: this is not part of the step.
+    - `find_packed_sequence_indices` cannot read fake position ids, and reports all of them as packed.
     - `_chunk_with_empty` splits a parameter for all ranks, of which only rank 0's part is used: 512 fake chunks take
       a while.
     """
@@ -88,7 +88,7 @@ def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextMa
 
 @contextlib.contextmanager
 def resizes_watched(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `resized` after every resize of a storage, which no dispatch mode sees: so FSDP2 frees what it gathered.
+    """Call `resized` after every resize of a storage: FSDP2 frees gathered parameters so, and no dispatch mode sees it.
 
     Replaces `torch.UntypedStorage.resize_`.
     """
@@ -140,7 +140,7 @@ def register_accelerator(
 
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:
-    """Stand in for a kernel: fake tensors take only the shape of a result, and from elsewhere."""
+    """Stand in for a kernel that never runs: fake tensors need only the shape of its result."""
     raise NotImplementedError
 
 

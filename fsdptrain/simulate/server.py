@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
@@ -28,8 +28,6 @@ from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
-
-GPU_BLOCK = 512  # bytes: the CUDA allocator rounds up to these
 
 
 def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
@@ -51,7 +49,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
-        plot.draw_timeline(trace, device, hardware.memory, drawing, title)
+        plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     bare = models.skeleton(plan)
     useful_flops = model_flops(bare, tokens, plan.recipe.data.seq_len)
@@ -76,10 +74,15 @@ def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:
     )
 
 
+def block_bytes(hardware: Hardware) -> int:
+    """Return the multiple of bytes that the allocator of a device rounds sizes up to."""
+    return 1 if hardware.is_cpu else allocator.GRANULARITY
+
+
 def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
-    blocks = 1 if hardware.is_cpu else GPU_BLOCK
-    top = ledger.peak(trace, device, blocks)
+    granularity = block_bytes(hardware)
+    top = ledger.peak(trace, device, granularity)
     groups = {e.ranks for e in trace.events if isinstance(e, Collective) and len(e.ranks) > 1}
     overhead = hardware.context + hardware.communicator * len(groups)
     available = hardware.memory - overhead
@@ -97,7 +100,7 @@ def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
         "host_bytes": ledger.peak(trace, HOST).allocated if device != HOST else 0,
         "moment": top.moment,
         "breakdown": {name: size for name, size in top.by_category.items() if size},
-        "peaks": ledger.peaks(trace, device, blocks),
+        "peaks": ledger.peaks(trace, device, granularity),
     }
 
 
@@ -130,9 +133,9 @@ def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops
 
 
 class Models:
-    """Configuration and skeletons of one architecture, each built once: a search asks for many plans of one model."""
+    """Configuration and skeletons of one architecture, each built once: a search forecasts many plans of one model."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
         self._kernels: dict[bool, str] = {}  # whether flash_attention_2 fits → what `auto` stands for
         self._bare: Any = None
@@ -181,10 +184,10 @@ def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer every line; nothing else goes to standard output."""
+    """Write one forecast for each job, and nothing else, to standard output."""
     known: dict[str, Models] = {}
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # libraries print to standard error
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line), known)) + "\n")
         answers.flush()

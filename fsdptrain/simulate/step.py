@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
+from transformers import PreTrainedConfig
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import Batch, document_bounds
@@ -30,7 +31,7 @@ from fsdptrain.train.optim import make_optimizer, start_state
 from fsdptrain.train.step import Engine
 
 
-def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
+def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool) -> Trace:
     """Return the trace of one optimizer step of rank 0, of at most two micro-batches, with optimizer state allocated.
 
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
@@ -46,7 +47,7 @@ def simulate(plan: Plan, config: Any, pretend: bool) -> Trace:
             return record_step(recorder, engine, units, plan)
 
 
-def make_engine(plan: Plan, config: Any, world: World) -> tuple[Engine, list[Unit]]:
+def make_engine(plan: Plan, config: PreTrainedConfig, world: World) -> tuple[Engine, list[Unit]]:
     """Return the engine as a worker builds it, with unset weights."""
     model, units = build(plan, config, world)
     allocate(model, torch.device(HOST) if plan.recipe.fsdp.cpu_offload else world.device)
@@ -73,7 +74,7 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
 
 
 def batch_of_zeros(plan: Plan) -> Batch:
-    """Return a micro-batch of the plan's shape. Each row is one document: no attention computes more than in that."""
+    """Return a micro-batch of the plan's shape. Each row is one document, with which attention computes the most."""
     rows, seq_len = plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len
     documents, _ = document_bounds([[seq_len]] * rows)
     ids, labels, positions = (torch.zeros((rows, seq_len), dtype=torch.long) for _ in range(3))

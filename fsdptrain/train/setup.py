@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """What the process of a rank starts with: the plan, the run folder, and its means to report and to be stopped."""
+    """What the process of a rank starts with: plan, run folder, reporter, stop request and watchdog."""
 
     plan: Plan
     rundir: RunDir

@@ -1,8 +1,8 @@
 """Measure the work of each rank, and name a rank that slows the others down.
 
-In sharded training every rank is as slow as the slowest, since all meet in every unit: a step's time says nothing about
-a single rank. What a rank does without waiting for others is to fetch its data, and to compute a block once the weights
-of the block are gathered. Both are measured here.
+In sharded training every rank is as slow as the slowest, because all ranks wait for each other in every unit: the time
+of a step is equal on all ranks. A rank waits for no other while it fetches its data, and while it computes a block
+whose weights are gathered. These two times are measured here.
 """
 
 from __future__ import annotations

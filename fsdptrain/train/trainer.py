@@ -84,8 +84,8 @@ class Trainer:
         """
         plan = session.plan
         prepare_process(session)
-        # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until the
-        # ranks have met, only the pulse notices that another node is lost.
+        # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
+        # ranks have joined it, only the pulse notices that another node is lost.
         session.progress("checking the model", 0, 0)
         with Pulse(plan, lambda reason: exit_from_thread(plan, WorkerLost(reason))):
             inputs = prepare_inputs(session)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
@@ -90,7 +91,7 @@ def _seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | Non
     return None
 
 
-def check_sequences(plan: Plan, tokenizer: Any, findings: Findings) -> int:
+def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
         stream, held_out, _ = prepare(plan, tokenizer, findings.send_progress)

@@ -1,8 +1,8 @@
 """A dry run in a process of its own: every level of a run, in order, without launching it.
 
 The levels below the recipe are plan, machine, data, model, and step (memory, communication, time). A level with a
-problem does not stop the next one, so that all problems are reported together. `client` is the side that asks;
-`docs/validate.md` documents the facts that `--json` prints.
+problem does not stop the next one, so that all problems are reported together. `client` sends the
+request; `docs/validate.md` documents the facts that `--json` prints.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         records.write(json.dumps(record) + "\n")
         records.flush()
 
-    # What matters among transformers' warnings is reported by the levels.
+    # The levels report what matters among transformers' warnings.
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 

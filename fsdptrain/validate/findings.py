@@ -28,7 +28,7 @@ BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointE
 UNCHECKED = {
     "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model", "model.tokenizer": "tokenizer",
     "model.attn_implementation": "attention kernel", "launch.nproc_per_node": "number of GPUs",
-    "launch.rdzv_endpoint": "rendezvous", "output_dir": "room on the disk",
+    "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The model level of a dry run: its units, what a rank keeps, gathers and recomputes, and room on the disk."""
+"""The model level of a dry run: its units, what a rank keeps, gathers and recomputes, and the disk space."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.plan import Plan, varied
@@ -24,8 +25,8 @@ HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
 
 
-def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> Any:
-    """Build the model without its weights, divide it into units as the run will, and compute its room on the disk.
+def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> PreTrainedConfig:
+    """Build the model without its weights, divide it into units as the run will, and compute the disk space.
 
     Returns the transformers configuration of the model.
     """
@@ -57,7 +58,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     )
 
 
-def model_facts(plan: Plan, model: Any, units: list[Unit]) -> dict[str, Any]:
+def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
     fsdp, blocks = plan.recipe.fsdp, blocks_of(model)
     kind = fsdp.activation_checkpointing
@@ -85,7 +86,7 @@ def model_facts(plan: Plan, model: Any, units: list[Unit]) -> dict[str, Any]:
     }
 
 
-def parameters_by_unit(model: Any, units: list[Unit]) -> Iterator[tuple[str, list[str], list[nn.Parameter]]]:
+def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, list[str], list[nn.Parameter]]]:
     """Yield (name, classes, parameters) of each unit and of the root, which has the rest. A tied weight occurs once."""
     seen: set[int] = set()
     for name, modules in [*((unit.name, unit.modules) for unit in units), ("root", [model])]:
@@ -140,7 +141,7 @@ def _name_range(names: list[str]) -> str:
     return re.sub(r"\d+", "*", names[0])
 
 
-def tied_names(model: Any) -> list[str]:
+def tied_names(model: nn.Module) -> list[str]:
     """Return the further names of tied parameters: `lm_head.weight = model.embed_tokens.weight`."""
     first: dict[int, str] = {}
     found = []

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.config.plan import Plan
@@ -48,7 +49,12 @@ class StepOptions:
 
 
 def check_step(
-    plan: Plan, config: Any, vocab_size: int | None, steps: int | None, findings: Findings, options: StepOptions
+    plan: Plan,
+    config: PreTrainedConfig,
+    vocab_size: int | None,
+    steps: int | None,
+    findings: Findings,
+    options: StepOptions,
 ) -> None:
     """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
     hardware = options.hardware or hardware_here(plan)
@@ -115,7 +121,7 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.forecast = verdict(findings.step, plan)
 
 
-def check_memory_by_formula(plan: Plan, config: Any, hardware: Hardware, findings: Findings) -> None:
+def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hardware, findings: Findings) -> None:
     """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
     peak = closed_form.peak_by_arithmetic(plan, config)
     needed = peak.allocated + hardware.context + hardware.communicator
@@ -134,7 +140,7 @@ def check_memory_by_formula(plan: Plan, config: Any, hardware: Hardware, finding
 
 def advise(
     plan: Plan,
-    config: Any,
+    config: PreTrainedConfig,
     hardware: Hardware,
     own: Forecast,
     vocab_size: int | None,
