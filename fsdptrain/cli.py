@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line, is_disk_full
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, disk_full_error, first_line, is_disk_full
 from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
@@ -109,7 +109,7 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
         yield
     except OSError as error:
         if is_disk_full(error):
-            raise CheckpointError(f"no space: {error}") from None
+            raise disk_full_error(error) from None
         raise FsdptrainError(f"{error.filename}: {error.strerror}" if error.filename else first_line(error)) from error
     except UnicodeEncodeError as error:
         raise RecipeError(

@@ -148,6 +148,11 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
 
 
+def disk_full_error(error: BaseException) -> CheckpointError:
+    """Return the error for a write for which `is_disk_full` is true."""
+    return CheckpointError(f"no space: {error}")
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, the one it was raised from or while handling, and so on to the first."""
     while error is not None:

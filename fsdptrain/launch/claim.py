@@ -26,7 +26,7 @@ from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import CheckpointError, Problem, RecipeError, is_disk_full, listed
+from fsdptrain.errors import Problem, RecipeError, disk_full_error, is_disk_full, listed
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -254,5 +254,5 @@ def _os_errors_as_recipe_errors(rundir: RunDir) -> Iterator[None]:
         yield
     except OSError as error:
         if is_disk_full(error):
-            raise CheckpointError(f"no space: {error}") from None
+            raise disk_full_error(error) from None
         raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None

@@ -87,10 +87,6 @@ class DeviceEvent:
         """Let the host wait."""
         trace_event(Synchronize())
 
-    def query(self) -> bool:
-        """Return that the event has happened."""
-        return True
-
 
 class Backend(DummyBackend):
     """The accelerator's module: what torch calls as `torch.pretend`."""

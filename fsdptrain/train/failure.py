@@ -16,10 +16,10 @@ import torch.distributed as dist
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     MAX_MESSAGE_CHARS,
-    CheckpointError,
     FsdptrainError,
     WorkerError,
     WorkerLost,
+    disk_full_error,
     is_disk_full,
     shortened,
     to_record,
@@ -38,7 +38,7 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
         return error
     message = f"{type(error).__name__}: {error}"
     if is_disk_full(error):
-        return CheckpointError(f"no space: {error}")
+        return disk_full_error(error)
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(message)
     return WorkerError(message)
