@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.checkpoint.disk import report_full_disk
@@ -48,7 +49,7 @@ MAX_FILE_BYTES = 5 * 10**9
 Tensors = dict[str, torch.Tensor]
 
 
-def names_by_block(model: Any) -> list[list[str]]:
+def names_by_block(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of the model's state in groups that are exported together: each block, and each other tensor."""
     blocks = [f"{name}." for name, _ in blocks_of(model)]
     groups: dict[str, list[str]] = {}
@@ -58,7 +59,7 @@ def names_by_block(model: Any) -> list[list[str]]:
 
 
 def gathered_tensors(
-    model: Any, groups: list[list[str]], writes: bool, between_groups: Callable[[], None]
+    model: nn.Module, groups: list[list[str]], writes: bool, between_groups: Callable[[], None]
 ) -> Iterator[Tensors]:
     """Yield the state of a live sharded model on the CPU, group by group; collective. Empty when `writes` is False."""
     tensors = saved_state(model)
@@ -73,7 +74,9 @@ def gathered_tensors(
         yield tensors_on_cpu
 
 
-def stored_tensors(checkpoint: StoredCheckpoint, unsharded: Any, groups: list[list[str]]) -> Iterator[Tensors]:
+def stored_tensors(
+    checkpoint: StoredCheckpoint, unsharded: PreTrainedModel, groups: list[list[str]]
+) -> Iterator[Tensors]:
     """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
     tensors = saved_state(unsharded)
     for group in groups:
@@ -136,7 +139,7 @@ class ExportResult:
 
 
 def write_folder(
-    unsharded: Any,
+    unsharded: PreTrainedModel,
     groups: list[list[str]],
     tensors: Iterator[Tensors],
     assets: Path,
@@ -184,7 +187,7 @@ def write_folder(
     return ExportResult(writer.bytes, files, kept)
 
 
-def check_export(folder: Path, wanted: Any) -> None:
+def check_export(folder: Path, wanted: PreTrainedModel) -> None:
     """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the layout of files.
 
     Its configurations and its tokenizer must agree on the special tokens.
@@ -210,8 +213,8 @@ def check_export(folder: Path, wanted: Any) -> None:
 
 
 def export_live(
-    model: Any,
-    unsharded: Any,
+    model: nn.Module,
+    unsharded: PreTrainedModel,
     rundir: RunDir,
     plan: Plan,
     checkpointer: Checkpointer,
@@ -266,7 +269,7 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
 def _write_and_record(
     rundir: RunDir,
     step: int,
-    unsharded: Any,
+    unsharded: PreTrainedModel,
     groups: list[list[str]],
     tensors: Iterator[Tensors],
     dtype: str,
@@ -291,7 +294,7 @@ def _read_untrusted_plan(rundir: RunDir) -> Plan:
         raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
 
-def _build_skeleton(rundir: RunDir, plan: Plan) -> Any:
+def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
     """Build the unsharded model that a run folder describes; raises CheckpointError when that fails."""
     try:
         model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, and there may be no GPU

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 from fsdptrain.checkpoint.disk import prepare_scratch, reject_existing, report_full_disk
 from fsdptrain.checkpoint.load import load_checkpoint
@@ -60,7 +61,7 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._staging: dict[str, torch.Tensor] = {}
 
-    def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, wait: bool) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.
 
         Raises CheckpointError when this save failed, or the one before if that was still being written.
@@ -192,10 +193,10 @@ class Checkpointer:
         if any(self._all_gather(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
 
-    def _shards(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+    def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
         return shards_of(model, optimizer, self.plan.recipe.optim.name)
 
-    def load_newest(self, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.
 
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.optimizers import OptimizerKind
@@ -28,7 +28,7 @@ class Shard:
         return self.local.numel() == math.prod(self.shape)
 
 
-def shards_of(model: Any, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
+def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
     """Return all that a checkpoint holds: parameters and persistent buffers as `model.NAME`, state as `optim.NAME.KEY`.
 
     `kind` says which tensors of the optimizer's state are saved.

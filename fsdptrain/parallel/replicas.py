@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.parallel.world import World
 
 
-def check_replicas(model: Any, world: World) -> None:
+def check_replicas(model: nn.Module, world: World) -> None:
     """Raise FsdptrainError unless all copies of the model are bitwise equal; collective.
 
     Only gradients are summed over the copies: copies that differ at the start would differ forever, without an error.

@@ -57,6 +57,7 @@ def check_step(
     options: StepOptions,
 ) -> None:
     """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
+    # Without the figures of the card, or on a card that cannot compute in bf16, there is nothing to simulate.
     hardware = options.hardware or hardware_here(plan)
     if hardware is None:
         findings.add_note(
@@ -69,7 +70,6 @@ def check_step(
             RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
         )
         return
-
     # If the simulation fails, the closed form still gives the memory.
     findings.send_busy("simulating a step")
     try:
@@ -82,7 +82,7 @@ def check_step(
         )
         check_memory_by_formula(plan, config, hardware, findings)
         return
-
+    # The facts come first, because the verdict reads them; other plans last, because their search takes minutes.
     cost = run_cost(forecast, plan, steps, options.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
