@@ -158,7 +158,7 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
 
     log: list[str] = []
-    names: dict[int, str] = {}  # id of a module → the block it is in
+    names: dict[int, str] = {}  # id of a module → the unit it is in
     issue, reduce = group_module.foreach_all_gather, group_module.FSDPParamGroup.post_backward
 
     def logged_issue(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +174,8 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
     found = {}
     for name, overrides in variants.items():
         run = build(recipe, overrides)
+        names |= {id(run.engine.model.model.embed_tokens): "embedding", id(run.engine.model.lm_head): "head"}
+        names |= {id(run.engine.model.model.norm): "head"}
         for number, layer in enumerate(run.engine.model.model.layers):
             names |= {id(module): str(number) for module in layer.modules()}
             layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))

@@ -30,8 +30,8 @@ class Strategy(StrEnum):
     """A sharding strategy; its value is the word in the recipe.
 
     `span`: the ranks that share one copy of the weights, gradients and optimizer state. `reshards`: gathered weights
-    are freed after forward and gathered again for backward; otherwise they stay. `meaning` is the description in the
-    documentation. `aliases` are names that other tools use.
+    are freed after forward and gathered again for backward; otherwise they stay until backward. `meaning` is the
+    description in the documentation. `aliases` are names that other tools use.
     """
 
     span: CopySpan
@@ -46,7 +46,7 @@ class Strategy(StrEnum):
     )  # fmt: skip
     SHARD_GRAD_OP = (
         "SHARD_GRAD_OP", CopySpan.WORLD, False,
-        "the same, but the gathered weights stay until backward; ZeRO-2 keeps them for good",
+        "the same, but the gathered weights stay until the last backward of the step; ZeRO-2 keeps them for good",
         ("zero2",),
     )  # fmt: skip
     HYBRID_SHARD = (
@@ -55,7 +55,7 @@ class Strategy(StrEnum):
     )  # fmt: skip
     HYBRID_SHARD_ZERO2 = (
         "HYBRID_SHARD_ZERO2", CopySpan.GROUP, False,
-        "hybrid, and the gathered weights stay until backward",
+        "hybrid, and the gathered weights stay until the last backward of the step",
     )  # fmt: skip
     NO_SHARD = (
         "NO_SHARD", CopySpan.RANK, False,
@@ -76,6 +76,14 @@ class Strategy(StrEnum):
     def replicates(self) -> bool:
         """Whether there may be several copies of the model, over which gradients are summed: the mesh has two axes."""
         return self.span is not CopySpan.WORLD
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights stay gathered until the last micro-batch of a step: the others then gather nothing.
+
+        Without other ranks to gather from, this would save only a copy, and the peak would be higher.
+        """
+        return not self.reshards and self.span is not CopySpan.RANK
 
     @property
     def in_groups(self) -> bool:

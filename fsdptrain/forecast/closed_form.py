@@ -33,7 +33,10 @@ def peak_by_arithmetic(plan: Plan, config: Any) -> Level:
     backward (BACKWARD_POST), are not counted. Raises FsdptrainError if this arithmetic does not apply: for another
     architecture, for units other than those of `auto`, and for eager attention.
     """
-    return max(_Step(plan, config).levels(), key=lambda level: level.allocated)
+    passes = [_MicroBatch(plan, config, earlier=plan.accumulation > 1, last=True)]
+    if plan.accumulation > 1 and plan.recipe.fsdp.strategy.gathers_once:
+        passes.append(_MicroBatch(plan, config, earlier=plan.accumulation > 2, last=False))
+    return max((level for each in passes for level in each.levels()), key=lambda level: level.allocated)
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ def shape_of(config: Any) -> Shape:
     )  # fmt: skip
 
 
-class _Step:
-    """The levels of one plan's step."""
+class _MicroBatch:
+    """The levels of a micro-batch of one plan's step; `earlier` and `last`: whether others precede it and follow it."""
 
-    def __init__(self, plan: Plan, config: Any) -> None:
+    def __init__(self, plan: Plan, config: Any, earlier: bool, last: bool) -> None:
         recipe = plan.recipe
         fsdp, self.shape = recipe.fsdp, shape_of(config)
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
@@ -114,9 +117,10 @@ class _Step:
         # On a CPU the tiled kernel uses the mask as it is, and saves no logarithms of sums: see `model.attention`.
         self.tiled = not on_gpu and (self.masked or self.compute == 2)
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1
-        self.accumulates = plan.accumulation > 1
+        self.accumulates, self.earlier, self.last = plan.accumulation > 1, earlier, last
         self.holds = self.accumulates and fsdp.accumulation == "hold"
         self.offload, self.reshards = fsdp.cpu_offload, fsdp.strategy.reshards
+        self.gathers = self.ranks > 1 and not (earlier and fsdp.strategy.gathers_once)  # in forward
         self.ahead = fsdp.backward_prefetch == "BACKWARD_PRE"
         self.kind, self.plain = fsdp.activation_checkpointing, recipe.train.loss == "plain"
 
@@ -124,7 +128,7 @@ class _Step:
         """Yield the levels that can be the highest, in the order of the step."""
         last = self.shape.layers - 1
         kept = self.kept(self.shape.layers) + self.norm()
-        around: tuple[Parts, ...] = ({"gradients": self.gradients(0, self.accumulates)}, self.saved(kept))
+        around: tuple[Parts, ...] = ({"gradients": self.gradients(0)}, self.saved(kept))
         yield self.level("forward of head", *around, *self.at_gather())
         for moment, parts in self.at_loss():
             yield self.level(moment, *around, self.gathered(last + 1), *parts)
@@ -154,14 +158,16 @@ class _Step:
         """Return the bytes of a rank's shard of so many parameters, in the master dtype."""
         return parameters * self.master / self.ranks
 
-    def gradients(self, done: float, earlier: bool) -> float:
-        """Return the bytes of gradients when `done` parameters are reduced; `earlier`: other backwards came before."""
+    def gradients(self, done: float) -> float:
+        """Return the bytes of gradients when backward has passed the units of `done` parameters."""
         left = self.shape.all - done
-        if self.holds and earlier:
+        if self.holds and not self.last:
+            return (self.shape.all if self.earlier else done) * self.reduce
+        if self.holds:
             return left * self.reduce + (0 if self.offload else self.shard(done)) + self.copies(done)
         if self.offload:
             return self.copies(done)
-        return self.shard(self.shape.all if earlier else done) + self.copies(done)
+        return self.shard(self.shape.all if self.earlier else done) + self.copies(done)
 
     def copies(self, done: float) -> float:
         """Return the bytes reduced over replicas that are kept to the end of backward; 0 if they are the gradients."""
@@ -171,20 +177,23 @@ class _Step:
     def gathered(self, block: int, freed: bool = False) -> Parts:
         """Return the gathered weights in backward of a block (`layers`: the head, -1: the embedding), or right after.
 
-        Tied weights belong to the root, which stays gathered.
+        Tied weights belong to the root, which stays gathered. The embedding alone is not gathered for its backward.
         """
         s, last = self.shape, self.shape.layers
-        own = s.head if block == last else s.block if block >= 0 else s.embedding
+        if not self.last:
+            return {"gathered parameters": self.compute * s.all}
+        own = s.head if block == last else s.block if block >= 0 else 0 if self.reshards else s.embedding
         below = 0 if self.reshards or block < 0 else s.embedding + s.block * block
         root = s.head if s.tied and block < last else 0
+        if freed and block < 0:
+            return {}
         return {"gathered parameters": self.compute * (root + below + (0 if freed else own))}
 
     def next_up(self, block: int) -> Parts:
         """Return the buffer of the all-gather of the unit that is gathered ahead of its backward."""
-        if not (self.reshards and self.ahead and self.ranks > 1):
+        if not (self.reshards and self.ahead and self.ranks > 1 and block > 0):
             return {}
-        size = self.shape.block if block > 0 else self.shape.embedding
-        return {"communication buffers": size * self.compute}
+        return {"communication buffers": self.shape.block * self.compute}
 
     def reduction(self, parameters: float, last: bool = False) -> Parts:
         """Return the gradients of a unit copied for their reduction, and its result.
@@ -192,6 +201,8 @@ class _Step:
         On one rank they are divided first. Gradients are freed once they are copied, those of the last unit later. Held
         gradients count in `gradients`.
         """
+        if self.holds and not self.last:
+            return {}
         whole = parameters * self.reduce
         divided, narrowed = whole * (self.ranks == 1), self.shard(parameters) * (self.master != self.reduce)
         result = whole / self.ranks + max(divided, narrowed)
@@ -255,7 +266,7 @@ class _Step:
     def at_gather(self) -> tuple[Parts, ...]:
         """Return the parts at the last gather of forward: its buffer, and the one before, which is still allocated."""
         s = self.shape
-        two = s.block + (s.block if s.tied else s.head) if self.ranks > 1 else 0
+        two = s.block + (s.block if s.tied else s.head) if self.gathers else 0
         return self.gathered(s.layers), {"communication buffers": two * self.compute}
 
     def at_loss(self) -> Iterator[tuple[str, tuple[Parts, ...]]]:
@@ -266,7 +277,7 @@ class _Step:
             return
         count = loss_chunks(self.tokens, s.hidden)
         chunk, weight = s.vocab * -(-self.tokens // count), s.vocab * s.hidden
-        arrived = (s.block if s.tied else s.head) * c if self.ranks > 1 else 0
+        arrived = (s.block if s.tied else s.head) * c if self.gathers else 0
         hidden = c * s.hidden * self.tokens if count > 1 else 0
         buffers: Parts = {"communication buffers": arrived, "temporaries": hidden}
         # Allocated for the weight's gradient: nothing, one chunk's product, or from the second chunk on a float32 sum.
@@ -295,7 +306,7 @@ class _Step:
         done = (0 if s.tied else s.head) + (s.layers - 1 - i) * s.block
         before = s.block if i < s.layers - 1 else 0 if s.tied else s.head
         tied: Parts = {"temporaries": c * s.vocab * s.hidden if s.tied else 0}
-        around: tuple[Parts, ...] = (self.next_up(i), {"gradients": self.gradients(done, self.accumulates)}, tied)
+        around: tuple[Parts, ...] = (self.next_up(i), {"gradients": self.gradients(done)}, tied)
         category: Category = "recomputed activations" if self.recomputed(i) else "saved activations"
         reducing: Parts = {"communication buffers": before * self.reduce}
         for alive, passing, weights in self.inside(i):
@@ -325,11 +336,11 @@ class _Step:
         """Yield the levels in backward of the embedding (of the root if tied): at the lookup, and at the reduction."""
         s, c, moment = self.shape, self.compute, "backward of embedding"
         size = s.head if s.tied else s.embedding
-        grads: Parts = {"gradients": self.gradients(s.all - size, self.accumulates)}
+        grads: Parts = {"gradients": self.gradients(s.all - size)}
         looked_up: Parts = {
             "gradients": c * size * (3 if s.tied else 1),  # tied: the head's, the lookup's, and their sum
             "communication buffers": s.block * self.reduce,
             "temporaries": c * s.hidden * self.tokens,
         }
         yield self.level(moment, grads, self.gathered(-1), looked_up)
-        yield self.level(moment, grads, self.reduction(size, last=True))
+        yield self.level(moment, grads, self.gathered(-1, freed=True), self.reduction(size, last=True))

@@ -102,10 +102,13 @@ class Trace:
         yield from self.events
 
     def repeated(self, micro_batches: int) -> Iterator[Event]:
-        """Yield the events of a step of `micro_batches`: beyond the two simulated ones, the first is repeated."""
+        """Yield the events of a step of `micro_batches`: of those simulated, the last but one is repeated."""
         first = next((event for event in self.events if isinstance(event, Moment)), None)
         starts = [i for i, event in enumerate(self.events) if isinstance(event, Moment) and event == first]
-        if len(starts) == 2:
-            for _ in range(micro_batches - 2):
-                yield from self.events[starts[0] : starts[1]]
-        yield from self.events
+        if len(starts) < 2:
+            yield from self.events
+            return
+        yield from self.events[: starts[-2]]
+        for _ in range(micro_batches - len(starts) + 1):
+            yield from self.events[starts[-2] : starts[-1]]
+        yield from self.events[starts[-1] :]

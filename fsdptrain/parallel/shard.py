@@ -92,7 +92,23 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     # Both change the units that exist now: groups of their own for float32 parameters, and the order of prefetching.
     if kept:
         keep_float32(model, kept)
-    set_prefetch([unit.modules[0] for unit in units], fsdp)
+    set_prefetch(units, fsdp)
+
+
+def is_lookup(unit: Unit) -> bool:
+    """Return whether a unit is an embedding alone: the gradient of a lookup does not need the table."""
+    first, *others = unit.modules
+    return isinstance(first, nn.Embedding) and not others and len([*first.parameters()]) == 1
+
+
+def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
+    """Set what the backward of a micro-batch does; `last` says that no other micro-batch of the step follows.
+
+    With `accumulation: hold` only the last one reduces gradients. Weights that are gathered once a step stay
+    until the last.
+    """
+    model.set_requires_gradient_sync(last or fsdp.accumulation == "reduce")
+    model.set_reshard_after_backward(last or not fsdp.strategy.gathers_once)
 
 
 class GlooReduceScatter:
@@ -164,19 +180,23 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
     return recomputed
 
 
-def set_prefetch(units: list[Any], fsdp: Fsdp) -> None:
-    """Set which units are gathered ahead of their use; `units` are in forward order.
+def set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:
+    """Set which units are gathered ahead of their use, and which are not gathered for backward.
 
-    By default FSDP2 gathers the next unit before this one's backward (BACKWARD_PRE), and none ahead in forward.
+    Units are in forward order. By default FSDP2 gathers the next unit before this one's backward (BACKWARD_PRE), and
+    none ahead in forward.
     """
-    for i, unit in enumerate(units):
-        ahead = units[i + 1 : i + 1 + fsdp.forward_prefetch]
+    modules: list[Any] = [unit.modules[0] for unit in units]
+    for i, module in enumerate(modules):
+        ahead = modules[i + 1 : i + 1 + fsdp.forward_prefetch]
         if ahead:
-            unit.set_modules_to_forward_prefetch(ahead)
+            module.set_modules_to_forward_prefetch(ahead)
         if fsdp.backward_prefetch != "BACKWARD_PRE":
-            unit.set_modules_to_backward_prefetch([unit])  # already gathered: nothing is prefetched
-        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0:
-            unit.register_full_backward_hook(functools.partial(_gather_next, units[i - 1]))
+            module.set_modules_to_backward_prefetch([module])  # already gathered: nothing is prefetched
+        if is_lookup(units[i]):
+            module.set_unshard_in_backward(False)
+        if fsdp.backward_prefetch == "BACKWARD_POST" and i > 0 and not is_lookup(units[i - 1]):
+            module.register_full_backward_hook(functools.partial(_gather_next, modules[i - 1]))
 
 
 def _gather_next(unit: FSDPModule, *_: object) -> None:

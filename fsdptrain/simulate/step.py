@@ -32,7 +32,7 @@ from fsdptrain.train.step import Engine
 
 
 def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool) -> Trace:
-    """Return the trace of one optimizer step of rank 0, of at most two micro-batches, with optimizer state allocated.
+    """Return the trace of one optimizer step of rank 0, with optimizer state allocated, of at most three micro-batches.
 
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
     """
@@ -68,7 +68,9 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
         recorder.tag(buffer, "inputs and buffers")
     trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []
     mark_moments(recorder, engine, units)
-    batches = [batch_of_zeros(plan) for _ in range(min(plan.accumulation, 2))]
+    # The trace repeats the last but one for all others. The first differs if it alone gathers weights that stay.
+    enough = 3 if plan.recipe.fsdp.strategy.gathers_once else 2
+    batches = [batch_of_zeros(plan) for _ in range(min(plan.accumulation, enough))]
     engine.step(0, batches, 1, plan.recipe.optim.lr)
     return trace
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdptrain.data.corpus import Batch
+from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.step import Engine
 
@@ -37,7 +38,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
     mine: list[tuple[int, str]] = []
     with _watched_reductions(engine.model) as bad_names:
         engine.seed(step)
-        engine.model.set_requires_gradient_sync(True)
+        begin_micro_batch(engine.model, engine.plan.recipe.fsdp, last=True)
         for number, batch in enumerate(batches):
             loss = engine.loss(batch, label_tokens or 1)
             loss.backward()

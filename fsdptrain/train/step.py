@@ -19,6 +19,7 @@ from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, to_device
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import NonFiniteError, RecipeError
+from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import World
 from fsdptrain.train.optim import assert_dtypes, set_step
 from fsdptrain.train.stragglers import BlockClock
@@ -103,13 +104,10 @@ class Engine:
     def accumulate(self, step: int, batches: Sequence[Batch], label_tokens: int) -> torch.Tensor:
         """Run forward and backward on the micro-batches. Return this rank's part of the mean loss (float32, scalar)."""
         self.seed(step)
-        hold = self.plan.recipe.fsdp.accumulation == "hold"
         total = torch.zeros((), device=self.world.device)
         self.model.train()
         for i, batch in enumerate(batches):
-            last = i == len(batches) - 1
-            # `hold` keeps whole gradients and reduces them once, which costs memory and saves traffic.
-            self.model.set_requires_gradient_sync(last or not hold)
+            begin_micro_batch(self.model, self.plan.recipe.fsdp, last=i == len(batches) - 1)
             loss = self.loss(batch, label_tokens or 1)  # a global batch without labels has loss 0, not 0/0
             loss.backward()
             total += loss.detach()

@@ -39,6 +39,11 @@ CASES: list[dict[str, Any]] = [
         "fsdp__accumulation": "hold", "train__global_batch_size": 24, "fsdp__mixed_precision": BF16,
         "model__config": {**SMALL, "vocab_size": 2**18},
     },
+    {"fsdp__strategy": "SHARD_GRAD_OP", "train__global_batch_size": 24, "model__config": LITTLE, "data__seq_len": 16},
+    {
+        "fsdp__strategy": "SHARD_GRAD_OP", "train__global_batch_size": 16, "model__config": WIDE, "data__seq_len": 16,
+        "fsdp__activation_checkpointing": "full",
+    },
     {"fsdp__accumulation": "hold", "train__global_batch_size": 16, "data__seq_len": 16, "fsdp__strategy": "NO_SHARD"},
     {"fsdp__strategy": "NO_SHARD", "model__dtype": "bfloat16", "fsdp__activation_checkpointing": "full"},
     {

@@ -40,10 +40,12 @@ def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
         "full recompute": [NO_PREFETCH, "fsdp.activation_checkpointing=full"],
         "selective recompute": [NO_PREFETCH, "fsdp.activation_checkpointing=selective"],
         "kept": ["fsdp.strategy=SHARD_GRAD_OP"],
-        "accumulated": ["train.micro_batch_size=2", NO_PREFETCH],
+        "accumulated": [NO_PREFETCH],
+        "kept, accumulated": ["fsdp.strategy=SHARD_GRAD_OP"],
     }
     variants = {name: ["train.global_batch_size=4", "train.micro_batch_size=2", *o] for name, o in variants.items()}
-    variants["accumulated"][0] = "train.global_batch_size=8"
+    for name in ("accumulated", "kept, accumulated"):
+        variants[name][0] = "train.global_batch_size=8"
     return dict(on_ranks(2, "gathers", tmp_path_factory.mktemp("gathers"), recipe=str(recipe), variants=variants)[0])
 
 
@@ -70,10 +72,21 @@ def test_forward_prefetch_gathers_that_many_units_ahead(logs: dict[str, list[str
 
 
 @pytest.mark.parametrize(
-    ("name", "times"), [("none", 2), ("full recompute", 2), ("selective recompute", 2), ("kept", 1), ("accumulated", 4)]
+    ("name", "times"),
+    [("none", 2), ("post", 2), ("full recompute", 2), ("selective recompute", 2), ("kept", 1), ("accumulated", 4)],
 )
 def test_a_unit_is_gathered_once_a_pass(logs: dict[str, list[str]], name: str, times: int) -> None:
     assert [logs[name].count(f"gather {block}") for block in range(BLOCKS)] == [times] * BLOCKS
+
+
+@pytest.mark.parametrize(("name", "times"), [("pre", 1), ("post", 1), ("none", 1), ("kept", 1), ("accumulated", 2)])
+def test_the_embedding_is_not_gathered_for_its_backward(logs: dict[str, list[str]], name: str, times: int) -> None:
+    assert logs[name].count("gather embedding") == times
+
+
+def test_weights_that_stay_are_gathered_once_a_step(logs: dict[str, list[str]]) -> None:
+    units = [*map(str, range(BLOCKS)), "embedding", "head"]
+    assert [logs["kept, accumulated"].count(f"gather {unit}") for unit in units] == [1] * len(units)
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ RANKED = {
     "grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.mixed_precision.param_dtype=bfloat16"],
     "hold": ["fsdp.accumulation=hold", "train.global_batch_size=8"],
     "no shard": ["fsdp.strategy=NO_SHARD"],
+    "grad op, accumulated": ["fsdp.strategy=SHARD_GRAD_OP", "train.global_batch_size=16"],
 }
 
 
