@@ -25,7 +25,7 @@ STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
 
 class StopRequest:
-    """Count stop signals while entered. The first one asks for an orderly stop, the second for an immediate one."""
+    """Count stop signals while entered. The first one requests an orderly stop, the second an immediate one."""
 
     def __init__(self, *signals: signal.Signals) -> None:
         default = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]

@@ -22,7 +22,7 @@ def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """Count the GPUs that a process with this environment may use. `root` is the folder that holds /dev and /proc.
 
     CUDA_VISIBLE_DEVICES, if set, names them by index, UUID or MIG name; like CUDA, the list ends at the first entry
-    that is none of these (so an empty value or -1 hides all GPUs), and is void if it names a device twice.
+    that is none of these (so an empty value or -1 hides all GPUs), and no GPU is visible if it names a device twice.
     """
     names = env.get("CUDA_VISIBLE_DEVICES")
     if names is None:
@@ -39,7 +39,7 @@ def installed_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """Count the GPUs of this machine.
 
     A container has a device file for each GPU that it may use. The driver's files in /proc exist without device files
-    after a start without a display, and are absent under WSL2 and in some sandboxes: there nvidia-smi is asked.
+    after a start without a display, and are absent under WSL2 and in some sandboxes: nvidia-smi is called there.
     """
     devices = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     return len(devices) or len([*root.glob("proc/driver/nvidia/gpus/*")]) or _listed_by_nvidia_smi(env, root)

@@ -143,7 +143,7 @@ class Trainer:
         return done if stop else None
 
     def step(self, step: int) -> bool:
-        """Make optimizer step number `step` (from 0) and report it. Return whether any rank was asked to stop."""
+        """Make optimizer step number `step` (from 0) and report it. Return whether any rank has a stop request."""
         # The wait for data is measured by itself, to tell slow input from slow compute.
         started = time.perf_counter()
         positions = self.plan.step_positions(step)
@@ -190,7 +190,7 @@ class Trainer:
     def skip_or_raise(self, step: int, batches: list[Batch], label_tokens: int, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.
 
-        Collective; nothing was updated. Returns whether any rank was asked to stop, as `step` does.
+        Collective; nothing was updated. Returns whether any rank has a stop request, as `step` does.
         """
         train = self.plan.recipe.train
         cause = self.nonfinite_cause(step, batches, label_tokens)
@@ -257,7 +257,7 @@ class Trainer:
         return None
 
     def any_stop(self) -> bool:
-        """Return whether any rank was asked to stop; collective."""
+        """Return whether any rank has a stop request; collective."""
         return self.world.any(self.session.stop.count)
 
 
