@@ -41,6 +41,8 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool) -> Trace:
         fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
         pretend_world(plan, device) as world,
         FakeTensorMode(allow_non_fake_inputs=True),
+        # A thread of autograd's would free its last gradient at some later moment, so two traces would differ.
+        torch.autograd.set_multithreading_enabled(False),
     ):
         engine, units = make_engine(plan, config, world)
         with Recorder(device.type, config.get_text_config().vocab_size) as recorder:

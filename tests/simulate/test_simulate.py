@@ -156,6 +156,39 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
             assert most - least < 0.2 * least, (name, least, most)
 
 
+REPEATED = """
+import sys
+from transformers import AutoConfig
+from fsdptrain.config.plan import Plan
+from fsdptrain.forecast.trace import Alloc, Free
+from fsdptrain.simulate.step import simulate
+
+plan = Plan.from_json(sys.stdin.read())
+fields = dict(plan.recipe.model.config)
+config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+traces = []
+for _ in range(3):
+    numbers, lines = {}, []
+    for event in simulate(plan, config, pretend=True).all():
+        if isinstance(event, Alloc | Free):
+            number = numbers.setdefault(event.storage, len(numbers))
+            lines.append((type(event).__name__, number, event.size if isinstance(event, Alloc) else 0))
+        else:
+            lines.append(type(event).__name__)
+    traces.append(lines)
+assert traces[0] == traces[1] == traces[2]
+"""
+
+
+def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path) -> None:
+    """Autograd would run its backward in a thread there, which frees its last gradient at any later moment."""
+    plan = plan_of(tmp_path, device="cuda", train__global_batch_size=8, data__packing="none")
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATED], input=plan.to_json(), text=True, capture_output=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 OFFLOADED = """
 import sys
 import torch
