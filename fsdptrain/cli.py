@@ -147,6 +147,7 @@ def run(
     written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import find_topology, writes_run_dir
+    from fsdptrain.config.versions import untested_versions
     from fsdptrain.events import cut_partial_lines
     from fsdptrain.forecast.compare import ForecastComparison
     from fsdptrain.launch.claim import claim_run_dir
@@ -175,6 +176,8 @@ def run(
             work(plan)
         # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen())
+        for warning in untested_versions():
+            screen.say(warning)
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))

@@ -59,6 +59,17 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem("has no effect without model.id", "model.revision")
     elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
+    if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
+        yield Problem(
+            "flash_attention_2 supports packed documents only in micro-batches of one row: set "
+            "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa",
+            "model.attn_implementation",
+        )
+
+
+def one_row_if_packed(recipe: Recipe) -> bool:
+    """Return whether no micro-batch has several rows of packed documents: flash_attention_2 rejects them."""
+    return recipe.data.packing == "none" or recipe.train.micro_batch_size == 1
 
 
 def _exists(path: str) -> bool:

@@ -194,7 +194,12 @@ def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
-    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size."""
+    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
+
+    Where the recipe's attention kernel needs micro-batches of one row, there are no others.
+    """
+    if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
+        return [1]
     share = recipe.train.global_batch_size // world
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
     return sorted(powers | {recipe.train.micro_batch_size})

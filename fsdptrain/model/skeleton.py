@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
@@ -126,17 +127,12 @@ def _flash_is_possible(plan: Plan) -> bool:
 def flash_fits(plan: Plan) -> bool:
     """Return whether flash_attention_2 supports this recipe's device, dtype and packed documents, installed or not."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    return plan.topology.device == "cuda" and half and one_row_if_packed(plan)
+    return plan.topology.device == "cuda" and half and one_row_if_packed(plan.recipe)
 
 
 def has_flash(model: Any) -> bool:
     """Return whether a model's architecture supports flash_attention_2."""
     return bool(model._supports_flash_attn)
-
-
-def one_row_if_packed(plan: Plan) -> bool:
-    """Return whether no micro-batch has several rows of packed documents: flash_attention_2 rejects them."""
-    return plan.recipe.data.packing == "none" or plan.recipe.train.micro_batch_size == 1
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.skeleton import choose_attention, one_row_if_packed, skeleton
+from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
@@ -98,11 +98,6 @@ def check_forward(plan: Plan, bare: PreTrainedModel) -> None:
     recipe = plan.recipe
     if recipe.train.loss == "chunked":
         after_head(bare)
-    if recipe.model.attn_implementation == "flash_attention_2" and not one_row_if_packed(plan):
-        raise RecipeError(
-            "model.attn_implementation: flash_attention_2 supports packed documents only in micro-batches of one row: "
-            "set train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa"
-        )
     try:
         model_flops(bare, 1, recipe.data.seq_len)
     except Exception as error:

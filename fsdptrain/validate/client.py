@@ -18,6 +18,7 @@ from fsdptrain.config.hardware import Hardware, parse_hardware
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.topology import find_topology, topology_of
+from fsdptrain.config.versions import untested_versions
 from fsdptrain.errors import FsdptrainError, WorkerError, killed_by
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.screen import Screen
@@ -67,7 +68,7 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
     else:  # `elsewhere`, because the levels report everything that this machine lacks
         topology = find_topology(loaded.recipe, dict(os.environ), elsewhere=True)
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
-    notes = [target.note] if target and target.note else []
+    notes = ([target.note] if target and target.note else []) + untested_versions()
     return Request(plan, [str(problem) for problem in problems], notes, target.hardware if target else None)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +27,9 @@ from fsdptrain.config.names import (
 )
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
+from fsdptrain.config.versions import TESTED, untested_versions
 from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.forecast.search import micro_batches
 
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -112,6 +115,39 @@ def with_key(path: str, value: str) -> str:
 
 def places(problems: list[Problem]) -> list[tuple[str | None, str | None]]:
     return [(p.where, p.field) for p in problems]
+
+
+def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
+    flash = "model.attn_implementation=flash_attention_2"
+    [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2")
+    assert problem.field == "model.attn_implementation" and "set train.micro_batch_size=1" in problem.message
+    for allowed in (["train.micro_batch_size=1"], ["train.micro_batch_size=2", "data.packing=none"]):
+        recipe = read(tmp_path, BASE, flash, *allowed).recipe
+        assert micro_batches(recipe, 2) == ([1] if recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch", "transformers", "warned"),
+    [
+        ("2.11.0", "5.17.0", []),
+        ("2.13.0+cu130", "5.23.1", []),
+        ("2.10.1", "5.17.0", ["torch 2.10.1"]),
+        ("2.14.0.dev20261101+cu130", "6.0.0rc1", ["torch 2.14.0.dev", "transformers 6.0.0rc1"]),
+    ],
+)
+def test_untested_versions_are_named(torch: str, transformers: str, warned: list[str]) -> None:
+    found = untested_versions({"torch": torch, "transformers": transformers})
+    assert len(found) == len(warned) and all(a.startswith(b) for a, b in zip(found, warned, strict=True))
+
+
+def test_the_tested_versions_are_those_that_are_installed() -> None:
+    assert untested_versions() == []
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, (first, end) in TESTED.items():
+        assert f"{name}>={first},<{end.removesuffix('.0')}" in wanted
 
 
 # --- defaults --------------------------------------------------------------------------------------------------------

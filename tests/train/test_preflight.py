@@ -113,17 +113,6 @@ def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: st
     assert ready.plan.identity() == plan.identity()  # a run may be resumed with another
 
 
-def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
-    from fsdptrain.train.preflight import check_forward
-
-    plan = plan_of(tmp_path, MODELS["llama"], "train.micro_batch_size=2")
-    bare = prepare_model(plan, 512).bare
-    model = dataclasses.replace(plan.recipe.model, attn_implementation="flash_attention_2")
-    recipe = dataclasses.replace(plan.recipe, model=model)
-    with pytest.raises(RecipeError, match=r"micro-batches of one row: set train.micro_batch_size=1"):
-        check_forward(dataclasses.replace(plan, recipe=recipe), bare)
-
-
 REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
