@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import IO
 
 GIB = 2**30
@@ -48,6 +49,12 @@ def _wrapped(line: str, width: int, extra_indent: int) -> str:
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Return a number with its noun: `1 step`, `40 steps`."""
     return f"{count:,} {noun}" + ("" if count == 1 else plural)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `rank 3`, `ranks 0, 1 and 3`."""
+    names = [str(rank) for rank in ranks]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def rate(tokens_per_s: float) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record, killed_by, own_frame
+from fsdptrain.launch.collectives import waited_for
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import ranks_text
 
 
 def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainError:
@@ -32,7 +36,8 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainE
 def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
     """Return one paragraph that says where each rank waits, from the reports of the watchdogs."""
     places: dict[str, list[int]] = {}
-    for rank in range(plan.topology.world_size):
+    world = plan.topology.world_size
+    for rank in range(world):
         report = rundir.hang_report(rank)
         if rank not in hung:
             where = "does not respond: it is stopped, or its machine cannot be reached"
@@ -45,18 +50,25 @@ def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
     places_text = "; ".join(
-        f"{_ranks(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
+        f"{ranks_text(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
     )
+    collective = waited_for(_recorded(hung, rundir), [rank for rank in range(world) if rank not in hung])
     timeout = plan.recipe.launch.timeout_s
     return (
         f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
-        f"{places_text}. All stacks and the last collectives: {rundir.logs}"
+        f"{places_text}{f'; {collective}' if collective else ''}. All stacks and the last collectives: {rundir.logs}"
     )
 
 
-def _ranks(ranks: list[int]) -> str:
-    names = [str(rank) for rank in ranks]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+def _recorded(hung: list[int], rundir: RunDir) -> dict[int, Any]:
+    """Return rank → what its flight recorders held, for the ranks whose file is complete."""
+    found = {}
+    for rank in hung:
+        if not rundir.hang_report(rank).exists():
+            continue  # the file may be of an earlier start: a rank writes it before its report
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            found[rank] = json.loads(rundir.collectives(rank).read_text(encoding="utf-8"))
+    return found
 
 
 def _plural(where: str) -> str:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdptrain.parallel.issued import NamedComm
+
 FSDP = "torch.distributed.fsdp._fully_shard"
 
 
@@ -34,6 +36,9 @@ RELIES_ON = {
     f"{FSDP}._fsdp_api.ReduceScatter.__call__": {"2.13.0": "8b58259a4654"},
     # By `shard.set_prefetch`: a list of units to prefetch switches FSDP's own choice off.
     f"{FSDP}._fsdp_state.FSDPState._pre_backward": {"2.13.0": "e781b8ad56b7"},
+    # By `name_collectives`, which wraps the communications that these set.
+    "torch.distributed.fsdp.FSDPModule.set_custom_all_gather": {"2.13.0": "4d7e9bb15d9c"},
+    "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": {"2.13.0": "1a7a0266be14"},
     # By `first_row`.
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
 }
@@ -70,6 +75,19 @@ def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:
             other.fsdp_params = wide
             group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
             state._fsdp_param_groups.append(other)
+
+
+def name_collectives(model: Any) -> None:
+    """Make every unit of a sharded model note its name before each of its collectives (see `issued`)."""
+    names: dict[FSDPState, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            names.setdefault(module._get_fsdp_state(), []).append(name or "the outermost unit")
+    for state, modules in names.items():
+        groups: Any = state._fsdp_param_groups if takes_two_dtypes() else filter(None, [state._fsdp_param_group])
+        for group in groups:
+            group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", ", ".join(modules))
+            group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", ", ".join(modules))
 
 
 def first_row(tensor: DTensor) -> int:

@@ -25,7 +25,7 @@ from fsdptrain.model.patches import use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
-from fsdptrain.parallel.patches import keep_float32, takes_two_dtypes
+from fsdptrain.parallel.patches import keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.world import World
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     if kept:
         keep_float32(model, kept)
     set_prefetch(units, fsdp)
+    name_collectives(model)
 
 
 def is_lookup(unit: Unit) -> bool:

@@ -64,8 +64,11 @@ def collective_of(frame: FrameType) -> str | None:
     return f"{collective} of {getattr(unit, '_module_fqn', None) or 'the outermost unit'}"
 
 
-def recorded_collectives() -> dict[str, Any]:
-    """Return what torch's flight recorder has of this rank's collectives, gloo's and NCCL's; empty without one."""
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    found: dict[str, Any] = json.loads(dump()) if dump else {}
-    return found
+def recorded_collectives() -> dict[str, dict[str, Any]]:
+    """Return backend → what torch's flight recorder has of this rank's collectives.
+
+    Each backend has a recorder of its own; that of NCCL is only in builds with CUDA.
+    """
+    dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    found = {backend: getattr(_distributed_c10d, name, None) for backend, name in dumps.items()}
+    return {backend: json.loads(dump()) for backend, dump in found.items() if dump}

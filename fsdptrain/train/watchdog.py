@@ -18,10 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.ownership import write_atomically
+from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.patches import collective_of, recorded_collectives
 
@@ -108,10 +110,11 @@ class Watchdog:
 
 def current_place() -> tuple[bool, str]:
     """Return whether this process waits for other ranks, and where it is: a collective of a unit, or a function."""
-    frames = sys._current_frames()
-    threads = {thread.name: frames[thread.ident] for thread in threading.enumerate() if thread.ident in frames}
+    # On a GPU autograd runs FSDP's hooks on threads of its own, which `threading.enumerate` does not list.
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = {names.get(ident, f"thread {ident}"): frame for ident, frame in sys._current_frames().items()}
     main = [*_stack(threads["MainThread"])]
-    # FSDP's own frames know the unit. On a GPU autograd runs its hooks in another thread than the main one.
+    # FSDP's own frames know the unit.
     for stack in ([*_stack(frame)] for name, frame in threads.items() if name not in ("watchdog", "checkpoint")):
         for frame in stack:
             if collective := collective_of(frame):
@@ -136,6 +139,23 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def last_collectives(count: int = 40) -> str:
-    """Return the newest collectives of this rank as JSON, from torch's flight recorder (it records gloo and NCCL)."""
-    facts = recorded_collectives()
-    return json.dumps({**facts, "entries": facts.get("entries", [])[-count:]}, indent=1)
+    """Return the newest `count` collectives of each group of ranks, with their units, and all that are not done.
+
+    The text is JSON: the dump of torch's flight recorder of each backend.
+    """
+    recorded = recorded_collectives()
+    trained_with = max(recorded, default="")  # NCCL, where there is one
+    newest = {}
+    for backend, facts in recorded.items():
+        entries = named(facts.get("entries", []), [*ISSUED] if backend == trained_with else [])
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for entry in entries:
+            groups.setdefault(entry["process_group"][0], []).append(entry)
+        kept = [
+            entry
+            for group in groups.values()
+            for place, entry in enumerate(group)
+            if len(group) - place <= count or not (entry["retired"] or entry["state"] == "completed")
+        ]
+        newest[backend] = {**facts, "entries": kept}
+    return json.dumps(newest, indent=1)

@@ -243,10 +243,17 @@ def check_hang(tmp: Path, fault: dict[str, Any], *words: str, **changes: Any) ->
 
 
 def test_a_hang_is_ended_and_explained(tmp_path: Path, fault_table: FaultTable) -> None:
-    words = ("rank 0 waits in", "rank 1 is in corpus.batch")
+    words = ("rank 0 waits in", "rank 1 is in corpus.batch", r"; rank 1 never entered all-gather #\d+ of model\.\w+")
     problems, notice = check_hang(tmp_path, hang(BATCH, call=7), *words)
     problems += [] if valid_steps(tmp_path / "run") else ["no valid checkpoint"]
     assert not record_try(fault_table, "hang: in corpus.batch", problems, [notice])
+
+
+def test_a_rank_stopped_in_a_step_is_named_with_the_unit_that_waits(tmp_path: Path, fault_table: FaultTable) -> None:
+    stopped = hang(LOSS, 7, "send", name="SIGSTOP")
+    words = ("rank 1 does not respond", r"the other ranks wait for rank 1 in all-gather #\d+ of model\.\w+")
+    problems, notice = check_hang(tmp_path, stopped, *words)
+    assert not record_try(fault_table, "hang: stopped by SIGSTOP before a forward", problems, [notice])
 
 
 HANGS = {

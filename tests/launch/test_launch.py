@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support import TINY, write_recipe
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
@@ -76,6 +78,21 @@ def test_the_place_of_a_rank_is_the_innermost_function_of_this_package() -> None
     assert not waits and where.startswith("errors.to_record (errors.py:")
 
 
+def test_a_collective_on_a_thread_of_autograd_is_found() -> None:
+    released, unit = threading.Event(), FSDPParamGroup.__new__(FSDPParamGroup)
+    unit._module_fqn = "model.layers.7"
+
+    def post_backward(self: FSDPParamGroup) -> None:
+        released.wait(60)
+
+    _thread.start_new_thread(post_backward, (unit,))  # `threading` does not know this thread, as autograd's
+    end, found = time.monotonic() + 30, (False, "")
+    while not found[0] and time.monotonic() < end:
+        found = current_place()
+    released.set()
+    assert found == (True, "reduce-scatter of model.layers.7")
+
+
 def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
     saved, found = threading.Event(), [""]
 
@@ -113,7 +130,7 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
         while not hang.exists() and time.monotonic() < end:
             time.sleep(0.05)
     assert json.loads(hang.read_text())["rank"] == 0
-    assert "entries" in json.loads(RunDir(Path(plan.run_dir)).collectives(0).read_text())
+    assert "entries" in json.loads(RunDir(Path(plan.run_dir)).collectives(0).read_text())["gloo"]
 
 
 def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:

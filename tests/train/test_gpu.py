@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support import events, fsdptrain, write_recipe
+from support import environment, events, fsdptrain, write_recipe
+
+from fsdptrain.parallel.issued import Issued, named
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +41,27 @@ def test_offload_and_recomputation_do_not_change_the_curve(tmp_path: Path) -> No
     assert losses(tmp_path, "offload", "fsdp.cpu_offload=true") == pytest.approx(plain, rel=1e-5)
     selective = "fsdp.activation_checkpointing=selective"
     assert losses(tmp_path, "selective", selective) == pytest.approx(plain, rel=1e-5)
+
+
+RECORD = """
+import json, sys, torch, torch.distributed as dist
+from fsdptrain.train.patches import recorded_collectives
+store = dist.FileStore(sys.argv[1], 1)
+dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+dist.all_reduce(torch.ones(8, device="cuda"))
+torch.cuda.synchronize()
+print(json.dumps(recorded_collectives()["nccl"]["entries"][-1]))
+"""
+
+
+def test_the_flight_recorder_of_nccl_has_the_fields_that_a_hang_is_explained_with(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", RECORD, str(tmp_path / "store")]
+    env = environment(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
+    shown = subprocess.run(words, capture_output=True, text=True, env=env, check=True).stdout
+    [entry] = named([json.loads(shown.splitlines()[-1])], [Issued(0, "reduction", "model.layers.0")])
+    assert entry["collective"] == "all-reduce of model.layers.0"
+    assert entry["collective_seq_id"] == 1 and entry["state"] in ("scheduled", "started", "completed")
+    assert {"retired", "is_p2p", "time_created_ns", "process_group"} <= entry.keys()
 
 
 LLAMA_1B = {
