@@ -24,7 +24,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
-from fsdptrain.model import loss, weights
+from fsdptrain.model import loss, varlen, weights
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
@@ -67,6 +67,20 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+
+
+def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Return two curves of each variant, and evaluations after them: with masks, and in the varlen kernel."""
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        found[name] = []
+        for reason in ("masks", None):
+            with patch.object(varlen, "obstacle", lambda *_, reason=reason: reason):
+                run = build(recipe, overrides)
+            assert varlen.used_by(run.engine.model) == (reason is None)
+            made = curve(run, steps)
+            found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())])
+    return found
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:

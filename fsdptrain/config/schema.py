@@ -47,8 +47,9 @@ class Model:
     dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer state")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
-        "attention kernel, by its name in transformers; auto: flash_attention_2 if it is installed and supports these "
-        "batches, else sdpa (on a CPU in tiles if that is faster), else eager",
+        "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
+        "supports the model; auto: varlen, else flash_attention_2 if it is installed and supports these batches, else "
+        "sdpa (on a CPU in tiles if that is faster), else eager",
     )
 
 

@@ -109,8 +109,10 @@ class _MicroBatch:
         self.reduce = BYTES[fsdp.mixed_precision.reduce_dtype]
         self.rows, self.length = recipe.train.micro_batch_size, recipe.data.seq_len
         self.tokens = self.rows * self.length
-        self.masked = recipe.data.packing != "none"
         on_gpu = self.device == "cuda"
+        # In bfloat16 a GPU computes each document by itself, without a mask: see `model.varlen`.
+        varlen = on_gpu and self.compute == 2 and self.shape.head_dim <= 256 and self.shape.head_dim % 8 == 0
+        self.masked = recipe.data.packing != "none" and not varlen
         # On a GPU, the kernel for masks and for float32 has no groups: keys and values are repeated for every query.
         repeated = on_gpu and (self.masked or self.compute == 4)
         self.keys = self.shape.queries if repeated else self.shape.keys

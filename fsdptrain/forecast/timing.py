@@ -89,10 +89,10 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
     peak = hardware.flops if half else hardware.flops32
     flops, share = float(kernel.flops), hardware.product_share
-    if "attention" in kernel.name:
+    if "attention" in kernel.name or "varlen" in kernel.name:
         share = hardware.attention_share["backward" in kernel.name]
         # Flash kernels skip what a causal mask hides, and the tiles of `model.attention` at least as much. Other
-        # kernels compute all of it.
+        # kernels compute all of it. The FLOPs of the varlen kernel count only what is computed.
         flops /= 2 if "flash" in kernel.name or kernel.name.startswith("attention") else 1
     return max(flops / (peak * share), memory)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading
@@ -36,6 +37,11 @@ RELIES_ON = {
     # by loss (a view's base) and attention.
     "torch.Tensor._base": {"2.13.0": "99b56a9ccdce"},
     "torch.ops.aten._softmax_backward_data.default": {"2.13.0": "2827cddc7f79"},
+    # by varlen: torch calls these operators by position, and there are kernels for them on a CPU here,
+    "torch.ops.torch_attn._varlen_attn.default": {"2.13.0": "b21b9f9d7174"},
+    "torch.ops.torch_attn._varlen_attn_backward.default": {"2.13.0": "e39279965701"},
+    # which transformers calls without a mask, because it has no mask function.
+    "transformers.masking_utils._preprocess_mask_arguments": {"5.23.0": "df23eb733c6e"},
 }
 
 
@@ -98,6 +104,11 @@ def torch_operators() -> Iterator[None]:
         yield
     finally:
         hub_kernels.is_torchdynamo_exporting = original
+
+
+VARLEN_FORWARD, VARLEN_BACKWARD = (
+    torch.ops.torch_attn._varlen_attn.default, torch.ops.torch_attn._varlen_attn_backward.default
+)  # fmt: skip
 
 
 CONSTRUCTOR_ARGUMENTS = "_fsdptrain_constructor_arguments"

@@ -58,10 +58,11 @@ class Probe:
             raise ValueError("its logits are not finite for random weights")
         return bool((among - alone).abs().max() <= TOLERANCE * alone.abs().max())
 
-    def logits(self, rows: list[list[int]], document: slice | None = None) -> torch.Tensor:
+    def logits(self, rows: list[list[int]], document: slice | None = None, **inputs: Any) -> torch.Tensor:
         """Return the first row's logits, float32 [tokens, vocabulary], called as the engine calls the model.
 
-        With a `document`, the model gets that part of the first row alone. Raises what the model raises.
+        With a `document`, the model gets that part of the first row alone; `inputs` are passed on to it.
+        Raises what the model raises.
         """
         positions = torch.tensor(rows)
         vocabulary = self.model.get_input_embeddings().num_embeddings
@@ -69,7 +70,7 @@ class Probe:
         if document:
             ids, positions = ids[:1, document], positions[:1, document]
         with torch.no_grad(), torch_operators(), CheapProducts(), _one_thread():
-            found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            found: torch.Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
         return found[0].float()
 
 

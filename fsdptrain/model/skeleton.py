@@ -23,6 +23,7 @@ from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
+from fsdptrain.model import varlen
 from fsdptrain.model.patches import parameters_on_meta
 from fsdptrain.model.units import saved_state
 
@@ -101,21 +102,26 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
 
 
 def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
-    """Return the plan with `attn_implementation: auto` replaced by a kernel, and the skeleton that has it.
+    """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
 
-    The kernel is the best one that the architecture, this machine and the recipe's batches allow.
+    sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
+    recipe's batches allow: varlen, flash_attention_2, sdpa, eager.
     """
     model = plan.recipe.model
-    if model.attn_implementation != "auto":
+    if model.attn_implementation not in ("auto", "sdpa"):
         return plan, skeleton(config, model)
-    if _flash_is_possible(plan):
-        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
-        with contextlib.suppress(RecipeError):  # the architecture does not support it
-            return flash, skeleton(config, flash.recipe.model)
     bare = skeleton(config, model)
     kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
     # A model of several parts may support sdpa in some of them only.
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
+    if kernel == "sdpa" and varlen.obstacle(plan, bare) is None:
+        bare.set_attn_implementation(kernel := varlen.NAME)
+    elif model.attn_implementation == "sdpa":
+        return plan, bare
+    elif _flash_is_possible(plan):
+        flash = varied(plan, {"model.attn_implementation": "flash_attention_2"})
+        with contextlib.suppress(RecipeError):  # the architecture does not support it
+            return flash, skeleton(config, flash.recipe.model)
     return varied(plan, {"model.attn_implementation": kernel}), bare
 
 

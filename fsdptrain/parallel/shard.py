@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import attention
+from fsdptrain.model import attention, varlen
 from fsdptrain.model.loss import compute_in_chunks
-from fsdptrain.model.patches import use_torch_operators
+from fsdptrain.model.patches import VARLEN_FORWARD, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
@@ -42,7 +42,7 @@ KEPT = [  # selective checkpointing does not recompute these: matrix products an
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default,
+    aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default, VARLEN_FORWARD,
 ]  # fmt: skip
 
 
@@ -53,6 +53,8 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()
+    elif recipe.model.attn_implementation == "sdpa":
+        varlen.avoid_wrong_kernel(recipe.data.seq_len)
     units = units_of(model, recipe.fsdp.wrap)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model)

@@ -30,7 +30,8 @@ from fsdptrain.forecast.trace import (
     Storage,
     Trace,
 )
-from fsdptrain.model.attention import WORKSPACE
+from fsdptrain.model import attention, varlen
+from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.simulate import device as pretend
 from fsdptrain.simulate.patches import resizes_watched
 
@@ -57,7 +58,11 @@ ATTENTION: dict[Any, Callable[..., int]] = {  # torch's registry of FLOP formula
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
+    **varlen.FLOPS,
 }
+
+
+WORKSPACE = attention.WORKSPACE | varlen.WORKSPACE
 
 
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
@@ -143,18 +148,19 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.known:
-                    self._add_storage(storage, tensor.device.type, self._category(tensor, backward))
+                    self._add_storage(storage, tensor.device.type, self._category(func, tensor, backward))
         self._tag_operands(func, args, kwargs)
         self._record_work(func, args, kwargs, result)
         return result
 
-    def _category(self, tensor: torch.Tensor, backward: bool) -> Category:
+    def _category(self, func: Any, tensor: torch.Tensor, backward: bool) -> Category:
         """Return the category of a new tensor, as far as it is known at its allocation."""
         if tensor.ndim and tensor.shape[-1] == self.vocab_size and self.moment != "optimizer":
             return "logits and loss"
+        differentiated = torch.is_grad_enabled() or func is VARLEN_FORWARD  # its own autograd calls it without
         if backward:  # gradients are enabled there only in recomputation
-            return "recomputed activations" if torch.is_grad_enabled() else "temporaries"
-        return "saved activations" if torch.is_grad_enabled() else "temporaries"
+            return "recomputed activations" if differentiated else "temporaries"
+        return "saved activations" if differentiated else "temporaries"
 
     def _tag_operands(self, func: Any, args: Any, kwargs: Any) -> None:
         """Set the categories of tensors that FSDP2's own operators take and return."""

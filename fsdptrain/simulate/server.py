@@ -137,18 +137,18 @@ class Models:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        self._kernels: dict[bool, str] = {}  # whether flash_attention_2 fits → what `auto` stands for
+        self._kernels: dict[tuple[str, bool], str] = {}  # (compute dtype, whether flash_attention_2 fits) → kernel
         self._bare: Any = None
 
     def with_kernel(self, plan: Plan) -> Plan:
-        """Return the plan with `attn_implementation: auto` replaced by a kernel."""
-        if plan.recipe.model.attn_implementation != "auto":
+        """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
+        if plan.recipe.model.attn_implementation not in ("auto", "sdpa"):
             return plan
-        fits = flash_fits(plan)
-        if fits not in self._kernels:
+        key = plan.recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan)
+        if key not in self._kernels:
             settled, self._bare = choose_attention(plan, self.config)
-            self._kernels[fits] = settled.recipe.model.attn_implementation
-        return varied(plan, {"model.attn_implementation": self._kernels[fits]})
+            self._kernels[key] = settled.recipe.model.attn_implementation
+        return varied(plan, {"model.attn_implementation": self._kernels[key]})
 
     def skeleton(self, plan: Plan) -> Any:
         """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""

@@ -22,6 +22,7 @@ from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
+from fsdptrain.model import varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
@@ -237,6 +238,7 @@ def start_facts(inputs: Inputs, world: World, sizes: Sizes, units: int, baseline
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
+        **({"attention_note": note} if (note := varlen.mask_note(inputs.prepared.plan, inputs.prepared.bare)) else {}),
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),

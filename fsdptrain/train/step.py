@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +19,7 @@ from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, to_device
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import NonFiniteError, RecipeError
+from fsdptrain.model import varlen
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import World
 from fsdptrain.train.optim import assert_dtypes, set_step
@@ -148,7 +149,10 @@ class Engine:
         return None
 
     def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
-        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+        inputs["use_cache"] = False
+        if varlen.used_by(self.model):
+            inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
         if self.plan.recipe.train.loss == "chunked":
             loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
             return loss

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.plan import Plan, varied
+from fsdptrain.model import varlen
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
 from fsdptrain.text import size
@@ -36,6 +37,8 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     ready = preflight.prepare_model(plan, vocab_size)
     if findings.elsewhere and (note := kernel_note(plan, ready)):
         findings.add_note(note)
+    if note := varlen.mask_note(ready.plan, ready.bare):
+        findings.add_note(note)
     facts = model_facts(ready.plan, ready.bare, ready.units)
     findings.add_facts("model", facts, HEADING, *model_lines(facts))
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))
@@ -49,7 +52,9 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
 def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
     kernel = ready.plan.recipe.model.attn_implementation
-    if plan.recipe.model.attn_implementation != "auto" or not (flash_fits(plan) and has_flash(ready.bare)):
+    if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
+        return None
+    if not (flash_fits(plan) and has_flash(ready.bare)):
         return None
     other = "sdpa on a machine without" if kernel == "flash_attention_2" else "flash_attention_2 on a machine with"
     return (

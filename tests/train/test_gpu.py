@@ -11,6 +11,8 @@ import pytest
 import torch
 from support import environment, events, fsdptrain, write_recipe
 
+from fsdptrain.data.corpus import document_bounds
+from fsdptrain.model import varlen
 from fsdptrain.parallel.issued import Issued, named
 
 pytestmark = [
@@ -62,6 +64,34 @@ def test_the_flight_recorder_of_nccl_has_the_fields_that_a_hang_is_explained_wit
     assert entry["collective"] == "all-reduce of model.layers.0"
     assert entry["collective_seq_id"] == 1 and entry["state"] in ("scheduled", "started", "completed")
     assert {"retired", "is_p2p", "time_created_ns", "process_group"} <= entry.keys()
+
+
+def test_packed_documents_are_computed_by_themselves(tmp_path: Path) -> None:
+    """The varlen kernel gives the curve of the mask path, in bfloat16."""
+    bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+    masked = losses(tmp_path, "eager", bf16, "model.attn_implementation=eager", "train.micro_batch_size=2")
+    assert losses(tmp_path, "varlen", bf16, "train.micro_batch_size=2") == pytest.approx(masked, rel=2e-3)
+    assert events(tmp_path / "varlen", "start")[0]["attention"] == varlen.NAME
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
+def test_the_varlen_kernel_computes_what_the_reference_on_a_cpu_does(
+    heads: int, groups: int, size: int, window: int | None
+) -> None:
+    lengths = [[300, 1, 211], [512]]
+    documents, longest = document_bounds(lengths)
+    *qkv, grad = (torch.randn(2, 512, count, size).bfloat16() for count in (heads, groups, groups, heads))
+    made = {}
+    for device in ("cpu", "cuda"):
+        leaves = [x.detach().to(device).transpose(1, 2).requires_grad_() for x in qkv]
+        passed = {"documents": documents.to(device), "longest_document": longest, "sliding_window": window}
+        out, _ = varlen.attend_within_documents(torch.nn.Module(), *leaves, None, **passed)
+        made[device] = [out.detach(), *torch.autograd.grad(out, leaves, grad.to(device))]
+    for found, expected in zip(made["cuda"], made["cpu"], strict=True):
+        error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
+        print(f"{heads}/{groups} heads of {size}, window {window}: {error:.1e}")
+        assert error < 1e-2
 
 
 LLAMA_1B = {

@@ -1,0 +1,487 @@
+"""Attention in the varlen kernel is that of each document alone: the same code as on a GPU, with the CPU's kernel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import config_of, plan_of
+from support import TESTS, environment, on_ranks, python_path, write_recipe
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import Model
+from fsdptrain.data.corpus import document_bounds
+from fsdptrain.errors import RecipeError
+from fsdptrain.model import varlen
+from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
+from fsdptrain.model.skeleton import choose_attention, skeleton
+from fsdptrain.parallel.shard import KEPT
+
+Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
+
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+def inputs(length: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Made:
+    """Return q, k, v as a model makes them, for two rows, and a gradient of the output."""
+    made = torch.Generator().manual_seed(length + heads + groups + size)
+    q, k, v, grad = (
+        torch.randn(2, length, count, size, generator=made).to(dtype) for count in (heads, groups, groups, heads)
+    )
+    return [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grad]
+
+
+def differentiated(function: Callable[..., torch.Tensor], qkv: Made, grad: torch.Tensor) -> Made:
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def in_varlen(rows: list[list[int]], window: int | None) -> Callable[..., torch.Tensor]:
+    documents, longest = document_bounds(rows)
+    passed = {"documents": documents, "longest_document": longest, "sliding_window": window, "scaling": 0.3}
+    return lambda q, k, v: varlen.attend_within_documents(torch.nn.Module(), q, k, v, None, **passed)[0]
+
+
+def each_alone(rows: list[list[int]], window: int | None) -> Callable[..., torch.Tensor]:
+    """Return a function that gives every document to torch's own attention by itself."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        made = []
+        for row, lengths in enumerate(rows):
+            parts = [x[row : row + 1].split([*lengths], dim=2) for x in (q, k, v)]
+            for one in zip(*parts, strict=True):
+                length = one[0].shape[2]
+                seen = torch.ones(length, length, dtype=torch.bool).tril()
+                seen = seen if window is None else seen.triu(1 - window)
+                options = {"is_causal": True} if window is None else {"attn_mask": seen}
+                made.append(scaled_dot_product_attention(*one, scale=0.3, **options))
+        together = torch.cat(made, dim=2).transpose(1, 2)
+        return together.unflatten(1, (len(rows), -1))[0]
+
+    return function
+
+
+def errors(found: Made, exact: Made) -> list[float]:
+    """Return the norms of the differences relative to what is exact, where that is not zero."""
+    differences = ((a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True) if b.norm() > 1e-9)
+    return [float(difference) for difference in differences]
+
+
+def compared(
+    rows: list[list[int]], heads: int, groups: int, size: int, window: int | None, dtype: torch.dtype
+) -> tuple[list[float], list[float]]:
+    """Return the errors of varlen, and of torch's kernel for each document in this dtype, against float64."""
+    *qkv, grad = inputs(sum(rows[0]), heads, groups, size, dtype)
+    exact = differentiated(each_alone(rows, window), [x.double() for x in qkv], grad.double())
+    found = differentiated(in_varlen(rows, window), qkv, grad)
+    assert [x.dtype for x in found] == [dtype] * 4
+    assert [x.shape for x in found] == [grad.shape, *(x.shape for x in qkv)]
+    return errors(found, exact), errors(differentiated(each_alone(rows, window), qkv, grad), exact)
+
+
+ROWS = {
+    "one token": [[1], [1]],
+    "a row each": [[300], [300]],
+    "packed": [[100, 7, 193], [150, 150]],
+    "tokens alone": [[1] * 40, [1, 38, 1]],
+    "padding": [[30, 34], [63, 1]],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (4, 2, 64), (6, 1, 80)])
+@pytest.mark.parametrize("window", [None, 1, 9])
+def test_a_document_is_computed_by_itself(name: str, heads: int, groups: int, size: int, window: int | None) -> None:
+    worst = max(compared(ROWS[name], heads, groups, size, window, torch.float32)[0])
+    assert worst < 1e-5
+    found, others = compared(ROWS[name], heads, groups, size, window, torch.bfloat16)
+    print(f"{name}, {heads}/{groups} heads of {size}, window {window}: float32 {worst:.1e}, bf16 {max(found):.1e} "
+          f"(torch's kernel {max(others):.1e})")  # fmt: skip
+    assert all(a <= max(2 * b, 4e-3) for a, b in zip(found, others, strict=True)), (found, others)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.randoms(), st.one_of(st.none(), st.integers(1, 50)))
+@settings(max_examples=40, deadline=None)
+def test_whatever_the_lengths(lengths: list[int], random: Any, window: int | None) -> None:
+    rows = [lengths, random.sample(lengths, len(lengths))]
+    assert max(compared(rows, 4, 2, 16, window, torch.float32)[0]) < 1e-5
+
+
+def test_torch_finds_the_kernels_for_the_cpu_well_made() -> None:
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in inputs(13, 4, 2, 16, torch.float32)[:3])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    bounds, longest = document_bounds([[9, 4], [13]])
+    args = (*leaves, bounds, bounds, longest, longest, True, 0.3, [-1, 0], True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    found = torch.library.opcheck(VARLEN_FORWARD, args, test_utils=tests)
+    assert found == dict.fromkeys(tests, "SUCCESS")
+
+
+def test_older_torch_gets_keys_and_values_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    *qkv, grad = inputs(64, 4, 2, 16, torch.float32)
+    expected = differentiated(in_varlen([[60, 4], [64]], None), qkv, grad)
+    heads = []
+    original = varlen.varlen_attn
+    monkeypatch.setattr(varlen, "PARAMETERS", dict.fromkeys(["window_size", "scale"]))
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda q, k, *a, **o: heads.append(k.shape[1]) or original(q, k, *a, **o)
+    )
+    assert max(errors(differentiated(in_varlen([[60, 4], [64]], None), qkv, grad), expected)) < 1e-6
+    assert heads == [4]
+
+
+REFUSED = {
+    "does not pass|do not get": {"documents": None},
+    "builds a mask": {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
+    "not causal": {"is_causal": False},
+    "dropout": {"dropout": 0.1},
+    "capped": {"softcap": 30.0},
+    "sinks": {"s_aux": torch.zeros(4)},
+    "position bias": {"position_bias": torch.zeros(1, 4, 8, 8)},
+    "16 and 24": {"value": torch.zeros(1, 4, 8, 24)},
+    "12 elements": dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 12)),
+    "differ in length": dict.fromkeys(("key", "value"), torch.zeros(1, 4, 9, 16)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_kernel_does_not_compute_is_refused(reason: str) -> None:
+    bounds, longest = document_bounds([[8]])
+    called = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 16)) | {"attention_mask": None}
+    called |= {"documents": bounds, "longest_document": longest}
+    varlen.attend_within_documents(torch.nn.Module(), **called)
+    with pytest.raises(RecipeError, match=reason):
+        varlen.attend_within_documents(torch.nn.Module(), **called | REFUSED[reason])
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 40},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt_neox": {"num_key_value_heads": 4},
+}
+PACKED = [[90, 1, 109], [150, 50]]
+
+
+def model_of(kind: str, kernel: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
+
+
+def called(lengths: list[list[int]]) -> dict[str, Any]:
+    """Return the arguments of a model for rows of documents."""
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    documents, longest = document_bounds(lengths)
+    ids = torch.randint(128, positions.shape, generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "position_ids": positions, "documents": documents, "longest_document": longest}
+
+
+def trained(model: Any, **passed: Any) -> dict[str, torch.Tensor]:
+    """Return the logits of packed rows, and every gradient."""
+    logits = model(**passed, use_cache=False).logits
+    model.zero_grad()
+    logits.float().logsumexp(-1).square().mean().backward()
+    return {"logits": logits.detach()} | {name: param.grad for name, param in model.named_parameters()}
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    pairs = [(found[name].double(), tensor.double()) for name, tensor in expected.items() if tensor.norm() > 1e-9]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.fixture
+def no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers fail where it builds a mask or looks for documents in position ids."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a mask")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", fail)
+    for name in ("sdpa", "eager"):
+        monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, fail)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_a_model_computes_what_it_does_with_a_mask(kind: str, dtype: torch.dtype, request: Any) -> None:
+    masked = called(PACKED)
+    del masked["documents"], masked["longest_document"]
+    expected = trained(model_of(kind, "sdpa", dtype), **masked)
+    request.getfixturevalue("no_masks")
+    difference = worst(trained(model_of(kind, varlen.NAME, dtype), **called(PACKED)), expected)
+    print(f"{kind} {dtype}: worst difference to the mask path {difference:.1e}")
+    assert difference < (2e-5 if dtype == torch.float32 else 4e-2)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_document_has_the_logits_it_has_alone(kind: str, no_masks: None) -> None:
+    model, passed = model_of(kind, varlen.NAME), called(PACKED)
+    logits = model(**passed, use_cache=False).logits
+    for row, lengths in enumerate(PACKED):
+        for start, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
+            bounds, longest = document_bounds([[length]])
+            alone = model(
+                input_ids=passed["input_ids"][row : row + 1, start : start + length], use_cache=False,
+                documents=bounds, longest_document=longest,
+            ).logits[0]  # fmt: skip
+            torch.testing.assert_close(logits[row, start : start + length], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each call of the kernel in forward."""
+    made: list[int] = []
+    original = varlen._parts
+    monkeypatch.setattr(varlen, "_parts", lambda bounds: made.append(1) or original(bounds))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputing_blocks_changes_no_gradient(kind: str, forwards: list[int]) -> None:
+    expected = trained(model_of("llama", varlen.NAME), **called(PACKED))
+    assert len(forwards) == 3 + 3
+    model = model_of("llama", varlen.NAME)
+    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
+    for block in model.model.layers:
+        block.forward = in_checkpoint(block.forward, options)
+    forwards.clear()
+    found = trained(model, **called(PACKED))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert len(forwards) == 3 + 3 + (3 if kind == "full" else 0)  # kept, attention is not computed again
+
+
+def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_compiled_blocks_are_one_graph_each_and_few(kind: str, no_masks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other documents give another graph once, with symbols for what they change, and then no more."""
+    for name in ("__init__", "__setstate__"):  # compilation replaces them for good
+        monkeypatch.setattr(torch.nn.Module, name, getattr(torch.nn.Module, name))
+    expected = [trained(model_of("llama", varlen.NAME), **called(lengths)) for lengths in DOCUMENTS]
+    model = model_of("llama", varlen.NAME)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
+    for block in model.model.layers:
+        forward = block.forward if kind == "none" else in_checkpoint(block.forward, options)
+        block.forward = torch.compile(forward, backend=backend, fullgraph=True)
+    counts = []
+    for lengths, wanted in zip(DOCUMENTS, expected, strict=True):
+        assert worst(trained(model, **called(lengths)), wanted) < 1e-6
+        counts.append(len(graphs))
+    assert counts[2:] == [counts[2]] * len(counts[2:]), counts
+    print(f"{kind}: graphs after each micro-batch: {counts}")
+
+
+DOCUMENTS = [PACKED, [[1] * 200, [2] * 100], [[200], [3, 197]], [[20] * 10] * 2, [[140, 60], [5] * 40]]
+
+
+# --- in the engine --------------------------------------------------------------------------------------------------
+
+
+def gpu_plan(tmp: Path, **changes: Any) -> Plan:
+    return plan_of(tmp, device="cuda", **{"fsdp__mixed_precision": {"param_dtype": "bfloat16"}, **changes})
+
+
+VARIANTS = {
+    "plain": [],
+    "full": ["fsdp.activation_checkpointing=full"],
+    "selective": ["fsdp.activation_checkpointing=selective", "fsdp.accumulation=hold"],
+    "rows": ["train.micro_batch_size=2", "fsdp.strategy=SHARD_GRAD_OP", "train.loss=plain"],
+    "not packed": ["data.packing=none"],
+    "bf16": ["fsdp.mixed_precision.param_dtype=bfloat16", "train.micro_batch_size=2"],
+}
+
+
+def test_real_ranks_make_the_curve_of_the_mask_path(tmp_path: Path) -> None:
+    """Everything is as in a run on GPUs, except that `obstacle` finds none on a CPU."""
+    recipe = write_recipe(tmp_path, data__seq_len=96, train__global_batch_size=8)
+    found = on_ranks(2, "masked_and_apart", tmp_path / "ranks", recipe=str(recipe), variants=VARIANTS, steps=3)[0]
+    for name, (masked, apart) in found.items():
+        pairs = zip((x for step in masked for x in step), (x for step in apart for x in step), strict=True)
+        difference = max(abs(a / b - 1) for a, b in pairs)
+        print(f"{name}: worst relative difference of loss, gradient norm and evaluation {difference:.1e}")
+        assert masked != apart
+        assert difference < (2e-3 if name == "bf16" else 1e-5)
+
+
+# --- where it applies -----------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "llama": ({}, None),
+    "mistral": ({"sliding_window": 40}, None),
+    "gemma3_text": ({"sliding_window": 16}, None),
+    "qwen3": ({}, None),
+    "gemma2": ({}, "scores are capped"),
+    "gpt_oss": ({"num_local_experts": 4}, "sinks"),
+    "gpt2": ({}, "dropout"),
+    "stablelm": ({}, "do not get `documents`"),
+    "falcon": ({"head_dim": None}, "does not take its attention from transformers' interface"),
+    "llama4_text": ({"attention_chunk_size": 64, "num_local_experts": 4}, "declares no flash attention"),
+    "deepseek_v3": (
+        {
+            "num_key_value_heads": 4,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 8,
+            "n_group": 2,
+        },
+        "heads have 32 and 48 elements",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_chosen_where_the_model_computes_the_same(tmp_path: Path, kind: str) -> None:
+    own, reason = KINDS[kind]
+    plan = gpu_plan(tmp_path)
+    config = AutoConfig.for_model(kind, **{name: value for name, value in (SIZES | own).items() if value is not None})
+    found, bare = choose_attention(plan, config)
+    kernel = found.recipe.model.attn_implementation
+    if reason is None:
+        assert kernel == bare.config._attn_implementation == varlen.NAME
+        assert varlen.mask_note(found, bare) is None
+        assert skeleton(config, found.recipe.model).config._attn_implementation == varlen.NAME
+    else:
+        assert kernel in ("sdpa", "eager")
+        note = varlen.mask_note(found, bare)
+        assert note is not None
+        assert reason in note
+
+
+def test_a_model_with_chunks_would_be_noticed() -> None:
+    """Its chunks are longer than any document of the comparison, were they not made short for it."""
+    config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8192, num_local_experts=4)
+    assert "hides more" in str(varlen._obstacle_in_forward(skeleton(config, Model())))
+
+
+def test_it_is_not_chosen_without_a_gpu_in_float32_or_with_another_kernel(tmp_path: Path) -> None:
+    for plan in (
+        plan_of(tmp_path),
+        gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": "float32"}),
+    ):
+        found, bare = choose_attention(plan, config_of(plan))
+        assert found.recipe.model.attn_implementation == bare.config._attn_implementation == "sdpa"
+    plan = gpu_plan(tmp_path, model__attn_implementation="eager")
+    assert choose_attention(plan, config_of(plan))[0].recipe.model.attn_implementation == "eager"
+    plan = gpu_plan(tmp_path, model__attn_implementation="sdpa", data__packing="none")
+    assert choose_attention(plan, config_of(plan))[0].recipe.model.attn_implementation == varlen.NAME
+
+
+def test_torch_without_windows_gets_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "PARAMETERS", {})
+    plan, bare = choose_attention(gpu_plan(tmp_path), config_of(gpu_plan(tmp_path)))
+    assert plan.recipe.model.attn_implementation == "sdpa"
+    assert torch.__version__ in str(varlen.mask_note(plan, bare))
+
+
+@pytest.mark.parametrize(("seq_len", "stays"), [(4096, True), (4160, False), (1000, False)])
+def test_masks_do_not_go_to_cudnn_where_it_gives_nan(seq_len: int, stays: bool) -> None:
+    try:
+        varlen.avoid_wrong_kernel(seq_len)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == stays
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+# --- in a forecast --------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_counted_for_the_pairs_that_are_seen() -> None:
+    meta = [torch.empty(256, heads, 16, device="meta") for heads in (4, 2, 2)]
+    bounds = torch.empty(17, device="meta", dtype=torch.int32)
+    pairs = 2 * 128 * 129 // 2
+    forward, backward = varlen.FLOPS[VARLEN_FORWARD], varlen.FLOPS[VARLEN_BACKWARD]
+    assert forward(*meta, bounds, bounds, 128, 128, True, None, [-1, 0]) == 2 * 2 * 4 * 16 * pairs
+    args = (meta[0], *meta, meta[0], None, bounds, bounds, 128, 128, True, None, None, [-1, 0])
+    assert backward(*args) == 5 * 2 * 4 * 16 * pairs
+    windowed = sum(min(position + 1, 10) for position in range(128)) * 2
+    assert forward(*meta, bounds, bounds, 128, 128, False, None, [9, 0]) == 2 * 2 * 4 * 16 * windowed
+
+
+def test_backward_needs_a_gradient_in_float32_and_one_for_every_head() -> None:
+    """For a row of 4,096 tokens of an 8B model: 67 MB in float32, and keys and values for 32 heads instead of 8."""
+    q, k, v = (torch.empty(4096, heads, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8, 8))
+    bounds = torch.empty(2, device="meta", dtype=torch.int32)
+    needed = varlen.WORKSPACE[VARLEN_BACKWARD](q, q, k, v, q, None, bounds, bounds, 4096, 4096, True, None)
+    assert needed == (4096 + 128) * 32 * 4 * (128 + 1) + 2 * 4096 * 32 * 128 * 2
+
+
+TRACED = """
+import collections, json, sys
+from pathlib import Path
+from simulated import config_of
+from test_varlen import gpu_plan
+from transformers import masking_utils
+from fsdptrain.config.plan import varied
+from fsdptrain.forecast import memory
+from fsdptrain.forecast.trace import Kernel, Synchronize
+from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.simulate.device import PRETEND
+from fsdptrain.simulate.step import simulate
+
+found = {}
+for recomputation in ("none", "selective"):
+    plan = gpu_plan(
+        Path(sys.argv[1]), fsdp__activation_checkpointing=recomputation, data__seq_len=512, train__global_batch_size=16
+    )
+    for name, chosen in (("mask", plan), ("varlen", choose_attention(plan, config_of(plan))[0])):
+        trace = simulate(chosen, config_of(plan), pretend=True)
+        kernels = collections.Counter(e.name for e in trace.events if isinstance(e, Kernel))
+        found[f"{name} {recomputation}"] = {
+            "kernels": {name: count for name, count in kernels.items() if "attention" in name or "varlen" in name},
+            "masks": kernels["bitwise_and"] + kernels["eq"] + kernels["cumsum"],
+            "waits": sum(isinstance(e, Synchronize) for e in trace.events),
+            "bytes": memory.peak(trace, PRETEND).allocated,
+        }
+print(json.dumps(found))
+"""
+
+
+def test_a_simulated_step_has_no_mask(tmp_path: Path) -> None:
+    """A separate process, because a pretended accelerator cannot be removed."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, str(tmp_path)],
+        text=True, capture_output=True, env=environment(PYTHONPATH=python_path(TESTS, Path(__file__).parent)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    print(found)
+    for recomputation in ("none", "selective"):
+        masked, apart = found[f"mask {recomputation}"], found[f"varlen {recomputation}"]
+        micro_batches = 2
+        calls = dict.fromkeys(("_varlen_attn", "_varlen_attn_backward"), 4 * micro_batches)
+        assert apart["kernels"] == calls  # kept, attention is not computed again
+        assert masked["masks"] > apart["masks"] == 0
+        assert apart["bytes"] < masked["bytes"]
+        assert apart["waits"] <= masked["waits"]
