@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -33,28 +34,45 @@ def alternate(contenders: dict[str, Callable[[], T]], rounds: int) -> dict[str, 
     return found
 
 
-def run_ranks(script: Path, world: int, *arguments: str, **environment: str) -> list[Any]:
+def run_ranks(
+    script: Path, world: int, *arguments: str, log: Path | None = None, timeout: float | None = None, **environment: str
+) -> list[Any]:
     """Run `python script arguments` on every rank, each with its share of the cores; return what each rank passed on.
 
-    A rank passes its result on with `exit_with_result`. Exits if a rank fails.
+    A rank passes its result on with `exit_with_result`. The ranks write to the file `log`, by default to the screen.
+    Exits if a rank fails, or if they take more than `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         common = os.environ | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
             "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         } | environment  # fmt: skip
+        output = opened.enter_context(log.open("a")) if log else None
         processes = [
             subprocess.Popen(
-                [sys.executable, str(script), *arguments], stdout=subprocess.DEVNULL,
+                [sys.executable, str(script), *arguments], stdout=output or subprocess.DEVNULL, stderr=output,
                 env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "RESULT_FILE": f"{folder}/{rank}.json"},
             )
             for rank in range(world)
         ]  # fmt: skip
-        exit_codes = [process.wait() for process in processes]
+        what, end = f"{script.name} {' '.join(arguments)}", timeout and time.monotonic() + timeout
+        try:
+            exit_codes = [process.wait(end and max(0.0, end - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{what}: more than {timeout:.0f} s")
+        finally:
+            for process in processes:
+                process.kill()
         if any(exit_codes):
-            sys.exit(f"{script.name} {' '.join(arguments)}: the ranks exited with {exit_codes}")
+            last = f": {last_line(log)}" if log else ""
+            sys.exit(f"{what}: the ranks exited with {exit_codes}{last}")
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world)]
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a file that is not empty, or an empty text."""
+    return next((line.strip() for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
 
 
 def exit_with_result(result: Any) -> NoReturn:

@@ -28,12 +28,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import LLAMA, ROOT, alternate, describe_machine, exit_with_result, peak_rss, rss, run_fsdptrain, run_ranks
+from common import LLAMA, ROOT, alternate, describe_machine, exit_with_result, rss, run_fsdptrain, run_ranks
+
+if TYPE_CHECKING:
+    from peers import Workload
 
 WORLD = 2
 WARM_UP = 2  # first steps of a turn that are not counted
@@ -123,123 +126,68 @@ def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
     ]
 
 
-def blocks(shape: str, place: Path, rank: int) -> Iterator[Any]:
-    """Yield the micro-batches of a rank: token ids, [micro-batch, 512]."""
+def workload(shape: str, place: Path) -> Workload:
+    """Return the model and the rows of a shape."""
     import torch
+    from peers import Workload
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(place / "tokenizer")
-    texts = [json.loads(line)["text"] for line in (place / "rows.jsonl").read_text().splitlines()]
-    ids = torch.tensor(tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"])
-    size = SHAPES[shape][1]
-    for at in range(rank * size, len(ids), WORLD * size):
-        yield ids[at : at + size]
+    def rows() -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(place / "tokenizer")
+        texts = [json.loads(line)["text"] for line in (place / "rows.jsonl").read_text().splitlines()]
+        return torch.tensor(tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"])
 
-
-def llama(shape: str) -> Any:
-    """Return the configuration of the model."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**LLAMA, vocab_size=SHAPES[shape][0])
-
-
-def loop(model: Any, batches: Iterator[Any], baseline: int) -> None:
-    """Run the loop that a user writes by hand, and pass on its figures."""
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-    model.train()
-    ends, tokens = [], 0
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        ends.append(time.perf_counter())
-        tokens = WORLD * ids.numel()
-    finish(ends, [tokens] * len(ends), baseline)
-
-
-def finish(ends: list[float], tokens: list[int], baseline: int) -> None:
-    """Pass on the seconds and tokens (of all ranks) of every step after the warm-up, and the memory."""
-    times = [now - before for before, now in pairwise(ends)][WARM_UP - 1 :]
-    exit_with_result({"step_s": times, "tokens": tokens[WARM_UP:], "peak": peak_rss(), "baseline": baseline})
+    vocabulary, micro_batch = SHAPES[shape]
+    return Workload(LLAMA | {"vocab_size": vocabulary}, rows, micro_batch, place)
 
 
 def plain(shape: str, place: Path) -> None:
     """Train with fully_shard and transformers' own model and loss."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoModelForCausalLM
+    from peers import train_plain
 
-    dist.init_process_group("gloo")
-    baseline = rss()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(llama(shape))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.model.layers:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    loop(model, blocks(shape, place, dist.get_rank()), baseline)
+    train_plain(workload(shape, place))
 
 
 def native(shape: str, place: Path) -> None:
     """Train with transformers' own sharding, which happens while it loads."""
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
+    from peers import run_loop, start_ranks
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    dist.init_process_group("gloo")
-    baseline = rss()
-    saved = place / "model"
+    work, saved = workload(shape, place), place / "model"
+    baseline = start_ranks(work.device)
     if dist.get_rank() == 0 and not saved.exists():
-        AutoModelForCausalLM.from_config(llama(shape)).save_pretrained(place / "half")
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**work.config)).save_pretrained(place / "half")
         (place / "half").rename(saved)
     dist.barrier()
     config = DistributedConfig(fsdp_size=WORLD, fsdp_mixed_precision=True)
-    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
-    loop(model, blocks(shape, place, dist.get_rank()), baseline)
-
-
-def arguments(shape: str, place: Path) -> dict[str, Any]:
-    """Return the arguments of the Trainer and of TRL's SFTTrainer."""
-    return {
-        "output_dir": str(place / "trainer"), "per_device_train_batch_size": SHAPES[shape][1],
-        "max_steps": int((place / "steps").read_text()), "bf16": True, "use_cpu": True, "learning_rate": 3e-4,
-        "lr_scheduler_type": "constant", "weight_decay": 0.1, "report_to": "none", "save_strategy": "no",
-        "logging_steps": 1, "disable_tqdm": True, "ddp_find_unused_parameters": False, "optim": "adamw_torch_fused",
-    }  # fmt: skip
+    run_loop(AutoModelForCausalLM.from_pretrained(saved, distributed_config=config), work, baseline)
 
 
 def trainer(shape: str, place: Path) -> None:
     """Train with the transformers Trainer."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from peers import train_trainer
 
-    training_args = TrainingArguments(**arguments(shape, place))
-    baseline = rss()
-    ids = [row for rank in range(WORLD) for batch in blocks(shape, place, rank) for row in batch]
-    rows = [{"input_ids": row, "labels": row} for row in ids]  # of all ranks: the Trainer divides them itself
-    peer = Trainer(model=AutoModelForCausalLM.from_config(llama(shape)), args=training_args, train_dataset=rows)
-    run_trainer(peer, baseline, lambda batch: batch["input_ids"].numel())
+    train_trainer(workload(shape, place), int((place / "steps").read_text()))
 
 
 def trl(shape: str, place: Path) -> None:
     """Train with TRL's SFTTrainer and best-fit packing."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from peers import run_trainer, trainer_arguments
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    work = workload(shape, place)
     training_args = SFTConfig(
-        **arguments(shape, place), packing=True, packing_strategy="bfd", max_length=SEQ_LEN,
-        completion_only_loss=True, gradient_checkpointing=False,
+        **trainer_arguments(work, int((place / "steps").read_text())), packing=True, packing_strategy="bfd",
+        max_length=SEQ_LEN, completion_only_loss=True,
     )  # fmt: skip
     baseline = rss()
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
     peer = SFTTrainer(
-        model=AutoModelForCausalLM.from_config(llama(shape)), args=training_args, train_dataset=Dataset.from_list(rows),
+        model=work.model(), args=training_args, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(place / "tokenizer"),
     )  # fmt: skip
 
@@ -248,32 +196,6 @@ def trl(shape: str, place: Path) -> None:
         return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
 
     run_trainer(peer, baseline, real)
-
-
-def run_trainer(peer: Any, baseline: int, real: Callable[[Any], int]) -> None:
-    """Run a Trainer, and pass on the ends of its steps and their real tokens, which `real` counts in a batch."""
-    import torch
-    from transformers import TrainerCallback
-
-    ends: list[float] = []
-    counts: list[int] = []
-
-    class RecordStepEnd(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
-
-    compute_loss = peer.compute_loss
-
-    def counting_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        counts.append(real(inputs))
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    peer.compute_loss = counting_loss
-    peer.add_callback(RecordStepEnd())
-    peer.train()
-    tokens = torch.tensor(counts)
-    torch.distributed.all_reduce(tokens)
-    finish(ends, tokens.tolist(), baseline)
 
 
 def matrix(*_: Any) -> None:

@@ -1,0 +1,166 @@
+"""Check on a GPU everything that a CPU cannot know, and print a table with a verdict a line: `make gpu`.
+
+    python benchmarks/gpu.py [--only NAME …] [--tiny] [--device cpu] [--table FILE] [--folder FOLDER] [--list]
+
+It takes about ten minutes on one H100; several GPUs add the checks that need them. The table goes to the screen while
+the checks run, and into docs/gpu.md. A check that raises, or takes longer than its limit, becomes a line "failed: …".
+Recipes, runs and the output of everything that is started are in `--folder`.
+
+On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
+the table goes to `--folder` unless `--table` is given. The verdicts:
+
+    ok               as it should be
+    WRONG            not as it should be
+    measured         a figure without a limit
+    needs a GPU      a CPU ran it; its figure says nothing about a GPU
+    needs 2 GPUs     not run
+    failed: …        an error of the check, of fsdptrain, or of the machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gpu_checks as checks
+from common import ROOT, describe_machine, run_ranks
+from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
+
+TABLE = ROOT / "docs/gpu.md"
+HEADING = "## The last run"
+NEEDS_GPU = "needs a GPU"
+CPU_PATIENCE = 3  # times the limit of a check
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: its function, the seconds that it may take, and the GPUs without which it cannot be made."""
+
+    run: Callable[[Setting], list[Row]]
+    limit_s: int
+    gpus: int = 1
+
+
+CHECKS = {  # in this order; `forecast` uses the run of `speed`
+    "versions": Check(checks.check_versions, 60),
+    "rates": Check(checks.check_rates, 90),
+    "attention": Check(checks.check_attention, 120),
+    "kernels": Check(checks.check_kernels, 120),
+    "gradients": Check(checks.check_gradients, 120),
+    "curves": Check(checks.check_curves, 240),
+    "compile": Check(checks.check_compile, 180),
+    "syncs": Check(checks.check_syncs, 180),
+    "speed-1B": Check(functools.partial(checks.check_speed, "1B"), 240),
+    "forecast-1B": Check(functools.partial(checks.check_forecast, "1B"), 180),
+    "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 300),
+    "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
+    "checkpoint": Check(checks.check_checkpoint, 180),
+    "repeated": Check(checks.check_repeated, 240),
+    "memory": Check(checks.check_out_of_memory, 180),
+    "hang": Check(checks.check_hang, 180, gpus=2),
+    "strategies": Check(checks.check_strategies, 240, gpus=2),
+    "bandwidths": Check(checks.check_bandwidths, 120, gpus=2),
+    "tests": Check(checks.check_tests, 400),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="run only these checks")
+    parser.add_argument("--list", action="store_true", help="print the names of the checks")
+    parser.add_argument("--tiny", action="store_true", help="small models and few steps, on a GPU too")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--table", type=Path, help="Markdown file whose last section becomes the table")
+    parser.add_argument("--folder", type=Path, help="folder for recipes, runs and logs (default: a new one)")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name:12} {function_doc(check.run)}" for name, check in CHECKS.items()))
+        return
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="fsdptrain-gpu-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    setting = find_setting(options.device, folder.resolve(), options.tiny)
+    table = options.table or (TABLE if setting.on_gpu and not options.tiny else folder / "gpu.md")
+    started, machine = time.monotonic(), describe_machine()
+    print(f"{machine}\n{folder}: recipes, runs and logs\n", flush=True)
+    rows = []
+    for row in run_checks({name: CHECKS[name] for name in options.only or CHECKS}, setting):
+        rows.append(row)
+        print(f"{row.what:50} {row.verdict:14} {row.figure}{f'  ({row.note})' if row.note else ''}", flush=True)
+    minutes = (time.monotonic() - started) / 60
+    write_table(table, rows, f"{machine}, {minutes:.1f} minutes{', tiny shapes' if setting.tiny else ''}")
+    wrong = [row.what for row in rows if row.verdict == WRONG or row.verdict.startswith("failed")]
+    print(f"\n{len(rows)} lines in {minutes:.1f} minutes: {table}")
+    if wrong:
+        sys.exit(f"not as it should be: {', '.join(wrong)}")
+
+
+def function_doc(run: Callable[..., object]) -> str:
+    """Return the first line that describes a check."""
+    return ((run.func if isinstance(run, functools.partial) else run).__doc__ or "").splitlines()[0]
+
+
+def find_setting(device: str, folder: Path, tiny: bool) -> Setting:
+    """Return the setting for a device; `auto` is the GPU if there is one."""
+    everything = {} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": visible_devices()}
+    words = "versions", json.dumps({"device": device})
+    facts = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
+    return Setting(folder, facts, tiny or facts["device"] == "cpu")
+
+
+def visible_devices() -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that shows every GPU that this process may use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64))))
+
+
+def run_checks(chosen: dict[str, Check], setting: Setting) -> Iterator[Row]:
+    """Run checks one after another; yield their rows, with the verdicts that this machine allows."""
+    for name, check in chosen.items():
+        setting.check, setting.deadline = (
+            name,
+            time.monotonic() + check.limit_s * (1 if setting.on_gpu else CPU_PATIENCE),
+        )
+        if setting.on_gpu and setting.many < check.gpus:
+            yield Row(name, "not run", f"needs {check.gpus} GPUs")
+            continue
+        try:
+            rows = check.run(setting)
+        except (Exception, SystemExit) as error:
+            with setting.log.open("a") as log:
+                traceback.print_exc(file=log)
+            text = one_line(error)
+            rows = [Row(name, "", f"failed: {text}", str(setting.log))]
+        yield from (as_known(row, setting) for row in rows)
+
+
+def as_known(row: Row, setting: Setting) -> Row:
+    """Return a row with the verdict that this device can give: a CPU cannot say that a GPU is right."""
+    if setting.on_gpu or row.verdict not in (OK, MEASURED):
+        return row
+    return dataclasses.replace(row, verdict=NEEDS_GPU)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error in one line without the separator of the table's columns."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:300]
+
+
+def write_table(path: Path, rows: list[Row], heading: str) -> None:
+    """Write the table as the last section of a Markdown file, and keep what is before that section."""
+    before = path.read_text().partition(HEADING)[0] if path.exists() else ""
+    lines = [f"| {row.what} | {row.figure} | {row.verdict} | {row.note} |" for row in rows]
+    table = "\n".join(["| what | found | verdict | remark |", "| --- | --- | --- | --- |", *lines])
+    path.write_text(f"{before}{HEADING}\n\n{heading}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

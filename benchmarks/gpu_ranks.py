@@ -1,0 +1,341 @@
+"""The parts of `gpu.py` that run inside ranks: `python benchmarks/gpu_ranks.py JOB ARGUMENTS`, started by `run_ranks`.
+
+A job is a function of this file. Its arguments and its result are JSON. `device` is cpu or cuda in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from common import exit_with_result
+from gpu_device import Cpu, device_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.processes import StopRequest
+from fsdptrain.rundir import RunDir
+from fsdptrain.train.setup import Session
+from fsdptrain.train.trainer import Trainer
+from fsdptrain.train.watchdog import Watchdog
+from fsdptrain.train.worker import reporter_of
+
+WARM_UP = 4  # steps
+numbers = itertools.count()  # of the run folders of this process
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- device and kernels
+
+
+def versions(device: str) -> dict[str, Any]:
+    """Return what the machine has: GPUs, and the versions of the libraries that matter."""
+    device = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    found = {"device": device, "python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate", "flash-attn", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | device_of(device).facts()
+
+
+def rates(device: str, tiny: bool) -> dict[str, float]:
+    """Return the FLOP/s of a bf16 matrix product and the bytes/s of a copy within the device's memory."""
+    at, n = device_of(device), 256 if tiny else 4096
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    b = torch.randn(n, 7 * n // 2, device=device, dtype=torch.bfloat16)  # the shape of the MLP of an 8B model
+    source = torch.empty(2**20 if tiny else 2**28, device=device)
+    target = torch.empty_like(source)
+    product_s, copy_s = at.seconds(lambda: a @ b), at.seconds(lambda: target.copy_(source))
+    return {"flops": 2 * n * b.numel() / product_s, "bytes": 2 * source.nbytes / copy_s}
+
+
+def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """Return FLOP/s forward and backward of each attention kernel, of the pairs that it computes.
+
+    Causal: half of all pairs. Masked: all of them, because kernels compute those that the mask hides, too. Varlen: the
+    pairs within the documents.
+    """
+    at, length, heads, size, count = device_of(device), *((256, 4, 64, 4) if tiny else (4096, 32, 128, 8))
+    q, k, v, grad = (
+        torch.randn(1, heads, length, size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)
+    )
+    bounds = [length * i // count for i in range(count + 1)]
+    document = torch.arange(length, device=device) * count // length
+    mask = (document[:, None] == document) & torch.ones(length, length, device=device, dtype=torch.bool).tril()
+    pairs = {
+        "causal": length**2 / 2,
+        "masked": length**2,
+        "varlen": sum((b - a) ** 2 / 2 for a, b in itertools.pairwise(bounds)),
+    }
+    works: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
+    for name in KERNELS:
+        causal = functools.partial(scaled_dot_product_attention, q, k, v, is_causal=True)
+        works[name, "causal"] = functools.partial(_in_kernel, KERNELS[name], causal)
+        masked = functools.partial(scaled_dot_product_attention, q, k, v, mask[None, None])
+        works[name, "masked"] = functools.partial(_in_kernel, KERNELS[name], masked)
+    works["varlen", "varlen"] = functools.partial(_varlen, q, k, v, bounds)
+    found = []
+    for (name, kind), work in works.items():
+        row: dict[str, Any] = {"kernel": name, "kind": kind}
+        flops = 4 * heads * size * pairs[kind]
+        try:
+            row["forward"] = flops / at.seconds(work)
+            out = work()
+            of_out = grad.detach().view_as(out)
+            backward_s = at.seconds(lambda out=out, of_out=of_out: torch.autograd.grad(out, (q, k, v), of_out, True))
+            row["backward"] = 2.5 * flops / backward_s
+        except (RuntimeError, NotImplementedError, ImportError) as error:
+            row["why"] = f"{error}".splitlines()[0][:100]
+        found.append(row)
+    return found
+
+
+def _in_kernel(backend: SDPBackend, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return work()
+
+
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """Compute causal attention within documents; q, k, v [1, H, S, D] → [1, S, H, D]."""
+    from fsdptrain.model import varlen
+
+    documents = torch.tensor(bounds, dtype=torch.int32, device=q.device)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    module = torch.nn.Module()
+    return varlen.attend(module, q, k, v, None, documents=documents, longest_document=longest)[0]
+
+
+class AttentionNames(TorchDispatchMode):
+    """Records the names of the attention operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if "attention" in name or "attn" in name:
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(device: str, recipe: str, variants: dict[str, list[str]]) -> dict[str, str]:
+    """Return, for each variant of a recipe, the attention operators of a micro-batch."""
+    found = {}
+    for name, overrides in variants.items():
+        with fresh_trainer(recipe, *overrides) as run, AttentionNames() as seen:
+            run.engine.accumulate(0, [run.stream.corpus.batch([0])], 1)
+        found[name] = ", ".join(sorted(seen.names)) or "matrix products and softmax"
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- the engine
+
+
+@contextlib.contextmanager
+def fresh_trainer(recipe: str, *overrides: str) -> Any:
+    """Set up a trainer as a worker does, in a run folder of its own, and free folder and memory at the end."""
+    # The same folder on every rank: MASTER_PORT is another one for each job.
+    folder = Path(recipe).parent / "runs" / f"job-{os.environ['MASTER_PORT']}-{next(numbers)}"
+    written = load(Path(recipe), [f"output_dir={folder}", *overrides])
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    rank, rundir = int(os.environ["RANK"]), RunDir(Path(plan.run_dir))
+    with contextlib.closing(reporter_of(plan, rundir, rank, None)) as reporter:
+        run = Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), Watchdog(plan, rank)))
+        try:
+            yield run
+        finally:
+            run.__dict__.clear()  # the caller still has the trainer when the next one is made
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train(run: Trainer) -> list[list[float]]:
+    """Run the whole loop; return [loss, gradient norm] of each step, on rank 0."""
+    run.train()
+    metrics = run.session.rundir.metrics
+    if run.world.rank:
+        return []
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [[event["loss"], event["grad_norm"]] for event in events if event["event"] == "step"]
+
+
+def curves(device: str, recipe: str, variants: dict[str, list[str]], tiny: bool) -> dict[str, list[list[float]]]:
+    """Return the curve of each variant of a recipe: [loss, gradient norm] a step."""
+    found = {}
+    with cheap_compiler(tiny):
+        for name, overrides in variants.items():
+            with fresh_trainer(recipe, *overrides) as run:
+                found[name] = train(run)
+    return found
+
+
+def cheap_compiler(tiny: bool) -> Any:
+    """With `tiny` trace graphs as usual, but let torch's own operators run them: inductor takes a minute on a CPU."""
+    return (
+        patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        if tiny
+        else patch.dict({})
+    )
+
+
+def graphs(device: str, recipe: str, overrides: list[str], tiny: bool, steps: int) -> dict[str, int]:
+    """Return the number of graphs compiled in the first steps and in those after them, and of graph breaks."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    with cheap_compiler(tiny), fresh_trainer(recipe, *overrides) as run:
+        for step in range(WARM_UP):
+            run.step(step)
+        first = counters["stats"]["unique_graphs"]
+        for step in range(WARM_UP, WARM_UP + steps):
+            run.step(step)
+        later = counters["stats"]["unique_graphs"] - first
+    return {"first": first, "later": later, "breaks": sum(counters["graph_break"].values())}
+
+
+def gradients(device: str, recipe: str, variants: dict[str, list[str]], reference: str) -> dict[str, float]:
+    """Return how much the gradient of all data differs between variants of a recipe and the variant `reference`.
+
+    The difference is the largest of any parameter, relative to the largest element of its gradient.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, overrides in variants.items():
+        with fresh_trainer(recipe, *overrides) as run:
+            corpus = run.stream.corpus
+            batches = [corpus.batch([number]) for number in range(len(corpus))]
+            run.engine.accumulate(0, batches, int(corpus.labels.sum()))
+            found[name] = [grad.float().cpu().clone() for grad in run.engine.local_grads()]
+    expected = found.pop(reference)
+    return {name: max(map(difference, grads, expected)) for name, grads in found.items()}
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest absolute difference of two gradients, relative to the largest element of the second."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def syncs(device: str, recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Return for each variant the waits of the host in `steps` steps, by place; None if they cannot be recorded."""
+    at: Cpu = device_of(device)
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        with fresh_trainer(recipe, *overrides) as run:
+            for step in range(WARM_UP):
+                run.step(step)
+            at.synchronize()
+            with at.recorded_syncs() as places:
+                for step in range(WARM_UP, WARM_UP + steps):
+                    run.step(step)
+            found[name] = None if places is None else dict(Counter(places))
+    return found
+
+
+def step(device: str, recipe: str, steps: int) -> dict[str, Any]:
+    """Return the memory of some steps of a recipe, and the share of time in which the device is idle."""
+    from torch.profiler import ProfilerActivity, profile
+
+    at: Cpu = device_of(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with fresh_trainer(recipe) as run:
+        for number in range(WARM_UP):
+            run.step(number)
+        at.synchronize()
+        at.reset_peak()
+        for number in range(WARM_UP, WARM_UP + steps):
+            run.step(number)
+        at.synchronize()
+        memory = at.memory()
+
+        def some_steps() -> None:
+            for number in range(WARM_UP + steps, WARM_UP + 2 * steps):
+                run.step(number)
+            at.synchronize()
+
+        with profile(activities=activities) as recorded:
+            wall_s = at.seconds(some_steps, rounds=1, warm_up=0)
+        return {"memory": memory, "idle": 1 - at.busy_seconds(list(recorded.events())) / wall_s}
+
+
+# ----------------------------------------------------------------------------------------------------------- many ranks
+
+
+def bandwidths(device: str, tiny: bool) -> dict[str, float]:
+    """Return the bus bandwidth of each collective in bytes/s: what each rank sends, over the time."""
+    from peers import start_ranks
+
+    at, size = device_of(device), 2**16 if tiny else 2**27
+    start_ranks(device)
+    world = dist.get_world_size()
+    whole = torch.ones(size, device=device)
+    part = torch.ones(size // world, device=device)
+    works = {
+        "all-gather": (1, lambda: dist.all_gather_into_tensor(whole, part)),
+        "reduce-scatter": (1, lambda: dist.reduce_scatter_tensor(part, whole)),
+        "all-reduce": (2, lambda: dist.all_reduce(whole)),
+    }
+    sent = whole.nbytes * (world - 1) / world
+    return {name: times * sent / at.seconds(work) for name, (times, work) in works.items()}
+
+
+def peer(
+    device: str,
+    loop: str,
+    config: dict[str, Any],
+    seq_len: int,
+    micro_batch: int,
+    recompute: bool,
+    steps: int,
+    place: str,
+) -> None:
+    """Train with one of the loops of `peers.py` on random tokens; what it measured is passed on there."""
+    import peers
+
+    world = int(os.environ["WORLD_SIZE"])
+
+    def rows() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(config["vocab_size"], (steps * world * micro_batch, seq_len), generator=generator)
+
+    work = peers.Workload(config, rows, micro_batch, Path(place), device, recompute)
+    if loop == "plain":
+        peers.train_plain(work)
+    peers.train_trainer(work, steps)
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        versions, rates, attention_rates, kernels, curves, graphs, gradients, syncs, step, bandwidths, peer,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    exit_with_result(JOBS[sys.argv[1]](**json.loads(sys.argv[2])))
