@@ -1,10 +1,10 @@
-# make demo · check · test · soak · bench · profile: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · test · soak · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.config.gpus) # counted when needed: nvidia-smi may take seconds
 
-.PHONY: install demo check test soak bench profile clean
+.PHONY: install demo check test soak bench profile gpu clean
 
 install: .venv/installed
 
@@ -47,6 +47,11 @@ bench: install
 
 profile: install
 	$(BIN)/python benchmarks/step.py
+
+# On a machine with GPUs: what only a GPU can show, in ten minutes; the table goes into docs/gpu.md.
+gpu: install
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

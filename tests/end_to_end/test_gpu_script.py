@@ -1,0 +1,182 @@
+"""`make gpu` on a CPU, with tiny models: it runs to its end, and it does not claim to know a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import ROOT, environment
+
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module of the script."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("gpu")
+
+
+def run_script(tmp: Path, *words: str, timeout: float) -> list[list[str]]:
+    """Run the script on the CPU; return the cells of each row of the table."""
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--folder", tmp / "folder", "--table", tmp / "gpu.md", *words]
+    (tmp / "gpu.md").write_text("what is before the table stays\n\n## The last run\n\nthe table of another day\n")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, after = (tmp / "gpu.md").read_text().partition("## The last run\n")
+    assert before == "what is before the table stays\n\n" and "another day" not in after
+    rows = [line.strip("| ").split(" | ") for line in after.splitlines() if line.startswith("| ")]
+    assert all(row[0] in done.stdout for row in rows[2:])
+    return rows[2:]
+
+
+def test_values_and_rates_run_on_a_cpu(tmp_path: Path) -> None:
+    rows = run_script(tmp_path, "--only", "versions", "attention", "gradients", timeout=170)
+    assert {row[2] for row in rows} == {"needs a GPU"}
+    names = " ".join(row[0] for row in rows)
+    assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
+
+
+@pytest.mark.soak
+def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
+    rows = run_script(tmp_path, timeout=1800)
+    assert {row[2] for row in rows} == {"needs a GPU"}
+    failed = {row[0] for row in rows if row[1] == "failed"}
+    assert (
+        failed == set() if importlib.util.find_spec("accelerate") else failed == {"1B, the Trainer", "3B, the Trainer"}
+    )
+
+
+def test_the_table_of_the_repository_is_not_that_of_a_cpu() -> None:
+    text = (ROOT / "docs/gpu.md").read_text()
+    assert text.count("## The last run\n") == 1
+    assert "needs a GPU |" not in text
+
+
+def test_every_check_is_documented(script: Any) -> None:
+    listed = " ".join(line.split(" | ")[0] for line in (ROOT / "docs/gpu.md").read_text().splitlines())
+    assert [name for name in script.CHECKS if name not in listed] == []
+    assert all(script.function_doc(check.run) for check in script.CHECKS.values())
+
+
+def a_setting(script: Any, tmp: Path, **facts: Any) -> Any:
+    return script.Setting(
+        tmp, {"device": "cuda", "gpus": 1, "name": "NVIDIA H100 80GB HBM3", "memory": 85e9, **facts}, True
+    )
+
+
+def test_a_check_that_raises_is_a_line_and_the_others_go_on(script: Any, tmp_path: Path) -> None:
+    def broken(setting: Any) -> Any:
+        raise ValueError("no | such\nfile")
+
+    good = [script.Row("good", "1", "ok")]
+    chosen = {
+        "broken": script.Check(broken, 10), "exits": script.Check(lambda _: sys.exit("the ranks exited"), 10),
+        "two": script.Check(broken, 10, gpus=2), "good": script.Check(lambda _: good, 10),
+    }  # fmt: skip
+    rows = list(script.run_checks(chosen, a_setting(script, tmp_path)))
+    assert [row.verdict for row in rows] == [
+        "failed: ValueError: no / such file", "failed: SystemExit: the ranks exited", "needs 2 GPUs", "ok",
+    ]  # fmt: skip
+    assert "ValueError" in (tmp_path / "broken.log").read_text()
+
+
+@pytest.mark.parametrize("verdict", ["ok", "measured"])
+def test_a_cpu_confirms_nothing_about_a_gpu(script: Any, verdict: str, tmp_path: Path) -> None:
+    row = script.Row("what", "figure", verdict)
+    assert script.as_known(row, a_setting(script, tmp_path)).verdict == verdict
+    assert script.as_known(row, a_setting(script, tmp_path, device="cpu")).verdict == "needs a GPU"
+    wrong = script.Row("what", "figure", "WRONG")
+    assert script.as_known(wrong, a_setting(script, tmp_path, device="cpu")).verdict == "WRONG"
+
+
+def test_verdicts(script: Any) -> None:
+    checks = script.checks
+    assert checks.synced("packed", {"step.py:7": 8}, 8).verdict == "ok"
+    assert checks.synced("packed", {"step.py:7": 8, "loss.py:3": 1}, 8).verdict == "WRONG"
+    assert checks.against("what", 0.03, 0.012, "eager").verdict == "ok"
+    assert checks.against("what", 0.5, 0.012, "eager").verdict == "WRONG"
+    assert checks.forecasted("what", 100e9, 101e9, 0.02).verdict == "ok"
+    assert checks.forecasted("what", 100e9, 103e9, 0.02).verdict == "WRONG"
+    curves = {
+        "first": [[2.0, 1.0], [1.0, 1.0]],
+        "same": [[2.0, 1.0], [1.0, 1.0]],
+        "short": [[2.0, 1.0]],
+        "off": [[2.1, 1]] * 2,
+    }
+    assert [row.verdict for row in checks.compared_curves(curves, 2)] == ["ok", "WRONG", "WRONG"]
+    step = {"event": "step", "loss": 1.0, "grad_norm": 1.0, "samples": "a"}
+    two = [step | {"step": 1}, step | {"step": 2}]
+    assert checks.equal_events("what", two, [two[0], *two], "").verdict == "ok"
+    assert checks.equal_events("what", two, [two[0]], "").verdict == "WRONG"
+    assert checks.equal_events("what", two, [two[0], two[1] | {"loss": 1.1}], "").verdict == "WRONG"
+    assert checks.equal_events("what", [], [], "").verdict == "WRONG"
+    hang = "fsdptrain: the run hung after step 4: rank 0 waits in all-gather of the head; rank 1 does not respond: …"
+    assert checks.judge_hang(5, hang, 20, 15).verdict == "ok"
+    assert checks.judge_hang(5, "fsdptrain: the run hung", 20, 15).verdict == "WRONG"
+    memory = "fsdptrain: rank 0 ran out of memory: …; forecast: 400 GiB; append: train.micro_batch_size=1"
+    assert checks.judge_out_of_memory(5, memory).verdict == "ok"
+    assert checks.judge_out_of_memory(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
+
+
+def test_what_only_cuda_has_is_read_from_torch(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The lines that only CUDA reaches run here on a stand-in with torch's names.
+    device = importlib.import_module("gpu_device")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, end: Any) -> float:
+            return 20.0
+
+    modes: list[str] = []
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9, major=9, minor=0)
+    values: dict[str, Any] = {
+        "get_device_properties": lambda number: properties, "device_count": lambda: 1, "Event": Event,
+        "mem_get_info": lambda: (40, 100), "memory_reserved": lambda: 50, "max_memory_allocated": lambda: 30,
+        "max_memory_reserved": lambda: 55, "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None,
+        "set_sync_debug_mode": modes.append,
+    }  # fmt: skip
+    assert all(hasattr(torch.cuda, name) for name in values)
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
+    cuda = device.device_of("cuda")
+    assert cuda.facts()["nccl"] == "2.29.3" and cuda.facts()["capability"] == "9.0"
+    assert cuda.seconds(lambda: None) == pytest.approx(0.02)
+    cuda.synchronize(), cuda.reset_peak()
+    assert cuda.memory() == {"allocated": 30, "reserved": 55, "outside": 10}
+    with cuda.recorded_syncs() as places:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("another warning", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert [place.rpartition(":")[0] for place in places] == ["end_to_end/test_gpu_script.py"]
+
+
+def test_the_busy_time_counts_overlapping_kernels_once(script: Any) -> None:
+    device = importlib.import_module("gpu_device")
+    assert device.union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
+    assert device.union([]) == 0.0
+
+
+def test_a_recipe_of_the_script_is_a_recipe(script: Any, tmp_path: Path) -> None:
+    from fsdptrain.config.reader import load
+
+    setting = a_setting(script, tmp_path)
+    setting.tiny = False
+    for shape in script.checks.SHAPES:
+        recipe = load(script.checks.speed_recipe(shape, setting, 40)).recipe
+        assert recipe.data.seq_len == 4096 and recipe.launch.nproc_per_node == 1
+    assert json.loads((tmp_path / "speed-3B.yaml").read_text())["fsdp"]["activation_checkpointing"] == "full"
