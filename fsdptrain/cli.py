@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, disk_full_error, first_line, is_disk_full
+from fsdptrain.errors import (
+    CheckpointError,
+    FsdptrainError,
+    OutOfMemory,
+    RecipeError,
+    disk_full_error,
+    first_line,
+    is_disk_full,
+)
 from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
@@ -149,7 +157,9 @@ def run(
     from fsdptrain.config.topology import find_topology, writes_run_dir
     from fsdptrain.config.versions import untested_versions
     from fsdptrain.events import cut_partial_lines
+    from fsdptrain.forecast.client import Forecaster
     from fsdptrain.forecast.compare import ForecastComparison
+    from fsdptrain.forecast.relief import relief_lines
     from fsdptrain.launch.claim import claim_run_dir
     from fsdptrain.launch.heading import heading
     from fsdptrain.launch.launcher import launch
@@ -182,7 +192,13 @@ def run(
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
         with _internal_errors_recorded(rundir):
-            launch(plan, screen, earlier)
+            try:
+                launch(plan, screen, earlier)
+            except OutOfMemory as error:
+                with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
+                    start, config = screen.last.get("start"), str(rundir.model)
+                    lines = relief_lines(plan, start, forecaster.forecast, config_dir=config)
+                raise OutOfMemory("\n".join([str(error), *lines])) from None
         if comparison:
             comparison.report(screen)
         screen.summary(time.monotonic() - started)

@@ -7,6 +7,7 @@
     ├── DataError             4   the data is wrong: file, line, what was expected
     │   └── NoData            4   the data is not on this machine, and the Hub cannot be reached
     ├── WorkerError           5   a worker raised another exception: a restart would raise it again
+    │   ├── OutOfMemory       5   a worker needed more memory than its device has
     │   └── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   └── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
@@ -81,6 +82,10 @@ class WorkerError(FsdptrainError):
     exit_code = 5
 
 
+class OutOfMemory(WorkerError):
+    """A worker asked for more memory than its device has; with less to hold, the run would go on."""
+
+
 class WorkerLost(WorkerError):
     """A worker was killed, hung, or lost its peers: its code is not the cause, so the launcher may restart it."""
 
@@ -129,6 +134,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         DataError,
         NoData,
         WorkerError,
+        OutOfMemory,
         WorkerLost,
         CheckpointError,
         OtherVersion,

@@ -223,6 +223,38 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 
+def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
+
+    First single changes: gradients reduced in every micro-batch, recomputation, a smaller micro-batch, more sharding.
+    Then the last three together, and offload last.
+    """
+    recipe, world = plan.recipe, plan.topology.world_size
+    fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
+    now = _Ladder(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
+    most = _ladders(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
+    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
+    smaller = max((size for size in micro_batches(recipe, world) if size < micro), default=micro)
+    kind = fsdp.activation_checkpointing
+    choices = [
+        (now, plan.shard_size, "full", micro),
+        (now, plan.shard_size, kind, smaller),
+        (most, world, kind, micro),
+        (now, plan.shard_size, "full", smaller),
+        (most, world, "full", smaller),
+        (most, world, "full", 1),
+        (offloaded, world, "full", 1),
+    ]
+    if fsdp.accumulation == "hold" and plan.accumulation > 1:
+        yield {"fsdp.accumulation": "reduce"}
+    seen: list[dict[str, Any]] = [{}]
+    for ladder, ranks, recomputation, size in choices:
+        overrides = _overrides(plan, ladder, ranks, recomputation, size)
+        if overrides not in seen:
+            seen.append(overrides)
+            yield overrides
+
+
 def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
     """Return whether weights, optimizer state and the gathered weights that stay until backward exceed `memory` bytes.
 

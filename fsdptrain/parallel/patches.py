@@ -39,6 +39,8 @@ RELIES_ON = {
     # By `name_collectives`, which wraps the communications that these set.
     "torch.distributed.fsdp.FSDPModule.set_custom_all_gather": {"2.13.0": "4d7e9bb15d9c"},
     "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": {"2.13.0": "1a7a0266be14"},
+    # By `unit_name`: `_module_fqn`.
+    f"{FSDP}._fsdp_state.FSDPState._init_fqns": {"2.13.0": "a8cb77d29082"},
     # By `first_row`.
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
 }
@@ -75,6 +77,13 @@ def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:
             other.fsdp_params = wide
             group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
             state._fsdp_param_groups.append(other)
+
+
+def unit_name(module: FSDPModule) -> str:
+    """Return the name of the unit that a module belongs to, as FSDP2 knows it once the model has run."""
+    state = module._get_fsdp_state()
+    groups: Any = state._fsdp_param_groups if takes_two_dtypes() else filter(None, [state._fsdp_param_group])
+    return next((group._module_fqn for group in groups if group._module_fqn), "the outermost unit")
 
 
 def name_collectives(model: Any) -> None:

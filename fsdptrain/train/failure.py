@@ -8,40 +8,69 @@ import os
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     MAX_MESSAGE_CHARS,
     FsdptrainError,
+    OutOfMemory,
     WorkerError,
     WorkerLost,
     disk_full_error,
     is_disk_full,
+    own_frame,
     shortened,
     to_record,
 )
 from fsdptrain.events import Reporter
 from fsdptrain.ownership import write_atomically
+from fsdptrain.parallel.issued import ISSUED
+from fsdptrain.parallel.patches import unit_name
 from fsdptrain.rundir import RunDir
 
 
 def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     """Convert any exception to an FsdptrainError.
 
-    A full disk becomes a CheckpointError, a lost connection or device a WorkerLost, anything else a WorkerError.
+    A full disk becomes a CheckpointError, a device without memory an OutOfMemory, a lost connection or device a
+    WorkerLost, anything else a WorkerError.
     """
     if isinstance(error, FsdptrainError):
         return error
     message = f"{type(error).__name__}: {error}"
     if is_disk_full(error):
         return disk_full_error(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        request = str(error).partition(" If reserved but unallocated")[0]  # torch's advice; ours follows
+        return OutOfMemory(f"out of memory in {moment_of(error)}: {request}")
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(message)
     return WorkerError(message)
+
+
+def moment_of(error: BaseException) -> str:
+    """Return what a rank was doing when it failed: the forward of a unit, the backward, the update, or a function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    functions = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
+    if ("fsdptrain.train.step", "update") in functions:
+        return "the optimizer's update"
+    if ("torch._tensor", "backward") in functions:  # on a GPU its frames are on threads of autograd
+        return "the backward" + (f", after the {ISSUED[-1].kind} of {ISSUED[-1].unit}" if ISSUED else "")
+    unit = next((frame.f_locals["self"] for frame in reversed(frames) if in_unit(frame)), None)
+    if unit is not None:
+        return f"the forward of {unit_name(unit)}"
+    return own_frame((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in reversed(frames)) or "a thread"
+
+
+def in_unit(frame: FrameType) -> bool:
+    """Return whether a frame is of a method of a module that FSDP2 shards."""
+    return isinstance(frame.f_locals.get("self"), FSDPModule)
 
 
 def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:

@@ -285,6 +285,37 @@ def test_a_hang_among_four_ranks_names_each_rank_and_its_place(tmp_path: Path, f
     assert not record_try(fault_table, "hang: one of four in corpus.batch", problems, [notice])
 
 
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+CUDA_OOM = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB of which 1.20 GiB is "
+    "free. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
+WITHOUT_MEMORY = {
+    "forward": ("transformers.models.llama.modeling_llama:LlamaMLP.forward", r"the forward of model\.layers\.\d"),
+    "backward": ("fsdptrain.parallel.shard:GlooReduceScatter.__call__", "the backward, after the reduction of "),
+}
+
+
+@pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=pytest.mark.soak)])
+def test_out_of_memory_shows_the_moment_the_forecast_and_what_would_fit(
+    moment: str, tmp_path: Path, fault_table: FaultTable
+) -> None:
+    where, words = WITHOUT_MEMORY[moment]
+    how = {"error": "torch:OutOfMemoryError", "text": CUDA_OOM}
+    fault = {"where": where, "do": "fail", "rank": 1, "call": 9, "how": how}
+    ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), fault)
+    request = r"Tried to allocate 2.00 GiB\..* 1.20 GiB is free\.\n"
+    problems = ended.problems(
+        5,
+        rf"rank 1 failed (after|before) .*step.*: out of memory in {words}.*{request}",
+        r"forecast: \S+ \S+ of \S+ \S+, the peak in",
+        r"these overrides need less:\n +fsdp.activation_checkpointing=full +\(.* s a step\)",
+    )
+    problems += ["it was restarted"] if "restart " in ended.output else []
+    assert not record_try(fault_table, f"out of memory in {moment}", problems)
+
+
 # --- late ------------------------------------------------------------------------------------------------------------
 
 LATE = {

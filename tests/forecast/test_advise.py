@@ -19,13 +19,16 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as table
 from fsdptrain.forecast import search as advise
 from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.relief import relief_lines
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
     Shallow,
+    changes_that_save_memory,
     command_text,
     extrapolate,
     micro_batches,
+    override_words,
     ranked,
     search,
 )
@@ -328,3 +331,50 @@ def test_shallow_copies_predict_what_the_model_needs(tmp_path: Path) -> None:
             assert read.reserved_bytes == pytest.approx(whole.reserved_bytes, rel=2e-2)
             for name in ("step_s", "compute_s", "tokens_per_s", "mfu", "flops", "model_flops"):
                 assert getattr(read, name) == pytest.approx(getattr(whole, name), rel=1e-2), name
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+H100_START = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory}
+
+
+def test_changes_that_save_memory_come_in_the_order_of_their_cost(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.micro_batch_size=2", "fsdp.strategy=SHARD_GRAD_OP")
+    found = [override_words(change) for change in changes_that_save_memory(plan)]
+    full, small, shard = "fsdp.activation_checkpointing=full", "train.micro_batch_size=1", "fsdp.strategy=FULL_SHARD"
+    assert [sorted(words) for words in found] == [
+        [full], [small], [shard], [full, small], sorted([full, small, shard]),
+        sorted([full, small, shard, "fsdp.cpu_offload=true"]),
+    ]  # fmt: skip
+    assert all(varied(plan, change) for change in changes_that_save_memory(plan))
+    least = plan_of(tmp_path, full, small, shard, "fsdp.cpu_offload=true")
+    assert not [*changes_that_save_memory(least)], "nothing without effect"
+    hold = next(changes_that_save_memory(plan_of(tmp_path, "fsdp.accumulation=hold")))
+    assert hold == {"fsdp.accumulation": "reduce"}
+
+
+def test_out_of_memory_shows_the_forecast_and_three_overrides_that_fit(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.micro_batch_size=8")
+    ask = FakeForecaster(activations=200)
+    first, second, *fitting = relief_lines(plan, H100_START, ask)
+    assert first.startswith("forecast: ") and "the peak in the loss" in first and "another process" not in first
+    assert second == "with these overrides it would fit:" and 1 <= len(fitting) <= 3
+    for line in fitting:
+        words = line.split("  ")[1].split()
+        assert ask(plan_of(tmp_path, "train.micro_batch_size=8", *words), H100).fits
+
+
+def test_out_of_memory_of_a_plan_that_should_fit_points_to_other_processes(tmp_path: Path) -> None:
+    assert "another process on this GPU" in relief_lines(plan_of(tmp_path), H100_START, FakeForecaster())[0]
+
+
+@pytest.mark.parametrize("start", [None, {"device": "NVIDIA T1000", "device_memory_bytes": 4e9}])
+def test_without_a_known_card_the_overrides_are_not_forecast(start: Any, tmp_path: Path) -> None:
+    lines = relief_lines(plan_of(tmp_path), start, FakeForecaster())
+    assert lines[:2] == ["no forecast: the card is not known", "overrides that need less memory:"]
+    assert lines[2] == "  fsdp.activation_checkpointing=full"
+
+
+def test_a_failed_forecast_leaves_the_overrides(tmp_path: Path) -> None:
+    lines = relief_lines(plan_of(tmp_path), H100_START, FakeForecaster(fails=("FULL_SHARD",)))
+    assert lines[0].startswith("no forecast: the step could not be simulated") and len(lines) > 2

@@ -160,7 +160,7 @@ def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), errors.WorkerLost),
         (dist.DistNetworkError("no route"), errors.WorkerLost),
         (torch.AcceleratorError("uncorrectable ECC error"), errors.WorkerLost),
-        (torch.OutOfMemoryError("tried to allocate"), errors.WorkerError),
+        (torch.OutOfMemoryError("tried to allocate"), errors.OutOfMemory),
         (KeyError("x"), errors.WorkerError),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "metrics.jsonl"), errors.CheckpointError),
