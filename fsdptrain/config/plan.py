@@ -88,6 +88,12 @@ class Plan:
         """Whether training starts from weights that are read."""
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is applied to the blocks."""
+        wanted = self.recipe.train.compile
+        return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
+
     def state_bytes(self, parameters: int) -> int:
         """Return the bytes of the master weights and the optimizer state of so many parameters.
 

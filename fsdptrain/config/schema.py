@@ -173,7 +173,9 @@ class Train:
     loss: Literal["chunked", "plain"] = key(
         "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
     )
-    compile: bool = key(False, "apply torch.compile to every block")
+    compile: Any = key(
+        "auto", "apply torch.compile to every block; auto: on GPUs, where it saves time", forms=("auto", bool)
+    )
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop",
@@ -325,6 +327,8 @@ def matches_form(value: Any, form: Any) -> bool:
         )
     if get_origin(form) is list:
         return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
+    if form is bool:
+        return isinstance(value, bool)
     if isinstance(form, type):
         numbers = (int, float) if form is float else form
         return isinstance(value, numbers) and not isinstance(value, bool)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+GRAPHS = 64  # for one kind of block: above torch's limit it would run uncompiled; see `data.corpus.document_bounds`
+
+
 KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
@@ -70,9 +73,8 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     blocks = [module for _, module in blocks_of(model)]
     kept = {(id(model.get_submodule(owner)), key) for owner, _, key in (n.rpartition(".") for n in model.float32_names)}
     recompute(blocks, fsdp.activation_checkpointing)
-    if plan.recipe.train.compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
+    if plan.compiles:
+        compile_blocks(blocks)
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
@@ -181,6 +183,16 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
         return checkpoint(forward, *args, **options, **kwargs)
 
     return recomputed
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Compile the `forward` of every block when it first runs; equal blocks share one graph.
+
+    All micro-batches have one shape. Only the bounds of packed documents have a few, each of which is compiled for.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:

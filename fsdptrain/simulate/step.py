@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.trace import HOST, Alloc, Trace
 from fsdptrain.model.units import Unit
@@ -36,6 +36,7 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool) -> Trace:
 
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
     """
+    plan = varied(plan, {"train.compile": False})  # the compiler cannot run on fake tensors
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
         fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ import pytest
 import torch
 from reference import largest_difference
 from support import TINY, on_ranks, write_recipe
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of, tied, units_of
+from fsdptrain.parallel.shard import compile_blocks, recompute
 
 BLOCKS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"
@@ -122,12 +126,58 @@ def test_options_of_the_computation_do_not_change_the_result(facts: list[dict[st
     assert facts[0][name]["names"] == facts[0]["plain"]["names"]
 
 
+RECOMPUTATION = ["none", "full", "selective", {"every": 2}]
+
+
 @pytest.mark.soak
 def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> None:
-    compiled = ["train.compile=true", "fsdp.activation_checkpointing=selective"]
-    found = on_ranks(2, "inspect", tmp_path, recipe=str(recipe), variants={"plain": [], "compiled": compiled})[0]
-    assert max(largest_difference(found["compiled"]["curve"], found["plain"]["curve"])) < 1e-5
-    assert found["compiled"]["names"] == found["plain"]["names"]
+    variants = {
+        str(kind): ["train.compile=true", f"fsdp.activation_checkpointing={json.dumps(kind)}"] for kind in RECOMPUTATION
+    }
+    found = on_ranks(2, "inspect", tmp_path, recipe=str(recipe), variants={"plain": [], **variants})[0]
+    for name in variants:
+        assert max(largest_difference(found[name]["curve"], found["plain"]["curve"])) < 1e-5
+        assert found[name]["names"] == found["plain"]["names"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.soak if i % 2 else ()) for i, kind in enumerate(RECOMPUTATION)],
+    ids=str,
+)
+def test_equal_blocks_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve blocks are one graph without breaks, for training and again for evaluation: more steps compile nothing."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch.nn.Module, "__init__", torch.nn.Module.__init__)  # dynamo replaces it for good
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # without C++
+    config = {**TINY, "num_hidden_layers": 12, "attention_dropout": 0.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
+    eager = copy.deepcopy(model)
+    for each in (model, eager):
+        recompute([block for _, block in blocks_of(each)], kind)
+    compile_blocks([block for _, block in blocks_of(model)])
+    ids = torch.arange(64).view(2, 32) % 50
+
+    def logits(of: Any) -> torch.Tensor:
+        found: torch.Tensor = of(input_ids=ids, position_ids=ids % 32, use_cache=False).logits
+        return found
+
+    graphs = []
+    for _ in range(2):
+        for each in (model, eager):
+            each.train().zero_grad()
+            logits(each).logsumexp(-1).sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(logits(model.eval()), logits(eager.eval()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    for compiled, plain in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(compiled.grad, plain.grad)
+    kinds = 2 if isinstance(kind, dict) else 1  # blocks with and without recomputation
+    assert graphs == [2 * kinds, 2 * kinds]
+    assert not counters["graph_break"]
 
 
 def test_dtypes_are_those_of_the_policy(facts: list[dict[str, Any]]) -> None:
