@@ -251,6 +251,26 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
 
 
+ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
+
+
+def fastest_on_one_gpu(plan: Plan, parameters: int, memory: int) -> Plan:
+    """Return the plan that does the same as a FULL_SHARD plan on one GPU of `memory` bytes, in less time.
+
+    One rank gathers from nobody, but FSDP copies the weights of a unit whenever it gathers them, and its gradients in
+    several passes whenever it reduces them. So the weights stay gathered for the step and gradients are held, if there
+    is ROOM for a copy of all weights in the compute dtype. Any other plan is returned as it is.
+    """
+    fsdp = plan.recipe.fsdp
+    if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
+        return plan
+    copies = BYTES[fsdp.mixed_precision.param_dtype] + BYTES[fsdp.mixed_precision.reduce_dtype]
+    strategy = fsdp.strategy.fastest_alone
+    if strategy is fsdp.strategy or plan.state_bytes(parameters) + copies * parameters > ROOM * memory:
+        return plan
+    return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
+
+
 def loss_chunks(tokens: int, hidden: int) -> int:
     """Return into how many chunks the chunked loss splits the tokens of a micro-batch.
 

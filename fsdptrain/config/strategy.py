@@ -90,6 +90,11 @@ class Strategy(StrEnum):
         """Whether `fsdp.shard_size` sets how many ranks share a copy."""
         return self.span is CopySpan.GROUP
 
+    @property
+    def fastest_alone(self) -> Strategy:
+        """The strategy that gives the same result on one rank in the least time: one that keeps weights gathered."""
+        return Strategy.SHARD_GRAD_OP if self is Strategy.FULL_SHARD else self
+
     def ranks_per_copy(self, shard_size: int | None, world: int, node: int) -> int:
         """Return how many of `world` ranks, `node` on each node, share one copy; `shard_size` is the recipe's."""
         return {CopySpan.WORLD: world, CopySpan.GROUP: shard_size or node, CopySpan.RANK: 1}[self.span]

@@ -99,6 +99,12 @@ def name_collectives(model: Any) -> None:
             group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", ", ".join(modules))
 
 
+def allow_graphs(count: int) -> None:
+    """Let torch.compile make so many graphs of one function: above its limit, 8, a function runs uncompiled."""
+    config = torch._dynamo.config  # a setting, not a function: nothing to read
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
 def first_row(tensor: DTensor) -> int:
     """Return the number, in the whole tensor, of the first row of this rank's shard; 0 for a scalar.
 

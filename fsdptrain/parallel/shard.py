@@ -25,7 +25,7 @@ from fsdptrain.model.patches import VARLEN_FORWARD, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
-from fsdptrain.parallel.patches import keep_float32, name_collectives, takes_two_dtypes
+from fsdptrain.parallel.patches import allow_graphs, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.world import World
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-GRAPHS = 64  # for one kind of block: above torch's limit it would run uncompiled; see `data.corpus.document_bounds`
+GRAPHS = 64  # of one kind of block: as many as there are shapes of document bounds, see `data.corpus`
 
 
 KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
@@ -190,7 +190,7 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
 
     All micro-batches have one shape. Only the bounds of packed documents have a few, each of which is compiled for.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    allow_graphs(GRAPHS)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 

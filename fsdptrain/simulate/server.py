@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
@@ -41,6 +41,16 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if kernel in ("flash_attention_2", "flex_attention"):
         notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
+    bare = models.skeleton(plan)
+    parameters = sum(param.numel() for param in bare.parameters())
+    suited = fastest_on_one_gpu(plan, parameters, hardware.memory)
+    if suited is not plan:
+        fsdp = suited.recipe.fsdp
+        notes.append(
+            f"one GPU: {plan.recipe.fsdp.strategy} runs as {fsdp.strategy} with accumulation {fsdp.accumulation}: "
+            "weights are copied once a step, and gradients are reduced once"
+        )
+        plan = suited
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
@@ -50,11 +60,10 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
-    bare = models.skeleton(plan)
     useful_flops = model_flops(bare, tokens, plan.recipe.data.seq_len)
     return Forecast(
         **memory(trace, device, hardware),
-        **communication(plan, trace, sum(p.numel() for p in bare.parameters())),
+        **communication(plan, trace, parameters),
         **time(plan, trace, hardware, tokens, useful_flops),
         model_flops=useful_flops,
         hardware=hardware.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import transformers
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
@@ -144,6 +145,13 @@ def prepare_inputs(session: Session) -> Inputs:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
     return Inputs(prepared, tokenizer, stream, held_out, eval_corpus)
+
+
+def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
+    """Return the inputs with the plan that is the fastest if this rank is the only one; see `fastest_on_one_gpu`."""
+    parameters = sum(param.numel() for param in inputs.prepared.bare.parameters())
+    plan = fastest_on_one_gpu(inputs.prepared.plan, parameters, world.device_memory())
+    return dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
 
 
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:

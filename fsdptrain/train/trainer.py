@@ -32,6 +32,7 @@ from fsdptrain.train.setup import (
     prepare_process,
     report_start,
     start_facts,
+    suited_to_one_gpu,
 )
 from fsdptrain.train.step import Engine, StepStats
 from fsdptrain.train.stragglers import Pace
@@ -91,6 +92,7 @@ class Trainer:
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(plan, session.stop)
+        inputs = suited_to_one_gpu(inputs, world)
         session.watchdog.beat()
         # Ranks with different files would train on without an error, so they compare what they have read.
         stream = inputs.stream
@@ -108,7 +110,7 @@ class Trainer:
         session.watchdog.beat()
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         report_start(session, inputs, world, steps_made, start_facts(inputs, world, sizes, len(units), baseline_memory))
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.beat)
+        engine = Engine(model, optimizer, world, inputs.prepared.plan, steps_made, session.watchdog.beat)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import ROOT, SHAKESPEARE, write_recipe
 
-from fsdptrain.config.plan import Plan, make_plan, seed_of
+from fsdptrain.config.plan import Plan, fastest_on_one_gpu, make_plan, seed_of
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import all_paths
 from fsdptrain.config.topology import Topology, find_topology
@@ -80,6 +80,20 @@ def test_strategies_become_meshes(tmp_path: Path) -> None:
         plan = plan_of(recipe, f"fsdp.strategy={strategy}", *more)
         assert (plan.replicas, plan.shard_size, plan.recipe.fsdp.strategy.reshards) == expected
         assert plan.accumulation == 8
+
+
+def test_one_gpu_with_room_keeps_its_weights_gathered(tmp_path: Path) -> None:
+    def suited(*overrides: str, device: Any = "cuda", ranks: int = 1, billions: float = 3) -> tuple[str, str]:
+        written = load(write_recipe(tmp_path, train__global_batch_size=8), overrides)
+        plan = fastest_on_one_gpu(make_plan(written, Topology(device, 1, ranks)), int(billions * 1e9), 80 * 2**30)
+        return plan.recipe.fsdp.strategy, plan.recipe.fsdp.accumulation
+
+    bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+    assert suited(bf16) == ("SHARD_GRAD_OP", "hold")  # 18 bytes a parameter
+    assert suited(bf16, billions=4) == suited(billions=3.3) == ("FULL_SHARD", "reduce")  # no room
+    assert suited(bf16, "fsdp.cpu_offload=true") == suited(bf16, device="cpu") == ("FULL_SHARD", "reduce")
+    assert suited(bf16, ranks=2) == ("FULL_SHARD", "reduce")
+    assert suited(bf16, "fsdp.strategy=NO_SHARD") == ("NO_SHARD", "reduce")
 
 
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ fsdp:
 optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
-  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: false,
+  {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
    deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null}
 checkpoint: {every: 500, keep: 2, async: true, resume: auto}
