@@ -1,19 +1,46 @@
-"""What a card and its links can do: published figures, and the shares of them that training reaches.
+"""What a card and its links can do: published peaks, and the shares of them that training reaches.
 
-No figure was tuned on the runs that docs/measurements.md compares it with. FLOP/s and memory bandwidths are from
-NVIDIA's data sheets and, for the RTX 3090 and A6000, from its GA102 white paper.
+Each card says what its figures for time are based on. FLOP/s and memory bandwidths are from NVIDIA's data sheets and,
+for the RTX 3090 and A6000, from its GA102 white paper. `product_share` of the A100 and of the H100 is fitted to
+published runs by `benchmarks/calibrate.py`; docs/calibration.md has the errors. It is the only figure that is fitted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import GIB
+
+CALIBRATED = "calibrated on published runs"
+
+
+SAME_CHIP = "calibrated on published runs of the H100"
+
+
+ESTIMATED = "estimated"
+
+
+MEASURED = "measured on this machine"
+
+
+SPREADS = {CALIBRATED: 0.2, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # of the printed range of time, ±
+
+
+# Shares of the bf16 peak that attention reaches at 2,048 to 8,192 tokens, causal, heads of 128: forward, backward. The
+# keys are parts of the kernels' names. They are read from figures, and are not fitted:
+# FlashAttention 2 on the A100, arXiv:2307.08691, figures 5 and 6; the memory-efficient kernel there, figures 4 and 5.
+AMPERE = {"flash": (0.6, 0.5), "efficient": (0.32, 0.26)}
+# cuDNN 9 and FlashAttention 2 (35% of the peak) on the H100, arXiv:2407.08608, figures 5 and 6. The memory-efficient
+# kernel uses the instructions of Ampere there, as FlashAttention 2 does: half of its rate.
+HOPPER = {"cudnn": (0.52, 0.42), "flash": (0.35, 0.3), "efficient": (0.16, 0.13)}
+# Estimated: cuDNN as on Hopper, the others at Hopper's FLOP/s.
+BLACKWELL = {"cudnn": (0.5, 0.4), "flash": (0.16, 0.13), "efficient": (0.08, 0.06)}
 
 
 @dataclass(frozen=True)
@@ -23,8 +50,12 @@ class Hardware:
     `memory` is the total that torch reports. `flops` is the dense bf16 peak, `flops32` that of float32 without tensor
     cores. Bandwidths of one rank: `intra_bw` in a ring inside a node, `inter_bw` in the network between nodes,
     `host_bw` of host memory, `pcie_bw` between card and host. `context` is the memory that driver and libraries take
-    before torch allocates anything, `communicator` what NCCL takes for each group of ranks. The `_share`s are the parts
-    of the peak that matrix products, attention (forward, backward) and other kernels reach.
+    before torch allocates anything, `communicator` what NCCL takes for each group of ranks, `cublas` what cuBLAS gets
+    from torch's allocator: a workspace for the thread of forward, and one for autograd's. The `_share`s are the parts
+    of the peak that matrix products, attention (by kernel: forward, backward) and other kernels reach. While a
+    collective runs, kernels take 1 + `contention` times as long: NCCL uses multiprocessors and memory bandwidth.
+    `launch_s` are the host's seconds for a kernel, `hook_s` those for a collective with FSDP2's hooks around it
+    (`benchmarks/host_time.py` measures both). `basis` says what the figures for time are based on.
     """
 
     name: str
@@ -39,17 +70,30 @@ class Hardware:
     gpus_per_node: int = 8
     context: int = int(0.6 * GIB)
     communicator: int = 1 * GIB
-    product_share: float = 0.70
-    attention_share: tuple[float, float] = (0.45, 0.38)
-    memory_share: float = 0.80
+    cublas: int = 2 * 8_519_680  # bytes of `:4096:2:16:8`, torch's default
+    product_share: float = 0.6
+    attention_share: Mapping[str, Sequence[float]] = field(default_factory=lambda: AMPERE)
+    memory_share: float = 0.82
+    contention: float = 0.25  # arXiv:2507.03114 measures slowdowns of 19% on average and of up to 40%
     launch_s: float = 6e-6
-    spread: float = 0.2
+    hook_s: float = 5e-4
+    basis: str = ESTIMATED
     bf16: bool = True  # it has matrix units for bf16
 
     @property
     def is_cpu(self) -> bool:
         """Whether ranks are processes on a CPU."""
         return self.name == "cpu"
+
+    @property
+    def spread(self) -> float:
+        """The printed range of a time, as a share of it to both sides."""
+        return SPREADS[self.basis]
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether torch takes cuDNN's attention first: since 2.11 from Hopper on, with cuDNN 9.15 or later."""
+        return "cudnn" in self.attention_share
 
 
 def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
@@ -58,25 +102,32 @@ def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
 
 
+def _hopper(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """Make a card with Hopper's kernels, or Blackwell's. On both, torch gives cuBLAS 32 MiB."""
+    return _gpu(name, gib, *rates, **{"attention_share": HOPPER, "cublas": 2 * 2**25, "pcie_bw": 45e9} | other)
+
+
 KNOWN = {
     hardware.name: hardware
     for hardware in (
-        _gpu("h100-80gb", 79.1, 989e12, 67e12, 3.35e12, 330e9, 45e9, pcie_bw=45e9),
-        _gpu("h100-pcie-80gb", 79.1, 756e12, 51e12, 2.0e12, 36e9, 22e9, pcie_bw=45e9),
-        _gpu("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9, pcie_bw=45e9),  # NVLink connects pairs only
-        _gpu("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, pcie_bw=45e9),
-        _gpu("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
-        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
-        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.82, attention_share=(0.6, 0.5)),
+        _hopper("h100-80gb", 79.1, 989e12, 67e12, 3.35e12, 330e9, 45e9, product_share=0.62, basis=CALIBRATED),
+        _hopper("h100-pcie-80gb", 79.1, 756e12, 51e12, 2.0e12, 36e9, 22e9),
+        _hopper("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9),  # NVLink connects pairs only
+        _hopper("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, product_share=0.62, basis=SAME_CHIP),
+        _hopper("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
+        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.75, basis=CALIBRATED),
+        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.75, basis=CALIBRATED),
         _gpu("l40s-48gb", 44.4, 362e12, 91.6e12, 864e9, 18e9, 10e9),
         _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
         _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
-        _gpu("b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, pcie_bw=45e9, product_share=0.65),
-        _gpu(  # nodes of four; between them only the network is counted, although NVLink connects a whole rack
-            "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
-            gpus_per_node=4,
+        _hopper(
+            "b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, product_share=0.65, attention_share=BLACKWELL,
         ),
-        _gpu("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, pcie_bw=45e9, product_share=0.85),
+        _hopper(  # nodes of four; between them only the network is counted, although NVLink connects a whole rack
+            "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
+            attention_share=BLACKWELL, gpus_per_node=4,
+        ),
+        _hopper("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, product_share=0.85),
         _gpu("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
         _gpu("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
         _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
@@ -88,8 +139,8 @@ KNOWN = {
 
 
 CPU = Hardware(  # where it is used, memory and rates are measured
-    "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0,
-    product_share=0.6, attention_share=(0.3, 0.35), launch_s=5e-6, spread=0.4,
+    "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0, cublas=0,
+    attention_share={"": (0.3, 0.35)}, launch_s=5e-6, basis=MEASURED,
 )  # fmt: skip
 
 
@@ -183,7 +234,7 @@ def _custom_hardware(text: str) -> Hardware:
     near = KNOWN["h100-80gb"]  # the shares, and the figures that were not given, are this card's
     bandwidth = near.memory_bw * numbers["flops"] / near.flops
     return dataclasses.replace(
-        near, name="custom", memory=int(numbers.pop("memory")), memory_bw=bandwidth,
+        near, name="custom", basis=ESTIMATED, memory=int(numbers.pop("memory")), memory_bw=bandwidth,
         flops32=near.flops32 * numbers["flops"] / near.flops, **numbers,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.hardware import Hardware
+from fsdptrain.config.hardware import ESTIMATED, Hardware
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, from_record
 from fsdptrain.forecast.trace import Category
@@ -53,6 +53,7 @@ class Forecast:
     mfu: float
     hardware: str
     method: str
+    time_basis: str = ESTIMATED
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -26,16 +26,17 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 Parts = dict[Category, float]  # bytes
 
 
-def peak_by_arithmetic(plan: Plan, config: Any) -> Level:
+def peak_by_arithmetic(plan: Plan, config: Any, cublas: int = 0) -> Level:
     """Return the highest level of the device's memory in a step, as `memory.peak` does for a simulated step.
 
-    `config` has the attributes of a transformers configuration. Units gathered ahead in forward, or after a unit's
-    backward (BACKWARD_POST), are not counted. Raises FsdptrainError if this arithmetic does not apply: for another
-    architecture, for units other than those of `auto`, and for eager attention.
+    `config` has the attributes of a transformers configuration; `cublas` are the bytes that cuBLAS gets from torch.
+    Units gathered ahead in forward, or after a unit's backward (BACKWARD_POST), are not counted. Raises FsdptrainError
+    if this arithmetic does not apply: for another architecture, for units other than those of `auto`, and for eager
+    attention.
     """
-    passes = [_MicroBatch(plan, config, earlier=plan.accumulation > 1, last=True)]
+    passes = [_MicroBatch(plan, config, cublas, earlier=plan.accumulation > 1, last=True)]
     if plan.accumulation > 1 and plan.recipe.fsdp.strategy.gathers_once:
-        passes.append(_MicroBatch(plan, config, earlier=plan.accumulation > 2, last=False))
+        passes.append(_MicroBatch(plan, config, cublas, earlier=plan.accumulation > 2, last=False))
     return max((level for each in passes for level in each.levels()), key=lambda level: level.allocated)
 
 
@@ -95,8 +96,8 @@ def shape_of(config: Any) -> Shape:
 class _MicroBatch:
     """The levels of a micro-batch of one plan's step; `earlier` and `last`: whether others precede it and follow it."""
 
-    def __init__(self, plan: Plan, config: Any, earlier: bool, last: bool) -> None:
-        recipe = plan.recipe
+    def __init__(self, plan: Plan, config: Any, cublas: int, earlier: bool, last: bool) -> None:
+        recipe, self.cublas = plan.recipe, cublas
         fsdp, self.shape = recipe.fsdp, shape_of(config)
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
             raise FsdptrainError(
@@ -148,6 +149,7 @@ class _MicroBatch:
             "parameter shards": 0 if self.offload else self.shard(self.shape.all),
             "optimizer state": 0 if self.offload else self.optimizer_bytes / self.ranks,
             "inputs and buffers": 3 * 8 * self.tokens,
+            "temporaries": self.cublas,
         }
         for part in (always, *parts):
             sums.update(part)

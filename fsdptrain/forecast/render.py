@@ -67,7 +67,8 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     low, high = (seconds / forecast.step_s for seconds in forecast.step_s_range)
     each = "" if world == 1 else f" ({forecast.tokens_per_s / world:,.0f} a {unit})"
     lines = [
-        f"{forecast.step_s:.3g} s a step ({low * forecast.step_s:.3g} to {high * forecast.step_s:.3g}); "
+        f"{forecast.step_s:.3g} s a step ({low * forecast.step_s:.3g} to {high * forecast.step_s:.3g}; "
+        f"rates: {forecast.time_basis}); "
         f"{forecast.tokens_per_s:,.0f} tok/s{each}; MFU {forecast.mfu:.1%}",
         f"compute alone takes {forecast.compute_s:.3g} s ({_tera(forecast.flops)} TFLOP a rank, recomputation and "
         f"attention included), collectives alone {forecast.communication_s:.3g} s; {forecast.exposed_s:.3g} s of the "

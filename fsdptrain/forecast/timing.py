@@ -6,17 +6,25 @@ them and is not assumed. (Roofline: Williams, Waterman & Patterson, CACM 52(4), 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 
 LATENCY_S = 20e-6  # of every collective
 
 
 HOP_S = 1.5e-6  # added for every rank of the ring
+
+
+IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
+
+
+# The host's seconds that recomputation adds to the backward of a block: torch's hooks for each saved tensor and, if
+# selective, Python code for each operator in forward and in backward. Measured by benchmarks/host_time.py.
+RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 
 
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
@@ -38,16 +46,19 @@ class Timing:
         return max(0.0, self.step_s - self.compute_s)
 
 
-def replay_streams(events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int) -> Timing:
-    """Time the events; `half` says whether matrix products run in bf16.
+def replay_streams(
+    events: Iterable[Event], hardware: Hardware, half: bool, ranks_per_node: int, recompute_s: float = 0.0
+) -> Timing:
+    """Time the events; `half`: matrix products run in bf16; `recompute_s` are the host's seconds a unit in backward.
 
-    The host launches kernels in program order. A device stream runs them one after another, at the earliest when they
-    are launched. On a CPU the host itself computes and communicates.
+    The host launches kernels and collectives in program order. A device stream runs them one after another, at the
+    earliest when they are launched. On a CPU the host itself computes and communicates.
     """
     timing = Timing()
     clock: dict[int, float] = defaultdict(float)  # stream → seconds at which it is free
     link: dict[tuple[int, ...], float] = defaultdict(float)  # the same for a group: its collectives do not overlap
     event_s: dict[int, float] = {}  # event → seconds at which it happens
+    collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = 0.0
     for event in events:
         if isinstance(event, Kernel):
@@ -58,20 +69,27 @@ def replay_streams(events: Iterable[Event], hardware: Hardware, half: bool, rank
                 timing.host_s += seconds
                 continue
             host += hardware.launch_s
-            clock[event.stream] = max(clock[event.stream], host) + seconds
-            timing.compute_s += seconds if event.stream == COMPUTE_STREAM else 0.0
+            start = max(clock[event.stream], host)
+            if event.stream == COMPUTE_STREAM:
+                seconds += hardware.contention * _overlap(start, start + seconds, collectives)
+                timing.compute_s += seconds
+            clock[event.stream] = start + seconds
         elif isinstance(event, Collective):
             seconds = collective_s(event, hardware, ranks_per_node)
             timing.communication_s += seconds
             if hardware.is_cpu:
                 host += seconds
                 continue
+            host += hardware.hook_s
             start = max(clock[event.stream], link[event.ranks], host)
             clock[event.stream] = link[event.ranks] = start + seconds
+            collectives.append((start, start + seconds))
         elif isinstance(event, RecordEvent):
             event_s[event.event] = max(clock[event.stream], host)
         elif isinstance(event, WaitEvent):
             clock[event.stream] = max(clock[event.stream], event_s.get(event.event, 0.0))
+        elif isinstance(event, Moment):
+            host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
         elif isinstance(event, Synchronize):
             host = max([host, *clock.values()])
     timing.step_s = max([host, *clock.values()])
@@ -80,21 +98,40 @@ def replay_streams(events: Iterable[Event], hardware: Hardware, half: bool, rank
     return timing
 
 
+def _overlap(start: float, end: float, collectives: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds between `start` and `end` in which a collective runs too."""
+    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in collectives)
+
+
+def recomputation_s(kind: str | dict[str, int]) -> float:
+    """Return the host's seconds that `fsdp.activation_checkpointing` adds to the backward of a block, on average."""
+    return RECOMPUTATION_S["full"] / kind["every"] if isinstance(kind, dict) else RECOMPUTATION_S[kind]
+
+
 def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
-    """Return the seconds of one operator: its arithmetic or its memory traffic, whichever takes longer."""
+    """Return the seconds of one operator.
+
+    A matrix product loads its first tiles before, and stores its last ones after, the arithmetic, so that its two times
+    add up: with that the published runs of `benchmarks/calibrate.py` are met closer than with the longer of the two.
+    Attention keeps its tiles on the chip, and takes the longer; and on a CPU the measured rate includes the memory.
+    """
     if kernel.link:
         return kernel.link / hardware.pcie_bw
     if kernel.stream == HOST_STREAM:
         return kernel.moved / hardware.host_bw
     memory = kernel.moved / (hardware.memory_bw * hardware.memory_share)
-    peak = hardware.flops if half else hardware.flops32
-    flops, share = float(kernel.flops), hardware.product_share
+    arithmetic = kernel.flops / (hardware.flops if half else hardware.flops32)
     if "attention" in kernel.name or "varlen" in kernel.name:
-        share = hardware.attention_share["backward" in kernel.name]
-        # Flash kernels skip what a causal mask hides, and the tiles of `model.attention` at least as much. Other
-        # kernels compute all of it. The FLOPs of the varlen kernel count only what is computed.
-        flops /= 2 if "flash" in kernel.name or kernel.name.startswith("attention") else 1
-    return max(flops / (peak * share), memory)
+        return max(arithmetic / _attention_share(kernel.name, hardware), memory)
+    arithmetic /= hardware.product_share
+    return max(arithmetic, memory) if hardware.is_cpu else arithmetic + memory
+
+
+def _attention_share(name: str, hardware: Hardware) -> float:
+    """Return the share of the peak of an attention kernel: the flash kernel's if it has none of its own (varlen)."""
+    shares = hardware.attention_share
+    kind = next((kind for kind in shares if kind in name), "flash")
+    return shares[kind]["backward" in name]
 
 
 def collective_s(collective: Collective, hardware: Hardware, ranks_per_node: int) -> float:

@@ -8,12 +8,12 @@ arXiv:2205.14135).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -213,14 +213,31 @@ def _tiles_of(rows: slice, seen: torch.Tensor) -> list[Tile]:
     return found
 
 
+def attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], backward: bool) -> int:
+    """Return the FLOPs of attention over all pairs, for shapes [B, H, S, D], [B, G, K, D] and [B, G, K, E].
+
+    Forward has two products for each pair and head of q. Backward computes the scores again, and then four gradients.
+    """
+    pairs = q[0] * q[1] * q[2] * k[2]
+    return 2 * pairs * (3 * q[3] + 2 * v[3] if backward else q[3] + v[3])
+
+
 @register_flop_formula(torch.ops.fsdptrain.attention)
 def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q, k, v)
+    return attention_flops(q, k, v, backward=False)
 
 
 @register_flop_formula(torch.ops.fsdptrain.attention_backward)
 def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(q, q, k, v)
+    return attention_flops(q, k, v, backward=True)
+
+
+FLOPS: dict[Any, Callable[..., int]] = {  # for `simulate.recorder`: no tile computes what comes after its queries
+    torch.ops.fsdptrain.attention.default: lambda q, k, v, *_: attention_flops(q.shape, k.shape, v.shape, False) // 2,
+    torch.ops.fsdptrain.attention_backward.default: lambda grad, q, k, v, *_: (
+        attention_flops(q.shape, k.shape, v.shape, True) // 2
+    ),
+}
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> int:

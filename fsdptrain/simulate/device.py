@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,10 @@ import torch.distributed as dist
 from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import World, make_mesh
+from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import DummyBackend, fake_store, register_accelerator
 
 PRETEND = "pretend"  # the accelerator's device type
-
-
-aten = torch.ops.aten
 
 
 listeners: list[Callable[[Event], None]] = []  # called with every event of the device; see `recorder`
@@ -122,34 +121,10 @@ def pretend_accelerator() -> torch.device:
     """Register the accelerator (once a process), with the attention kernels that CUDA would choose."""
     if not hasattr(torch, PRETEND):
         PretendStream.current.append(PretendStream())
-        register_accelerator(PRETEND, Backend(), lambda device=None: PretendStream.current[-1], cuda_attention)
+        register_accelerator(
+            PRETEND, Backend(), lambda device=None: PretendStream.current[-1], partial(cuda_attention, PRETEND)
+        )
     return torch.device(PRETEND)
-
-
-def cuda_attention(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return scaled dot product attention that chooses its kernel as on CUDA; other devices would get `math`."""
-
-    def attention(
-        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
-        if q.device.type != PRETEND:
-            return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        if attn_mask is None and half and q.shape[-1] == v.shape[-1] <= 256:
-            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-        if enable_gqa:
-            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
-            attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        grad = any(x.requires_grad for x in (q, k, v))
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, attn_mask, grad, dropout_p, is_causal, scale=scale
-        )[0]
-
-    return attention
 
 
 class PretendWorld(World):

@@ -14,7 +14,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdptrain.forecast.trace import (
@@ -33,6 +33,7 @@ from fsdptrain.forecast.trace import (
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
 from fsdptrain.simulate import device as pretend
+from fsdptrain.simulate import kernels
 from fsdptrain.simulate.patches import resizes_watched
 
 LOSS_BACKWARD = "backward of the loss"
@@ -51,18 +52,11 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
 }
 
 
-ATTENTION: dict[Any, Callable[..., int]] = {  # torch's registry of FLOP formulas lacks the CPU's flash kernel
-    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    ),
-    **varlen.FLOPS,
-}
+# For operators whose inside is not seen: FLOPs and, in bytes, what they allocate besides results.
+ATTENTION: dict[Any, Callable[..., int]] = kernels.FLOPS | attention.FLOPS | varlen.FLOPS
 
 
-WORKSPACE = attention.WORKSPACE | varlen.WORKSPACE
+WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | attention.WORKSPACE | varlen.WORKSPACE
 
 
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
@@ -193,10 +187,11 @@ class Recorder(TorchDispatchMode):
             return
         if func.is_view or func in NO_KERNEL:
             return
-        formula = flop_registry.get(func._overloadpacket)
-        flops = formula(*args, **kwargs, out_val=result) if formula else 0
         if func in ATTENTION:
             flops = ATTENTION[func](*args, **kwargs)
+        else:
+            formula = flop_registry.get(func._overloadpacket)
+            flops = formula(*args, **kwargs, out_val=result) if formula else 0
         moved = _total_bytes((args, kwargs)) + (_total_bytes(result) if not func._schema.is_mutable else 0)
         devices = {t.device.type for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim}
         link = _total_bytes(result) if len(devices) > 1 else 0

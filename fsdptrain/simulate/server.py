@@ -54,7 +54,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     # The simulation gives the trace; memory, traffic and time are computed from that alone.
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
-    trace = simulate(plan, models.config, pretend)
+    trace = simulate(plan, models.config, pretend, hardware)
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
@@ -126,12 +126,15 @@ def communication(plan: Plan, trace: Trace, parameters: int) -> dict[str, Any]:
 def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
     """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
-    timed = timing.replay_streams(trace.repeated(plan.accumulation), hardware, half, plan.topology.nproc_per_node)
+    recompute_s = timing.recomputation_s(plan.recipe.fsdp.activation_checkpointing)
+    events, ranks = trace.repeated(plan.accumulation), plan.topology.nproc_per_node
+    timed = timing.replay_streams(events, hardware, half, ranks, recompute_s)
     peak = plan.topology.world_size * (hardware.flops if half else hardware.flops32)
     return {
         "flops": timed.flops,
         "step_s": timed.step_s,
         "step_s_range": [timed.step_s * (1 - hardware.spread), timed.step_s * (1 + hardware.spread)],
+        "time_basis": hardware.basis,
         "compute_s": timed.compute_s,
         "communication_s": timed.communication_s,
         "exposed_s": timed.exposed_s,
@@ -182,7 +185,6 @@ def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Mode
 def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
     """Return the forecast of a job as a dict; `{"error": record}` for an error of the recipe."""
     plan, hardware = Plan.from_json(job["plan"]), Hardware(**job["hardware"])
-    hardware = dataclasses.replace(hardware, attention_share=tuple(hardware.attention_share))  # type: ignore[arg-type]
     try:
         drawing = Path(job["plot"]) if job.get("plot") else None
         models = models_of(job, plan, known)

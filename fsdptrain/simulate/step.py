@@ -17,37 +17,46 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig
 
+from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.corpus import Batch, document_bounds
-from fsdptrain.forecast.trace import HOST, Alloc, Trace
+from fsdptrain.forecast.timing import COMPUTE_STREAM
+from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
+from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train.optim import make_optimizer, start_state
 from fsdptrain.train.step import Engine
 
 
-def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool) -> Trace:
+def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware | None = None) -> Trace:
     """Return the trace of one optimizer step of rank 0, with optimizer state allocated, of at most three micro-batches.
 
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
+    `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing.
     """
     plan = varied(plan, {"train.compile": False})  # the compiler cannot run on fake tensors
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
         fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
         pretend_world(plan, device) as world,
+        on_card(card),
         FakeTensorMode(allow_non_fake_inputs=True),
         # A thread of autograd's would free its last gradient at some later moment, so two traces would differ.
         torch.autograd.set_multithreading_enabled(False),
     ):
         engine, units = make_engine(plan, config, world)
         with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
-            return record_step(recorder, engine, units, plan)
+            trace = record_step(recorder, engine, units, plan)
+    if card and pretend:  # from torch's allocator, at the first product of a run, and never freed
+        workspaces = Storage(device.type, "temporaries")
+        trace.before.append(Alloc(workspaces, card.cublas, COMPUTE_STREAM))
+    return trace
 
 
 def make_engine(plan: Plan, config: PreTrainedConfig, world: World) -> tuple[Engine, list[Unit]]:

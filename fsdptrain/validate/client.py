@@ -52,7 +52,6 @@ class Request:
         """Return the request that `to_json` wrote."""
         fields = json.loads(text)
         if fields["hardware"]:
-            fields["hardware"]["attention_share"] = tuple(fields["hardware"]["attention_share"])
             fields["hardware"] = Hardware(**fields["hardware"])
         return cls(**fields | {"plan": Plan.from_json(fields["plan"])})
 

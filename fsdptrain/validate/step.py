@@ -123,7 +123,7 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
 
 def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hardware, findings: Findings) -> None:
     """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
-    peak = closed_form.peak_by_arithmetic(plan, config)
+    peak = closed_form.peak_by_arithmetic(plan, config, hardware.cublas)
     needed = peak.allocated + hardware.context + hardware.communicator
     capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
     findings.step = {

@@ -19,7 +19,7 @@ from rich.console import Console
 from simulated import SMALL, plan_of
 from support import TINY
 
-from fsdptrain.config.hardware import CPU, KNOWN, card, parse_hardware
+from fsdptrain.config.hardware import CALIBRATED, CPU, KNOWN, card, parse_hardware
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.topology import topology_of
@@ -27,8 +27,8 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import client, compare
 from fsdptrain.forecast.client import Forecaster
 from fsdptrain.forecast.compare import ForecastComparison
-from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, replay_streams
-from fsdptrain.forecast.trace import Collective, Kernel, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
+from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
 from fsdptrain.page import Page
 from fsdptrain.parallel.world import World
@@ -89,6 +89,15 @@ def test_unknown_hardware_is_rejected_with_a_way_out(text: str, says: str) -> No
     assert says in str(refused.value)
 
 
+def test_a_card_says_what_its_times_are_based_on() -> None:
+    bases = {name: (hardware.basis, hardware.spread) for name, hardware in KNOWN.items()}
+    calibrated = {name for name, (basis, _) in bases.items() if basis == CALIBRATED}
+    assert calibrated == {"h100-80gb", "a100-80gb", "a100-40gb"}
+    assert bases["h100-80gb"][1] < bases["h200-141gb"][1] < bases["b200-192gb"][1]
+    custom = parse_hardware("memory=48e9,flops=200e12,intra_bw=30e9,inter_bw=5e9").hardware
+    assert custom.basis == bases["l4-24gb"][0] and custom.spread == bases["l4-24gb"][1]
+
+
 def test_a_count_must_fill_whole_nodes() -> None:
     topology = topology_of(Recipe(), 64, H100)
     assert (topology.nnodes, topology.nproc_per_node, topology.device) == (8, 8, "cuda")
@@ -138,18 +147,20 @@ def test_a_collective_on_its_own_stream_overlaps_with_compute() -> None:
     alone = collective_s(gather, H100, 8)
     work = [Kernel("mm", 20 * BUSY, 0, 0, stream=0)]
     together = replay_streams([gather, *work], H100, half=True, ranks_per_node=8)
-    assert math.isclose(together.step_s, seconds(20 * BUSY) + H100.launch_s) and alone < together.step_s
+    slowed = H100.contention * (alone - H100.launch_s)  # until the collective ends
+    assert math.isclose(together.step_s, H100.hook_s + H100.launch_s + seconds(20 * BUSY) + slowed)
+    assert alone < together.step_s
     waiting = replay_streams([gather, RecordEvent(1, 1), WaitEvent(1, 0), *work], H100, half=True, ranks_per_node=8)
-    assert math.isclose(waiting.step_s, seconds(20 * BUSY) + alone)
-    assert math.isclose(waiting.exposed_s, alone, rel_tol=1e-6)
+    assert math.isclose(waiting.step_s, H100.hook_s + seconds(20 * BUSY) + alone)
+    assert math.isclose(waiting.exposed_s, H100.hook_s + alone, rel_tol=1e-6)
 
 
 def test_collectives_of_one_group_do_not_overlap() -> None:
     pair = [Collective("all-gather", (0, 1), 10**9, 1), Collective("reduce-scatter", (0, 1), 10**9, 2)]
     timed = replay_streams(pair, H100, half=True, ranks_per_node=8)
-    assert math.isclose(timed.step_s, 2 * collective_s(pair[0], H100, 8))
+    assert math.isclose(timed.step_s, H100.hook_s + 2 * collective_s(pair[0], H100, 8))
     apart = replay_streams([pair[0], pair[1]._replace(ranks=(0, 2))], H100, half=True, ranks_per_node=8)
-    assert math.isclose(apart.step_s, collective_s(pair[0], H100, 8))
+    assert math.isclose(apart.step_s, 2 * H100.hook_s + collective_s(pair[0], H100, 8))
 
 
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
@@ -173,6 +184,59 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
     assert math.isclose(memory, 1e9 / (H100.memory_bw * H100.memory_share))
     assert math.isclose(kernel_s(Kernel("copy_", 0, 10**9, 10**9, 0), H100, half=True), 1e9 / H100.pcie_bw)
     assert kernel_s(Kernel("_fused_adamw_", 0, 10**9, 0, -1), H100, half=True) == 1e9 / H100.host_bw
+
+
+def test_a_product_adds_its_arithmetic_and_its_memory_on_a_gpu_alone() -> None:
+    product = Kernel("mm", BUSY, 10**9, 0, 0)
+    memory = 1e9 / (H100.memory_bw * H100.memory_share)
+    assert math.isclose(kernel_s(product, H100, half=True), seconds(BUSY) + memory)
+    rates = CPU.flops * CPU.product_share, CPU.memory_bw * CPU.memory_share
+    assert math.isclose(kernel_s(product, CPU, half=True), max(BUSY / rates[0], 1e9 / rates[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "way"),
+    [("_scaled_dot_product_cudnn_attention", "cudnn", 0), ("_varlen_attn", "flash", 0),
+     ("_varlen_attn_backward", "flash", 1), ("_scaled_dot_product_efficient_attention_backward", "efficient", 1)],
+)  # fmt: skip
+def test_an_attention_kernel_has_its_own_rate(name: str, kind: str, way: int) -> None:
+    found = kernel_s(Kernel(name, BUSY, 0, 0, 0), H100, half=True)
+    assert math.isclose(found, BUSY / (H100.flops * H100.attention_share[kind][way]))
+    other = KNOWN["a100-80gb"]  # no cuDNN there: a kernel without a rate of its own is like the flash kernel
+    if kind == "cudnn":
+        assert math.isclose(kernel_s(Kernel(name, BUSY, 0, 0, 0), other, half=True), BUSY / (other.flops * 0.6))
+
+
+def test_recomputation_takes_time_of_the_host() -> None:
+    events = [Moment("backward of layers.0"), Kernel("mm", 1, 1, 0, 0)]
+    alone, more = (replay_streams(events, H100, True, 8, extra).step_s for extra in (0.0, 1e-3))
+    assert math.isclose(more, alone + 1e-3)
+    assert recomputation_s({"every": 2}) == recomputation_s("full") / 2 < recomputation_s("selective")
+    assert recomputation_s("none") == 0
+
+
+WORK = st.one_of(
+    st.builds(Kernel, st.just("mm"), st.integers(0, 10**13), st.integers(0, 10**10), st.just(0), st.integers(0, 2)),
+    st.builds(Collective, st.just("all-gather"), st.just(tuple(range(8))), st.integers(0, 10**10), st.integers(1, 2)),
+)
+
+
+@given(st.lists(WORK, max_size=40), st.floats(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_contention_only_slows_kernels_beside_collectives(work: list[Kernel | Collective], contention: float) -> None:
+    """A step is never faster than its busiest stream. Without contention it is what it was with overlap for free."""
+    free, slowed = (
+        replay_streams(work, dataclasses.replace(H100, contention=amount), half=True, ranks_per_node=8)
+        for amount in (0.0, contention)
+    )
+    busy = [
+        sum(collective_s(e, H100, 8) if isinstance(e, Collective) else kernel_s(e, H100, True) for e in stream)
+        for stream in ([event for event in work if event.stream == number] for number in range(3))
+    ]
+    assert max(busy) <= free.step_s * (1 + 1e-9) and free.step_s <= slowed.step_s * (1 + 1e-9)
+    assert math.isclose(free.compute_s, busy[0], abs_tol=1e-12)
+    if not any(isinstance(event, Collective) for event in work):
+        assert slowed == free
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**13)), max_size=40))

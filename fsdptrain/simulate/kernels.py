@@ -1,0 +1,131 @@
+"""CUDA's attention kernels: which of them torch chooses, the FLOPs that they compute, and what they allocate meanwhile.
+
+Read in torch 2.11 and 2.13: `sdp_utils.cpp` (the choice), `flash_api.cpp` and `attention_backward.cu` (workspaces).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdptrain.config.hardware import Hardware
+from fsdptrain.model.attention import attention_flops
+
+aten = torch.ops.aten
+
+
+CUDNN_HEAD = 128  # elements at most, and a multiple of 8: what cuDNN computes in forward and in backward
+
+
+FLASH_HEAD = 256
+
+
+_cards: list[Hardware] = []  # the card that is simulated is last
+
+
+@contextlib.contextmanager
+def on_card(card: Hardware | None) -> Iterator[None]:
+    """Choose the kernels of this card meanwhile; None: of one for which torch does not prefer cuDNN."""
+    if card:
+        _cards.append(card)
+    try:
+        yield
+    finally:
+        if card:
+            _cards.pop()
+
+
+def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return scaled dot product attention that on `device` chooses its kernel as CUDA does; `otherwise` elsewhere.
+
+    On Hopper and later cuDNN comes first. Without it a mask or float32 leads to the memory-efficient kernel, which has
+    no groups: keys and values are repeated. With a mask cuDNN is used only for lengths in multiples of 128: see
+    pytorch#196678.
+    """
+
+    def attention(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if q.device.type != device:
+            return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+        cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0
+        cudnn = cudnn and bool(_cards) and _cards[-1].prefers_cudnn
+        if attn_mask is None and half and not cudnn and size == v.shape[-1] <= FLASH_HEAD:
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        if attn_mask is not None:
+            cudnn = cudnn and q.shape[2] % 128 == 0
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
+            attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        grad = any(x.requires_grad for x in (q, k, v))
+        if cudnn:
+            return aten._scaled_dot_product_cudnn_attention(
+                q, k, v, attn_mask, grad, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attention
+
+
+def computed_flops(operator: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs that an attention operator computes: half of all pairs if it is causal and has no mask.
+
+    With a mask CUDA's kernels compute the hidden pairs too.
+    """
+    call = _arguments(operator, args, kwargs)
+    masked = call.get("attn_bias") is not None or call.get("attn_mask") is not None
+    q, k, v = (call[name].shape for name in ("query", "key", "value"))
+    flops = attention_flops(q, k, v, backward="backward" in operator.__name__)
+    return flops // 2 if call.get("is_causal") and not masked else flops
+
+
+def backward_workspace(operator: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the bytes that an attention kernel allocates in backward besides its results.
+
+    The gradient of q is summed in float32, its length rounded up to 128 and its heads to 32 elements, with a number for
+    every query. Where several heads of q share one of k, the gradients of k and v are computed for each head of q.
+    """
+    call = _arguments(operator, args, kwargs)
+    q, k = call["query"], call["key"]
+    rows, heads, length, size = q.shape
+    queries = rows * heads * (-(-length // 128) * 128)
+    expanded = 2 * rows * heads * k.shape[2] * size * k.element_size() if heads != k.shape[1] else 0
+    return 4 * queries * (-(-size // 32) * 32 + 1) + expanded
+
+
+def _arguments(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+CUDA = [
+    getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
+    for kind in ("flash", "cudnn", "efficient")
+    for way in ("", "_backward")
+]
+
+
+CPU = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+]
+
+
+# By operator; torch's own formulas refuse fewer key heads than query heads up to 2.11, and do not know causal masks.
+FLOPS: dict[Any, Callable[..., int]] = {operator: partial(computed_flops, operator) for operator in [*CUDA, *CPU]}
+
+
+WORKSPACE: dict[Any, Callable[..., int]] = {
+    operator: partial(backward_workspace, operator) for operator in CUDA if "backward" in operator.__name__
+}

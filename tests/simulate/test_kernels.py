@@ -1,0 +1,116 @@
+"""CUDA's attention kernels in a simulation: which is chosen, its FLOPs, its workspace."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import config_of, plan_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+
+from fsdptrain.config.hardware import KNOWN
+from fsdptrain.forecast.trace import Kernel
+from fsdptrain.model.attention import attention_flops
+from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
+from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.simulate.step import simulate
+
+H100, A100 = KNOWN["h100-80gb"], KNOWN["a100-80gb"]
+ROWS, HEADS, GROUPS, LENGTH, SIZE = 2, 8, 2, 256, 64
+ALL = 2 * ROWS * HEADS * LENGTH**2 * SIZE * 2  # FLOPs of both products of forward, hidden pairs included
+
+
+def inputs(groups: int, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> list[torch.Tensor]:
+    return [torch.empty(ROWS, heads, length, SIZE, dtype=dtype) for heads in (HEADS, groups, groups)]
+
+
+def called(*qkv: torch.Tensor, **options: Any) -> list[str]:
+    """Return the attention operators that the choice for CUDA calls on a device, here of type `meta`."""
+    names: list[str] = []
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        cuda_attention("meta", torch.nn.functional.scaled_dot_product_attention)(
+            *(x.to("meta") for x in qkv), **options
+        )
+    return [name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in names if "_dot_" in name]
+
+
+def test_the_kernel_is_chosen_by_card_mask_and_dtype() -> None:
+    mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool, device="meta")
+    assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == ["flash"]
+    with on_card(A100):
+        assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == ["flash"]
+        assert called(*inputs(HEADS), attn_mask=mask) == ["efficient"]
+    with on_card(H100):
+        assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == ["cudnn"]
+        assert called(*inputs(HEADS), attn_mask=mask) == ["cudnn"]
+        assert called(*inputs(HEADS, length=192), attn_mask=mask[..., :192, :192]) == ["efficient"]
+        assert called(*inputs(HEADS, torch.float32), is_causal=True) == ["efficient"]
+
+
+@pytest.mark.parametrize("operator", [operator for operator in CUDA if "backward" not in operator.__name__])
+def test_only_a_causal_kernel_without_a_mask_skips_half(operator: Any) -> None:
+    q, k, v = inputs(GROUPS)
+    bias = {"attn_bias": torch.empty(1)}
+    assert computed_flops(operator, q, k, v) == ALL
+    assert computed_flops(operator, q, k, v, is_causal=True) == ALL // 2
+    if "flash" not in operator.__name__:
+        assert computed_flops(operator, q, k, v, is_causal=True, **bias) == ALL
+        assert computed_flops(operator, q, k, v, bias["attn_bias"], True) == ALL
+
+
+def test_backward_has_a_sum_in_float32_and_a_gradient_for_each_head() -> None:
+    for operator in (operator for operator in CUDA if "backward" in operator.__name__):
+        for groups, heads in ((HEADS, 0), (GROUPS, HEADS)):
+            q, k, v = inputs(groups, length=200)
+            expanded = 2 * ROWS * heads * 200 * SIZE * 2
+            found = backward_workspace(operator, q, q, k, v)
+            assert found == 4 * ROWS * HEADS * 256 * (SIZE + 1) + expanded
+            assert computed_flops(operator, q, q, k, v) == 5 * 2 * ROWS * HEADS * 200**2 * SIZE
+
+
+def test_flops_need_no_formula_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 asserts in its formula that queries and keys have the same number of heads."""
+
+    def refuse(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        assert q[1] == k[1] == v[1]
+        return 0
+
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        monkeypatch.setattr(flop_counter, name, refuse)
+    q, k, v = (x.requires_grad_() for x in inputs(GROUPS, torch.float32))
+    recorder = Recorder("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        torch.ops.fsdptrain.attention(q, k, v, None, 0.1)
+        out.sum().backward()
+    found = [event.flops for event in recorder.trace.events if isinstance(event, Kernel) and event.flops]
+    shapes = q.shape, k.shape, v.shape
+    forward, backward = (attention_flops(*shapes, backward=way) // 2 for way in (False, True))
+    assert found == [forward, forward, backward] and forward == ALL // 2
+
+
+def _check_step_on_hopper(folder: Path) -> None:
+    changes = {"data__packing": "none", "fsdp__mixed_precision": {}, "train__global_batch_size": 16}
+    plan = plan_of(folder, 8, 1, "cuda", **changes)
+    trace = simulate(plan, config_of(plan), pretend=True, card=H100)
+    names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
+    assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
+    assert trace.before[-1].size == H100.cublas == 2 * 2**25
+
+
+def test_a_step_on_hopper_uses_cudnn_and_has_the_workspaces_of_cublas(tmp_path: Path) -> None:
+    """In a process of its own: a pretended accelerator cannot be removed again."""
+    process = multiprocessing.get_context("spawn").Process(target=_check_step_on_hopper, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
