@@ -101,9 +101,11 @@ class Checkpointer:
             local = shard.local
             if not wait or local.device.type != "cpu":
                 if name not in self._staging:
-                    self._staging[name] = torch.empty_like(local, device="cpu")
-                local = self._staging[name].copy_(local)
+                    self._staging[name] = host_memory_like(local)
+                local = self._staging[name].copy_(local, non_blocking=True)
             staged[name] = Shard(local, shard.first, shard.shape)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)  # once for all copies, which were queued without waiting
         return staged
 
     def _commit(self, step: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
@@ -229,6 +231,24 @@ class Checkpointer:
             failure = error
         self.raise_on_every_rank(failure)
         return sorted({problem for of_rank in self._all_gather(problems) for problem in of_rank})
+
+
+PINNED = partial(torch.empty_like, device="cpu", pin_memory=True)
+
+
+def host_memory_like(
+    tensor: torch.Tensor, allocate_pinned: Callable[[torch.Tensor], torch.Tensor] = PINNED
+) -> torch.Tensor:
+    """Return unset host memory of a tensor's shape and dtype; pinned if the tensor is on a GPU, for a faster copy.
+
+    It is pageable if no more memory can be pinned.
+    """
+    if tensor.device.type != "cpu":
+        try:
+            return allocate_pinned(tensor)
+        except RuntimeError as error:
+            print(f"a checkpoint's copy is in pageable memory, which is slower: {error}", flush=True)
+    return torch.empty_like(tensor, device="cpu")
 
 
 def shard_name(rank: int) -> str:

@@ -36,7 +36,7 @@ from fsdptrain.checkpoint.manifest import (
     set_damaged_aside,
     with_checksum,
 )
-from fsdptrain.checkpoint.save import write_shards
+from fsdptrain.checkpoint.save import host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import make_plan
@@ -505,3 +505,26 @@ def test_verify_finds_what_is_wrong_with_an_export(change: Callable[[Path], obje
     assert survey(run)["good"]
     change(run.export)
     assert survey(run)["export"]["problems"] and not survey(run)["good"]
+
+
+def test_a_copy_of_gpu_memory_is_pinned_if_possible(capfd: pytest.CaptureFixture[str]) -> None:
+    pinned = []
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(torch.empty_like(tensor, device="cpu"))
+        return pinned[-1]
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory to pin")
+
+    on_device = torch.empty(3, 2, dtype=torch.bfloat16, device="meta")  # stands for a GPU
+    assert host_memory_like(on_device, allocate) is pinned[0]
+    for found in (host_memory_like(on_device, refuse), host_memory_like(torch.empty(3, 2), allocate)):
+        assert found.shape == (3, 2) and found.device.type == "cpu" and not found.is_pinned()
+    assert len(pinned) == 1 and "out of memory to pin" in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pinned_memory_of_a_gpu_tensor() -> None:
+    assert host_memory_like(torch.empty(8, device="cuda")).is_pinned()

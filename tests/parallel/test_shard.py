@@ -132,7 +132,8 @@ RECOMPUTATION = ["none", "full", "selective", {"every": 2}]
 @pytest.mark.soak
 def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> None:
     variants = {
-        str(kind): ["train.compile=true", f"fsdp.activation_checkpointing={json.dumps(kind)}"] for kind in RECOMPUTATION
+        str(kind): ["train.compile=true", f"fsdp.activation_checkpointing={json.dumps(kind)}"]
+        for kind in ("none", "selective")
     }
     found = on_ranks(2, "inspect", tmp_path, recipe=str(recipe), variants={"plain": [], **variants})[0]
     for name in variants:
