@@ -59,7 +59,7 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
         batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
-        stats = run.engine.step(step, batches, tokens, lr)
+        stats = run.engine.read(run.engine.step(step, batches, tokens, lr))
         made.append([stats.loss, stats.grad_norm])
     return made
 
@@ -218,9 +218,7 @@ def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
             "local_share": sum(p.to_local().numel() for p in model.parameters())
             / sum(p.numel() for p in model.parameters()),
             "names": sorted(name for name, _ in model.named_parameters()),
-            "undecayed": sorted(
-                n for n, p in model.named_parameters() if any(p is q for q in optimizer.param_groups[1]["params"])
-            ),
+            "undecayed": sorted(optimizer.param_groups[1]["param_names"]),
         }
     return found
 
@@ -246,13 +244,72 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
         run.engine.loss = loss
         try:
-            run.engine.step(1, batches, tokens, 1e-3)
+            run.engine.read(run.engine.step(1, batches, tokens, 1e-3))
         except NonFiniteError as error:
             after = [p.detach().to_local() for p in params]
             unchanged = all(map(torch.equal, before, after)) and not any(p.grad is not None for p in params)
             sources = [dataclasses.asdict(source) for source in find_sources(run.engine, 1, batches, tokens)]
             found[name] = {"message": str(error), "unchanged": unchanged, "sources": sources}
     return found
+
+
+def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Train with a NaN in the loss of step 3, on the last rank, reading each step at once and one step late.
+
+    Returns for both what was reported, and digests of weights and state at the end; and what is left by the step with
+    the NaN and the step after it when the run ends there.
+    """
+    found: dict[str, Any] = {}
+    for name in ("at once", "late"):
+        run, events = build(recipe, [*overrides, "train.on_nonfinite=skip"]), []
+        watch(run, events, late=name == "late")
+        for step in range(6):
+            run.step(step)
+        run.read_step()
+        run.prefetch.close()
+        found[name] = {"events": events, "state": digest_of(run)}
+    run = build(recipe, overrides)
+    watch(run, [], late=True)
+    run.step(0), run.step(1), run.read_step()
+    before, error = digest_of(run), ""
+    run.step(2)
+    try:
+        run.step(3)
+    except NonFiniteError as raised:
+        error = str(raised)
+    counters = {float(state["step"]) for state in run.engine.optimizer.state.values()}
+    run.prefetch.close()
+    return found | {
+        "stopped": {"error": error, "unchanged": before == digest_of(run, counters=2.0), "counted": counters == {3.0}}
+    }
+
+
+def watch(run: Trainer, events: list[Any], late: bool) -> None:
+    """Collect the events of a trainer, and make the loss of step 3 NaN on the last rank, also when it is repeated."""
+    run.reads_late = late
+    shown = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "total_tokens", "what")
+    run.reporter.event = lambda kind, **facts: events.append([kind, *(facts.get(key) for key in shown)])  # type: ignore
+    whole, seed, at = run.engine.loss, run.engine.seed, [0]
+
+    def seeded(step: int) -> None:
+        at[0] = step
+        seed(step)
+
+    def loss(batch: Any, divisor: int) -> torch.Tensor:
+        bad = at[0] == 2 and run.world.rank == run.world.size - 1
+        return whole(batch, divisor) * (float("nan") if bad else 1.0)
+
+    run.engine.seed, run.engine.loss = seeded, loss  # type: ignore[method-assign]
+
+
+def digest_of(run: Trainer, counters: float | None = None) -> str:
+    """Return a digest of this rank's weights and optimizer state; `counters` replaces the numbers of counted steps."""
+    digest = hashlib.sha256()
+    for part, state in run.engine.optimizer.state.items():
+        for tensor in (part, *state.values()):
+            shown = torch.full_like(tensor, counters) if tensor.ndim == 0 and counters is not None else tensor
+            digest.update(shown.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def spoilt_gradient(loss: torch.Tensor) -> torch.Tensor:
@@ -269,11 +326,11 @@ def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
     grads = []
     empty = {**micros[0], "labels": torch.full_like(micros[0]["labels"], -100)}
     for batches in (micros, [*micros, empty]):
-        run.engine.optimizer.zero_grad()
+        run.engine.drop_gradients()
         run.engine.accumulate(0, batches, tokens)
         grads.append([g.clone() for g in run.engine.local_grads()])
-    run.engine.optimizer.zero_grad()
-    stats = run.engine.step(0, [empty], 0, 0.0)  # a whole window without a label
+    run.engine.drop_gradients()
+    stats = run.engine.read(run.engine.step(0, [empty], 0, 0.0))  # a whole window without a label
     return {"equal": all(map(torch.equal, *grads)), "nothing": [stats.loss, stats.grad_norm]}
 
 
@@ -290,8 +347,8 @@ def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
     run.engine.accumulate(0, batches, tokens)
     whole = [p.grad.full_tensor().double() for p in run.engine.model.parameters()]
-    run.engine.optimizer.zero_grad()
-    stats = run.engine.step(0, batches, tokens, 0.0)
+    run.engine.drop_gradients()
+    stats = run.engine.read(run.engine.step(0, batches, tokens, 0.0))
     return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -33,12 +34,21 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Optimize
 
     `kind` says which tensors of the optimizer's state are saved.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in saved_state(model).items()}
+    shards = {f"model.{name}": shard_of(tensor) for name, tensor in saved_state(model).items()}
+    parts = named_parts(optimizer)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"
-        state = optimizer.state[param].items()
-        tensors |= {f"optim.{name}.{key}": value for key, value in state if key in kind.saved}
-    return {name: shard_of(tensor) for name, tensor in tensors.items()}
+        weights = shard_of(param)
+        for key, value in optimizer.state[parts[name]].items() if name in parts else ():
+            if key in kind.saved:  # the same rows as of the weights
+                shards[f"optim.{name}.{key}"] = dataclasses.replace(weights, local=torch.atleast_1d(value))
+    return shards
+
+
+def named_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what the optimizer updates, this rank's part of each parameter, by the parameter's name."""
+    groups = optimizer.param_groups
+    return {name: part for group in groups for name, part in zip(group["param_names"], group["params"], strict=True)}
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:

@@ -30,6 +30,7 @@ class OptimizerKind(StrEnum):
     """An optimizer; its name and value are the word in the recipe.
 
     `torch_class` is called with the values of the keys `settings` of the recipe's `optim` section, and with `options`.
+    Its step does nothing, and is not counted, when its attribute `found_inf` is a tensor of 1.0: torch's fused ones do.
     `aliases` are names that other tools use.
     """
 

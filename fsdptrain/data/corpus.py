@@ -11,6 +11,7 @@ node share one copy and a second run starts at once. Terms:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -148,9 +149,16 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on `device`. The host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch whose tensors are on `device`; the copies are asynchronous where the device allows it."""
-    moved = {name: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    """Return a micro-batch whose tensors are on `device`."""
+    moved = {name: send(x, device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     return cast(Batch, moved)
 
 
@@ -185,17 +193,10 @@ class Stream:
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
-_epoch_orders: dict[tuple[int, int, int], Ints] = {}
-
-
+@functools.lru_cache(maxsize=4)  # a batch may span two epochs; two threads make batches
 def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
-    """Return the order of blocks in one epoch; some are cached, because a batch may span two epochs."""
-    key = (seed, epoch, size)
-    if key not in _epoch_orders:
-        while len(_epoch_orders) > 3:
-            _epoch_orders.pop(next(iter(_epoch_orders)))
-        _epoch_orders[key] = np.random.default_rng([seed, epoch]).permutation(size)
-    return _epoch_orders[key]
+    """Return the order of blocks in one epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def prepare(

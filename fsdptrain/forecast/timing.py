@@ -91,7 +91,7 @@ def replay_streams(
         elif isinstance(event, Moment):
             host += recompute_s if event.name.startswith("backward of ") and not hardware.is_cpu else 0.0
         elif isinstance(event, Synchronize):
-            host = max([host, *clock.values()])
+            host = max([host, *(clock.values() if event.event is None else [event_s.get(event.event, 0.0)])])
     timing.step_s = max([host, *clock.values()])
     if hardware.is_cpu:
         timing.compute_s = timing.host_s

@@ -77,7 +77,9 @@ class WaitEvent(NamedTuple):
 
 
 class Synchronize(NamedTuple):
-    """The host waits for all kernels and collectives before this event."""
+    """The host waits for an event, or for all kernels and collectives before this one."""
+
+    event: int | None = None
 
 
 class Moment(NamedTuple):

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -41,6 +42,8 @@ RELIES_ON = {
     "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": {"2.13.0": "1a7a0266be14"},
     # By `unit_name`: `_module_fqn`.
     f"{FSDP}._fsdp_state.FSDPState._init_fqns": {"2.13.0": "a8cb77d29082"},
+    # By `adopt_parameters`: called again in the first forward, it changes nothing.
+    f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": {"2.13.0": "f911cdb84d02"},
     # By `first_row`.
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
 }
@@ -103,6 +106,20 @@ def allow_graphs(count: int) -> None:
     """Let torch.compile make so many graphs of one function: above its limit, 8, a function runs uncompiled."""
     config = torch._dynamo.config  # a setting, not a function: nothing to read
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def adopt_parameters(model: nn.Module) -> None:
+    """Make FSDP2 take the parameters that were set since it sharded the model; does nothing to other models.
+
+    FSDP2 does so in the first forward, and may then replace a rank's memory by a padded or a pinned copy. That would be
+    too late for an optimizer that has the memory already.
+    """
+    states = {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}
+    for state in states:
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for param in group.fsdp_params:
+                param.reset_sharded_param()
 
 
 def first_row(tensor: DTensor) -> int:

@@ -79,7 +79,7 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     policies: dict[str, Any] = {
         "mesh": world.mesh,
         "mp_policy": precision(fsdp),
-        "offload_policy": CPUOffloadPolicy(world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(world.device.type != "cpu") if fsdp.cpu_offload else OffloadPolicy(),
     }
     reshard = fsdp.strategy.reshards
     for unit in units:

@@ -25,6 +25,27 @@ STOP_S = 2.0  # longer than the second in which the agent sends a stop to every 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
+class HostCopy:
+    """A copy of a tensor in host memory. It may still be under way: only `read` waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # into pinned memory, so that the host does not wait
+        self._copied = None
+        if tensor.device.type != "cpu":
+            self._copied = torch.get_device_module(tensor.device).Event()
+            self._copied.record()
+
+    def read(self) -> Floats:
+        """Wait for the copy, and return it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers()
+
+    def _numbers(self) -> Floats:
+        numbers: Floats = self._copy.numpy()
+        return numbers
+
+
 @dataclass(frozen=True)
 class World:
     """All ranks of a run, seen from this one.
@@ -77,12 +98,23 @@ class World:
         """Whether this rank writes its shards into checkpoints: the ranks of the first copy do."""
         return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
 
-    def gather(self, values: torch.Tensor) -> Floats:
-        """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere."""
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere.
+
+        The result is on the device, and the host does not wait for it.
+        """
         local = values.to(self.device, torch.float64)
         ranks = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(ranks, local)
-        return torch.stack(ranks).cpu().numpy()
+        return torch.stack(ranks)
+
+    def host_copy(self, tensor: torch.Tensor) -> HostCopy:
+        """Start to copy a tensor to host memory."""
+        return HostCopy(tensor)
+
+    def gather(self, values: torch.Tensor) -> Floats:
+        """Gather as `all_gather` does, and wait for the result."""
+        return self.host_copy(self.all_gather(values)).read()
 
     def any(self, flag: object) -> bool:
         """Return whether `flag` is true on any rank; collective."""

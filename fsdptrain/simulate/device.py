@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
-from fsdptrain.parallel.world import World, make_mesh
+from fsdptrain.parallel.world import Floats, HostCopy, World, make_mesh
 from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import DummyBackend, fake_store, register_accelerator
 
@@ -83,8 +83,16 @@ class DeviceEvent:
         (stream or PretendStream.current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
-        trace_event(Synchronize())
+        """Let the host wait for this event."""
+        trace_event(Synchronize(self.number))
+
+    def query(self) -> bool:
+        """Return that the event has happened."""
+        return True
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Return 0 ms: nothing computes."""
+        return 0.0
 
 
 class Backend(DummyBackend):
@@ -127,15 +135,19 @@ def pretend_accelerator() -> torch.device:
     return torch.device(PRETEND)
 
 
+class PretendCopy(HostCopy):
+    """A copy whose numbers do not exist: they are finite."""
+
+    def _numbers(self) -> Floats:
+        return np.full(self._copy.shape, 1e6)
+
+
 class PretendWorld(World):
     """A world whose other ranks do not exist: collectives return at once, and what they return is arbitrary."""
 
-    def gather(self, values: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Cause the traffic of a run, and return finite numbers, large enough for gradients to be clipped."""
-        local = values.to(self.device, torch.float64)
-        dist.all_gather([torch.empty_like(local) for _ in range(self.size)], local)
-        trace_event(Synchronize())
-        return np.full((self.size, len(values)), 1e6)
+    def host_copy(self, tensor: torch.Tensor) -> HostCopy:
+        """Start the copy of a run; the numbers in it are arbitrary."""
+        return PretendCopy(tensor)
 
     def peak_memory(self) -> int:
         """Return 0: the peak is computed from the trace."""

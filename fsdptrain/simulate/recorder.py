@@ -28,6 +28,7 @@ from fsdptrain.forecast.trace import (
     Kernel,
     Moment,
     Storage,
+    Synchronize,
     Trace,
 )
 from fsdptrain.model import attention, varlen
@@ -63,6 +64,19 @@ NO_KERNEL = {  # compute and move nothing, although their schemas are not those 
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.lift_fresh.default, aten.detach.default, aten.new_empty_strided.default,
 }  # fmt: skip
+
+
+NEED_RESULT = {  # the host needs a number or a shape that the device computes
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default,
+    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+    aten.bincount.default, aten.repeat_interleave.Tensor,
+}  # fmt: skip
+
+
+COPIES = {aten._to_copy.default, aten.copy_.default}
+
+
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class Recorder(TorchDispatchMode):
@@ -202,6 +216,8 @@ class Recorder(TorchDispatchMode):
             self.write(Alloc(workspace, WORKSPACE[func](*args, **kwargs), stream))
             self.write(Free(workspace))
         self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
+        if host_waits(func, args, kwargs, result):
+            self.write(Synchronize())
 
     def _add_storage(self, storage: Any, device: str, category: Category) -> None:
         entry = _Entry(Storage(device, category), self.backwards)
@@ -232,6 +248,19 @@ class _Entry:
     storage: Storage
     born: int  # how many backward passes had begun when it was allocated
     size: int = 0
+
+
+def host_waits(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Return whether the host waits for the device in an operator: for a number, a shape or a blocking copy."""
+    tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+    devices = {tensor.device.type for tensor in tensors}
+    if devices <= {HOST}:
+        return False
+    if func in COPIES:
+        return len(devices) > 1 and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    if func in INDEXED:  # a mask is first searched for its true elements
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree_iter(args[1]) if tensor is not None)
+    return func in NEED_RESULT
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -42,7 +42,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
         for number, batch in enumerate(batches):
             loss = engine.loss(batch, label_tokens or 1)
             loss.backward()
-            engine.optimizer.zero_grad()
+            engine.drop_gradients()
             engine.beat()
             if not math.isfinite(loss.item()):
                 mine.append((number, f"the loss is {loss.item():g}"))

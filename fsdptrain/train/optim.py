@@ -8,25 +8,39 @@ import re
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Optim, Recipe, Schedule
+from fsdptrain.parallel.patches import adopt_parameters
 
 WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Return the optimizer of a sharded model: one group of parameters with weight decay, one without."""
+    """Return the optimizer of a sharded model with weights: one group of parameters with weight decay, one without.
+
+    It updates this rank's part of each parameter, a plain tensor: with DTensors, a step takes the host four times as
+    long. `named_parts` finds them by the names of the parameters.
+    """
+    adopt_parameters(model)
     kind = optim.name
     undecayed = undecayed_ids(model)
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    parts = [(name, part_of(param.detach())) for name, param in params.items()]
     groups = [
-        {"params": [p for p in params if id(p) not in undecayed], "weight_decay": optim.weight_decay},
-        {"params": [p for p in params if id(p) in undecayed], "weight_decay": 0.0},
+        {"params": [p for p in parts if id(params[p[0]]) not in undecayed], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parts if id(params[p[0]]) in undecayed], "weight_decay": 0.0},
     ]
     settings = {key: getattr(optim, key) for key in kind.settings}
     make = pkgutil.resolve_name(kind.torch_class)
     return make([group for group in groups if group["params"]], **settings, **kind.options)
+
+
+@torch.no_grad()
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # The last three: parameters of state space models, and scales of norms whose class is not called a norm.
@@ -77,8 +91,8 @@ def start_state(optimizer: torch.optim.Optimizer) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
+        for part in group["params"]:
+            part.grad = torch.zeros_like(part)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -99,9 +113,9 @@ def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Re
     """
     master = getattr(torch, recipe.model.dtype)
     wrong = {param.dtype for param in model.parameters()} - {master, torch.float32}
-    for param, state in optimizer.state.items():
+    for part, state in optimizer.state.items():
         for tensor in recipe.optim.name.state:
-            wanted = getattr(torch, tensor.dtype) if tensor.dtype else param.dtype
+            wanted = getattr(torch, tensor.dtype) if tensor.dtype else part.dtype
             wrong |= {state[tensor.key].dtype} - {wanted}
     if wrong:
         raise RuntimeError(

@@ -32,7 +32,8 @@ RELIES_ON = {
     "torch._C._distributed_c10d._dump_fr_trace_json": {"2.13.0": "eaafe7d69bd1"},
     # by step.
     "torch.ops.aten._foreach_norm.Scalar": {"2.13.0": "ff49023321db"},
-    "torch.ops.aten._foreach_mul_.Scalar": {"2.13.0": "e30d83ff9f9a"},
+    "torch.optim.adam._fused_adam": {"2.13.0": "dd842506bfd8"},  # what it does with `found_inf`
+    "torch.ops.aten._foreach_mul_.Tensor": {"2.13.0": "818f5da5f297"},
 }
 
 Watcher = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]

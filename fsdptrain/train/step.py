@@ -1,4 +1,9 @@
-"""One optimizer step: accumulate, normalise, reduce, clip, check, update; the same on every strategy and world size."""
+"""One optimizer step: accumulate, normalise, reduce, clip, check, update; the same on every strategy and world size.
+
+The host does not wait for the device in a step: it queues the work, and the device itself computes how much to clip and
+whether to update. `Engine.read` waits for the numbers of a step. On an accelerator this is done after the next step was
+queued. So the next step does not change anything either if a step was not finite.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.config.plan import Plan, seed_of
-from fsdptrain.data.corpus import IGNORED, Batch, Corpus, to_device
+from fsdptrain.data.corpus import IGNORED, Batch, Corpus, send, to_device
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.parallel.shard import begin_micro_batch
-from fsdptrain.parallel.world import World
-from fsdptrain.train.optim import assert_dtypes, set_step
+from fsdptrain.parallel.world import HostCopy, World
+from fsdptrain.train.optim import assert_dtypes, part_of, set_step
 from fsdptrain.train.stragglers import BlockClock
 
 if TYPE_CHECKING:
@@ -30,11 +35,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class QueuedStep:
+    """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
+
+    `began` is in seconds of `time.perf_counter`, before the wait for data. `numbers` is float64 [ranks, 6].
+    """
+
+    step: int
+    began: float
+    numbers: HostCopy
+
+
+@dataclass(frozen=True)
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` is the largest of all ranks, in bytes. `step_s` are this rank's seconds, its wait for data included.
-    `data_s` (the wait for data) and `compute_s` (the forward passes of the blocks) are seconds, one for each rank.
+    `peak_memory` is the largest of all ranks, in bytes. `step_s` are this rank's seconds, its wait for data included,
+    from the later of the beginning of this step and the end of the one before. `data_s` (the wait for data) and
+    `compute_s` (the forward passes of the blocks) are seconds, one for each rank.
     """
 
     loss: float
@@ -62,42 +80,59 @@ class Engine:
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.beat = steps_made, beat
         self._clock = BlockClock(model, world.device)
-        self._checked_dtypes = False
+        parts = named_parts(optimizer)
+        self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
+        self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
+        # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
+        self._blocked = torch.zeros((), device=self._home)
+        self._read_at = 0.0  # when the last step was read
+        self._checked = False
 
     def step(
         self, step: int, batches: Sequence[Batch], label_tokens: int, lr: float, stop: bool = False, data_s: float = 0.0
-    ) -> StepStats:
-        """Make optimizer step number `step` (from 0) on this rank's micro-batches.
+    ) -> QueuedStep:
+        """Queue optimizer step number `step` (from 0) on this rank's micro-batches; `read` returns its numbers.
 
         `label_tokens` counts the global batch; the loss is the sum over all its label tokens divided by it. `stop` (a
-        stop request) and `data_s` are this rank's own. Raises NonFiniteError on every rank, before anything is updated,
-        if loss or gradient of any rank is not finite.
+        stop request) and `data_s` are this rank's own. Nothing is updated if loss or gradient of any rank is not
+        finite, in this step or in an earlier one that was not read yet.
         """
-        started = time.perf_counter()
+        began = time.perf_counter() - data_s
         loss = self.accumulate(step, batches, label_tokens)
         # FSDP has reduced the gradients to shards: the squares of their norms add up, every copy of the model once.
         grads = self.local_grads()
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
-        square = torch.stack(norms).to(self.world.device, torch.float64).square().sum()
+        square = torch.stack(norms).double().square().sum()
         # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
         measured = [stop, self.world.peak_memory(), data_s, self._clock.seconds()]
-        numbers = torch.tensor(measured, dtype=torch.float64).to(self.world.device)
-        ranks = self.world.gather(torch.cat([torch.stack([loss.double(), square]), numbers]))
+        numbers = [loss.double()[None], square[None], torch.tensor(measured, dtype=torch.float64)]
+        ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
+        # With shards in host memory the host updates them: it waits for the numbers here.
+        ranks = ranks.to(self._home)
+        self.update(grads, ranks, lr)
+        return QueuedStep(step, began, self.world.host_copy(ranks))
+
+    def read(self, queued: QueuedStep) -> StepStats:
+        """Wait for a step and return what it measured; steps are read in the order in which they were queued.
+
+        Raises NonFiniteError on every rank if loss or gradient of any rank was not finite. Neither this step nor any
+        step that was queued since then has changed anything: those must be queued again.
+        """
+        ranks = queued.numbers.read()
         losses, squares, stops, peaks, data_seconds, compute_seconds = ranks.T
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
-        # Check before the update: a step that is not finite must not reach weights or moments.
+        began, self._read_at = max(queued.began, self._read_at), time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
-            self.optimizer.zero_grad()
             # If the run skips this step, it counts, as it does after a resume.
-            set_step(self.optimizer, self.plan.recipe.optim.name, step + 1)
-            raise NonFiniteError(f"step {step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
-        self.update(grads, norm, lr)
+            set_step(self.optimizer, self.plan.recipe.optim.name, queued.step + 1)
+            self._blocked = torch.zeros_like(self._blocked)
+            raise NonFiniteError(f"step {queued.step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         return StepStats(
             loss=mean,
             grad_norm=norm,
             stop=bool(stops.any()),
             peak_memory=int(peaks.max()),
-            step_s=time.perf_counter() - started + data_s,
+            step_s=self._read_at - began,
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
         )
@@ -164,21 +199,43 @@ class Engine:
 
     def local_grads(self) -> list[torch.Tensor]:
         """Return this rank's shard of every gradient."""
-        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        return [part_of(param.grad) for param, _ in self._params if param.grad is not None]
 
-    def update(self, grads: list[torch.Tensor], norm: float, lr: float) -> None:
-        """Clip the gradients by their global norm `norm`, and update the weights with learning rate `lr`."""
+    def update(self, grads: list[torch.Tensor], ranks: torch.Tensor, lr: float) -> None:
+        """Clip the gradients, and update the weights with learning rate `lr`, if all numbers are finite.
+
+        `ranks` is float64 [ranks, 2 or more]: losses and squared norms of the gradients. All of it happens where the
+        shards are: the host does not wait for the numbers.
+        """
+        loss, norm = ranks[:, 0].sum(), (ranks[:, 1].sum() / self.world.replicas).sqrt()
+        finite = loss.isfinite() & norm.isfinite()
+        self._blocked = torch.where(finite, self._blocked, 1.0)
         limit = self.plan.recipe.optim.max_grad_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(grads, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        if limit is not None:  # as torch.nn.utils.clip_grad_norm_ does
+            factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
+            for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one kernel needs one dtype
+                torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        for param, part in self._params:
+            part.grad = None if param.grad is None else part_of(param.grad)
+        self.optimizer.found_inf = self._blocked  # type: ignore[attr-defined]  # see OptimizerKind
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        if not self._checked_dtypes:
-            assert_dtypes(self.model, self.optimizer, self.plan.recipe)
-            self._checked_dtypes = True
+        self.drop_gradients()
+        if not self._checked:
+            self._check()
+            self._checked = True
+
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
+        for param, part in self._params:
+            param.grad = part.grad = None
+
+    def _check(self) -> None:
+        """Raise RuntimeError if the optimizer has wrong dtypes, or no longer the memory of the model's shards."""
+        assert_dtypes(self.model, self.optimizer, self.plan.recipe)
+        if any(part_of(p).untyped_storage() is not part.untyped_storage() for p, part in self._params):
+            raise RuntimeError("internal error: FSDP2 has moved shards that the optimizer updates (please report it)")
 
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,26 +35,29 @@ class BlockClock:
     """Measures the seconds that this rank computes in the forward passes of its blocks, without waiting for weights.
 
     FSDP's hooks run outside of these hooks, and recomputation runs inside `forward`, so each block is timed once, after
-    it is gathered. On a GPU it is timed with events, which are read where the step waits for the GPU anyway.
+    it is gathered. On a GPU it is timed with events, which are read when they have happened, so that nothing waits.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._event = None if device.type == "cpu" else torch.get_device_module(device).Event
         self._running = True
-        self._spans: list[tuple[Any, Any]] = []  # begin and end of each forward pass: seconds, or CUDA events
+        self._spans: list[tuple[Any, Any]] = []  # begin and end of each forward pass: seconds, or events
+        self._queued: deque[list[tuple[Any, Any]]] = deque()  # of the steps that the device may not have finished
+        self._finished_s = 0.0  # of the newest step that the device has finished
         self._begin: Any = None
         for _, block in blocks_of(model):
             block.register_forward_pre_hook(self._before_block)
             block.register_forward_hook(self._after_block)
 
     def seconds(self) -> float:
-        """Return the seconds measured since the last call; on a GPU, wait for the work queued so far."""
+        """Return the seconds measured since the last call; on a GPU, those of the newest step that it has finished."""
         spans, self._spans = self._spans, []
-        if not self._cuda:
+        if self._event is None:
             return float(sum(end - begin for begin, end in spans))
-        if spans:
-            spans[-1][1].synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1e3
+        self._queued.append(spans)
+        while self._queued and (not self._queued[0] or self._queued[0][-1][1].query()):
+            self._finished_s = float(sum(begin.elapsed_time(end) for begin, end in self._queued.popleft())) / 1e3
+        return self._finished_s
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -62,10 +66,10 @@ class BlockClock:
         yield
         self._running = True
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._cuda:
+    def _now(self) -> Any:
+        if self._event is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._event(enable_timing=True)
         event.record()
         return event
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -12,7 +13,6 @@ import torch
 
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import NonFiniteError, Stopped, WorkerLost
 from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
@@ -21,6 +21,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate
+from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.setup import (
     Inputs,
     Session,
@@ -34,10 +35,19 @@ from fsdptrain.train.setup import (
     start_facts,
     suited_to_one_gpu,
 )
-from fsdptrain.train.step import Engine, StepStats
+from fsdptrain.train.step import Engine, QueuedStep, StepStats
 from fsdptrain.train.stragglers import Pace
 
 GC_EVERY = 500  # steps
+
+
+@dataclass(frozen=True)
+class MadeStep:
+    """A step that was queued and not read: its inputs, its learning rate, and its numbers to come."""
+
+    inputs: StepInputs
+    lr: float
+    queued: QueuedStep
 
 
 @dataclass
@@ -76,6 +86,10 @@ class Trainer:
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
         self.sizes, self.peak_flops = sizes, peak_flops
         self.totals = Totals()
+        self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
+        # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
+        self.reads_late = self.world.device.type != "cpu"
+        self.unread: MadeStep | None = None
 
     @classmethod
     def set_up(cls, session: Session) -> Trainer:
@@ -119,12 +133,29 @@ class Trainer:
 
         The loop runs once more than there are steps, so that the last evaluation and save are not written twice.
         """
+        # Automatic collections come at a different moment on each rank, and each of them delays all ranks. What the
+        # set-up has made stays: no collection needs to look at it.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        with contextlib.closing(self.prefetch):
+            done, stop = self.train_steps()
+        gc.enable()
+        gc.unfreeze()
+        # The last checkpoint may still be under way; if it fails, the run fails.
+        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+        self.checkpointer.wait()
+        return done if stop else None
+
+    def train_steps(self) -> tuple[int, bool]:
+        """Run the loop of `train`. Return the number of steps made, and whether a stop ended the loop."""
         recipe, resumed = self.plan.recipe, self.engine.steps_made
         done, stop = resumed, False
-        # Automatic collections come at a different moment on each rank, and each of them delays all ranks.
-        gc.disable()
         while True:
             last = done >= self.sizes.total_steps
+            # An evaluation or a save needs the last step read: it may have to be skipped or to end the run.
+            if last or stop or due(done, recipe.eval.every) or due(done, recipe.checkpoint.every):
+                stop |= self.read_step()
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
                 stop = self.evaluate(done)
@@ -133,46 +164,63 @@ class Trainer:
                 stop |= self.save(done, wait=last or stop or not recipe.checkpoint.async_)
                 gc.collect()
             if last or stop:
-                break
+                return done, stop
             stop = self.step(done)
             done += 1
             if done % GC_EVERY == 0:
                 gc.collect()
-        gc.enable()
-        # The last checkpoint may still be under way; if it fails, the run fails.
-        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
-        self.checkpointer.wait()
-        return done if stop else None
 
     def step(self, step: int) -> bool:
-        """Make optimizer step number `step` (from 0) and report it. Return whether any rank has a stop request."""
+        """Make optimizer step number `step` (from 0). Return whether any rank has a stop request, as far as it is read.
+
+        On an accelerator this step is queued, and then the step before is read and reported.
+        """
         # The wait for data is measured by itself, to tell slow input from slow compute.
         started = time.perf_counter()
-        positions = self.plan.step_positions(step)
-        batches = [self.stream.batch(micro) for micro in self.plan.micro_batches(step, self.world.rank)]
-        label_tokens = self.stream.label_tokens(positions)
-        data_s = time.perf_counter() - started
-        # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
-        recipe, stop = self.plan.recipe, bool(self.session.stop.count)
+        inputs = self.prefetch.get(step)
+        made = self.queue_step(inputs, time.perf_counter() - started)
+        stop = self.read_step()
+        if self.totals.skipped and self.reads_late:  # the step before was not finite, so this one changed nothing
+            made = self.queue_step(inputs)
+        self.unread = made
+        return stop if self.reads_late else self.read_step()
+
+    def queue_step(self, inputs: StepInputs, data_s: float = 0.0) -> MadeStep:
+        """Queue a step; nothing waits for the device. `data_s` are the seconds that this rank waited for the inputs."""
+        recipe, step = self.plan.recipe, inputs.step
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
+        # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
+        stop = bool(self.session.stop.count)
+        return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.label_tokens, lr, stop, data_s))
+
+    def read_step(self) -> bool:
+        """Wait for the step that was queued and not read, if there is one, and report it.
+
+        Returns whether any rank had a stop request when it was queued.
+        """
+        made, self.unread = self.unread, None
+        if made is None:
+            return False
         try:
-            stats = self.engine.step(step, batches, label_tokens, lr, stop, data_s)
+            stats = self.engine.read(made.queued)
         except NonFiniteError as error:
-            return self.skip_or_raise(step, batches, label_tokens, error)
+            return self.skip_or_raise(made.inputs, error)
         self.session.watchdog.beat(step_done=True)
-        self.totals.add(label_tokens, len(positions) * recipe.data.seq_len, stats.step_s)
-        self.report_step(step, positions, label_tokens, lr, stats)
+        positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
+        self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
+        self.report_step(made, stats)
         return stats.stop
 
-    def report_step(self, step: int, positions: range, label_tokens: int, lr: float, stats: StepStats) -> None:
+    def report_step(self, made: MadeStep, stats: StepStats) -> None:
         """Write the `step` event if it is due, and a `straggler` event if a rank slows the others down."""
         total_steps, seq_len = self.sizes.total_steps, self.plan.recipe.data.seq_len
+        step, positions, label_tokens = made.inputs.step, made.inputs.positions, made.inputs.label_tokens
         if due(step + 1, self.plan.recipe.log.every) or step + 1 == total_steps:
             self.reporter.event(
                 "step",
                 step=step + 1,
                 loss=stats.loss,
-                lr=lr,
+                lr=made.lr,
                 grad_norm=stats.grad_norm,
                 tokens=label_tokens,
                 tokens_per_s=label_tokens / stats.step_s,
@@ -189,13 +237,13 @@ class Trainer:
         if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
 
-    def skip_or_raise(self, step: int, batches: list[Batch], label_tokens: int, error: NonFiniteError) -> bool:
+    def skip_or_raise(self, inputs: StepInputs, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.
 
         Collective; nothing was updated. Returns whether any rank has a stop request, as `step` does.
         """
-        train = self.plan.recipe.train
-        cause = self.nonfinite_cause(step, batches, label_tokens)
+        train, step = self.plan.recipe.train, inputs.step
+        cause = self.nonfinite_cause(inputs)
         self.totals.skipped += 1
         skip = train.on_nonfinite == "skip" and self.totals.skipped <= train.max_skipped
         self.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {cause}")
@@ -209,11 +257,11 @@ class Trainer:
             f"{error}{limit}: {cause}; this step changed no weights, and no checkpoint was saved after it"
         )
 
-    def nonfinite_cause(self, step: int, batches: list[Batch], label_tokens: int) -> str:
+    def nonfinite_cause(self, inputs: StepInputs) -> str:
         """Repeat a non-finite step. Return what in it is not finite, on which rank, for which samples; collective."""
         samples: dict[str, list[int]] = {}
-        for source in find_sources(self.engine, step, batches, label_tokens):
-            micro_batch = self.plan.micro_batches(step, source.rank)[source.micro_batch]
+        for source in find_sources(self.engine, inputs.step, inputs.batches, inputs.label_tokens):
+            micro_batch = self.plan.micro_batches(inputs.step, source.rank)[source.micro_batch]
             samples.setdefault(f"{source.what} on rank {source.rank}", []).extend(self.stream.at(micro_batch))
         causes = [f"{what} (samples {', '.join(map(str, numbers))})" for what, numbers in samples.items()]
         return "; ".join(causes) or "not reproducible when the step was repeated: suspect the hardware"

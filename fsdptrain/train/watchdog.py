@@ -45,6 +45,9 @@ EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher d
 COLLECTIVES = "distributed_c10d.py"  # a stack with a frame of this file waits for other ranks
 
 
+WAITS_FOR = {"save.wait": "checkpoint", "prefetch.get": "data_0"}  # function → the thread for which it waits
+
+
 class Watchdog:
     """Reports a hang of this rank. It does nothing until it is entered; `beat` may be called before."""
 
@@ -119,9 +122,10 @@ def current_place() -> tuple[bool, str]:
         for frame in stack:
             if collective := collective_of(frame):
                 return True, collective
-    # A main thread that waits for the save under way is where the thread that saves is.
-    if "checkpoint" in threads and _innermost(main).startswith("save.wait "):
-        main = [*_stack(threads["checkpoint"])]
+    # A main thread that waits for the save under way, or for its data, is where the thread is that makes them.
+    for function, helper in WAITS_FOR.items():
+        if helper in threads and _innermost(main).startswith(f"{function} "):
+            main = [*_stack(threads[helper])]
     return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in main), _innermost(main)
 
 

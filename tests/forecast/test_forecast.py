@@ -250,6 +250,17 @@ def test_a_step_takes_at_least_its_busiest_stream_and_at_most_the_sum_of_all(wor
     assert timed.flops == sum(flops for _, flops in work)
 
 
+def test_waiting_for_an_event_does_not_wait_for_what_is_queued_after_it() -> None:
+    work = [Kernel("mm", BUSY, 0, 0, 0), RecordEvent(1, 0), Kernel("mm", 9 * BUSY, 0, 0, 0)]
+    after = [Kernel("mm", 5 * BUSY, 0, 0, 1)]  # on an idle stream: begins when the host launches it
+    one, all_work = (
+        replay_streams([*work, wait, *after], H100, half=True, ranks_per_node=8).step_s
+        for wait in (Synchronize(1), Synchronize())
+    )
+    assert math.isclose(one, 10 * seconds(BUSY), rel_tol=0.01)
+    assert math.isclose(all_work, 15 * seconds(BUSY), rel_tol=0.01)
+
+
 # --- the forecasting process -----------------------------------------------------------------------------------------
 
 

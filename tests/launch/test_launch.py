@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,34 @@ def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
     with clock.stopped():
         model(ids)
     assert clock.seconds() == 0.0
+
+
+def test_the_block_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, finished = [0.0], [0.0]  # milliseconds: when the next event is recorded, and up to where the GPU has come
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+            now[0] += 100
+
+        def query(self) -> bool:
+            return self.at <= finished[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.query()
+            return end.at - self.at
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    clock, found = BlockClock(model, torch.device("cuda")), []
+    for up_to in (0, 600, 1200, 1200):
+        model(torch.arange(8)[None])  # three blocks: 300 of 600 ms
+        finished[0] = up_to
+        found.append(clock.seconds())
+    assert found == pytest.approx([0, 0.3, 0.3, 0.3])
 
 
 @pytest.mark.parametrize("text", ["", '{"step": 1}\n', '{"step": 1}\n{"st', '{"st'])

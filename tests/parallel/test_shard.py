@@ -224,6 +224,17 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_update(edges: list[dict[s
         assert "the gradient norm nan" in rank["poisoned"]["gradient"]["message"]
 
 
+def test_steps_that_are_read_late_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
+    """On an accelerator a step is read after the next one was queued: a NaN and its successor change nothing."""
+    found = on_ranks(2, "late", tmp_path, recipe=str(recipe), overrides=["train.steps=6", "train.micro_batch_size=2"])
+    for rank in found:
+        assert rank["late"] == rank["at once"]
+        assert [event[0] for event in rank["late"]["events"]] == ["step", "step", "skip", "step", "step", "step"]
+        assert rank["stopped"]["unchanged"] and rank["stopped"]["counted"]
+        assert "step 3: the loss is nan" in rank["stopped"]["error"]
+        assert "the loss is nan on rank 1 (samples " in rank["stopped"]["error"]
+
+
 def test_the_rank_the_micro_batch_and_the_parameter_of_a_nan_are_found(edges: list[dict[str, Any]]) -> None:
     for rank in edges:
         where = {"rank": 1, "micro_batch": 1}

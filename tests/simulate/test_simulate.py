@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import SMALL, config_of, named, on_fake, plan_of
-from support import environment, on_ranks, write_recipe
+from support import TESTS, environment, on_ranks, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import KNOWN
@@ -187,6 +188,73 @@ def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path)
         [sys.executable, "-c", REPEATED], input=plan.to_json(), text=True, capture_output=True, env=environment()
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+WAITS = """
+import json, sys
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+from simulated import SMALL, config_of, plan_of
+from fsdptrain.forecast.trace import Moment, Synchronize
+from fsdptrain.simulate import device, step
+from fsdptrain.train.step import Engine
+
+def queue(engine, *arguments, real=Engine.step):
+    read.append(lambda queued=real(engine, *arguments): engine.read(queued))
+
+found, folder = [], Path(sys.argv[1])
+for changes in json.load(sys.stdin):
+    read, events = [], []
+    plan = plan_of(folder, device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
+    with patch.object(Engine, "step", queue):
+        trace = step.simulate(plan, config_of(plan), pretend=True)
+    waits, moment = Counter(), ""
+    for event in trace.repeated(plan.accumulation):
+        moment = event.name.split()[0] if isinstance(event, Moment) else moment
+        waits[moment] += isinstance(event, Synchronize)
+    device.listeners.append(events.append)
+    read[0]()
+    device.listeners.clear()
+    found.append({**{k: n for k, n in waits.items() if n}, "read": [e.event is not None for e in events]})
+print(json.dumps(found))
+"""
+WAITING = [
+    {
+        "fsdp__strategy": strategy, "fsdp__accumulation": mode, "train__global_batch_size": 8 * count,
+        "data__packing": packing, "fsdp__cpu_offload": offload, "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
+    }
+    | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
+    for strategy, (count, mode), packing, offload in itertools.product(
+        STRATEGIES, ACCUMULATIONS, ["none", "bfd"], [False, True]
+    )
+]  # fmt: skip
+
+
+def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, str(tmp_path)], input=json.dumps(matrix), text=True, capture_output=True,
+        env=environment(PYTHONPATH=python_path(TESTS)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
+        print(named(changes), found)
+        # The mask of attention, which transformers searches for the ends of documents in each micro-batch.
+        assert found.pop("forward", 0) <= changes["train__global_batch_size"] // 8, (changes, found)
+        if changes["fsdp__cpu_offload"]:  # FSDP2 waits for each gradient on its way to the host, which then updates
+            assert found.pop("backward") and found.pop("gradient") == 1, (changes, found)
+            assert found == {"read": []}, (changes, found)
+        else:
+            assert found == {"read": [True]}, (changes, found)
+
+
+def test_the_host_waits_for_the_device_only_to_read_a_step(tmp_path: Path) -> None:
+    check_waits(tmp_path, WAITING[::7])
+
+
+@pytest.mark.soak
+def test_the_host_waits_only_to_read_a_step_in_every_configuration(tmp_path: Path) -> None:
+    check_waits(tmp_path, WAITING)
 
 
 OFFLOADED = """

@@ -11,6 +11,7 @@ from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Model, Optim, Recipe, Schedule
 from fsdptrain.model.skeleton import skeleton
@@ -34,10 +35,10 @@ TABLES = {  # kind → its keys, and its parameters of two and more dimensions t
 def test_weight_decay_depends_on_what_a_parameter_is(kind: str) -> None:
     own, tables = TABLES[kind]
     model = skeleton(small_config(kind, **own), Model(attn_implementation="eager"))
-    decayed = {id(param) for param in make_optimizer(model, OPTIM).param_groups[0]["params"]}
-    undecayed = {name for name, param in model.named_parameters() if id(param) not in decayed and param.ndim > 1}
+    decayed = set(make_optimizer(model, OPTIM).param_groups[0]["param_names"])
+    undecayed = {name for name, param in model.named_parameters() if name not in decayed and param.ndim > 1}
     assert {".".join(name.split(".")[-2:]) for name in undecayed} == tables
-    assert not any(param.ndim < 2 for param in model.parameters() if id(param) in decayed)
+    assert not any(param.ndim < 2 for name, param in model.named_parameters() if name in decayed)
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
@@ -47,11 +48,10 @@ def test_the_registry_lists_the_state_that_the_optimizer_keeps(kind: OptimizerKi
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
     model.to(getattr(torch, master))
     optimizer = make_optimizer(model, recipe.optim)
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
+    start_state(optimizer)
     listed = {tensor.key: (tensor.dtype or master, tensor.counter) for tensor in kind.state}
-    for param in model.parameters():
-        state = optimizer.state[param]
+    for name, param in model.named_parameters():
+        state = optimizer.state[named_parts(optimizer)[name]]
         assert {key: (str(value.dtype)[6:], value.ndim == 0) for key, value in state.items()} == listed
         assert all(value.shape == param.shape for value in state.values() if value.ndim)
     assert_dtypes(model, optimizer, recipe)
@@ -67,9 +67,29 @@ def test_state_of_another_dtype_than_the_master_weights_is_refused() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = make_optimizer(model, OPTIM)
     start_state(optimizer)
-    optimizer.state[model.weight]["exp_avg"] = optimizer.state[model.weight]["exp_avg"].bfloat16()
+    state = optimizer.state[named_parts(optimizer)["weight"]]
+    state["exp_avg"] = state["exp_avg"].bfloat16()
     with pytest.raises(RuntimeError, match=r"should be torch\.float32, but some are \{torch\.bfloat16\}"):
         assert_dtypes(model, optimizer, Recipe())
+
+
+@pytest.mark.parametrize("kind", OptimizerKind)
+def test_a_step_with_found_inf_changes_nothing_and_is_not_counted(kind: OptimizerKind) -> None:
+    model = torch.nn.Linear(64, 3)
+    optimizer = make_optimizer(model, dataclasses.replace(OPTIM, name=kind, weight_decay=0.5))
+    start_state(optimizer)
+    set_step(optimizer, kind, 7)
+    parts = [part for group in optimizer.param_groups for part in group["params"]]
+    tensors = [*parts, *(value for state in optimizer.state.values() for value in state.values())]
+    before = [tensor.clone() for tensor in tensors]
+    for found in (1.0, 0.0):
+        optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
+        for part in parts:
+            part.grad = torch.full_like(part, float("nan") if found else 1.0)
+        optimizer.step()
+        assert any(map(torch.equal, before, tensors)) == bool(found)
+        assert all(map(torch.equal, before, tensors)) == bool(found)
+    assert model.weight.detach().data_ptr() in {part.data_ptr() for part in parts}
 
 
 def rates(total: int, **schedule: object) -> list[float]:

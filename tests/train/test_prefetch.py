@@ -1,0 +1,98 @@
+"""The inputs of a step are made ahead in a thread: the same, in the same order, with the same errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptrain.errors import DataError
+from fsdptrain.train.prefetch import Prefetch
+
+CPU, STEPS = torch.device("cpu"), 4
+
+
+class Stream:
+    """A stream whose batches hold their positions; it notes what was made, and fails at one position."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.made: list[int] = []
+        self.fails_at = fails_at
+
+    def batch(self, positions: Any) -> dict[str, torch.Tensor]:
+        if self.fails_at in positions:
+            raise DataError("row 3 cannot be read")
+        self.made.append(positions[0])
+        return {"input_ids": torch.tensor(list(positions))}
+
+    def label_tokens(self, positions: Any) -> int:
+        return sum(positions)
+
+
+PLAN: Any = SimpleNamespace(
+    step_positions=lambda step: range(4 * step, 4 * step + 4),
+    micro_batches=lambda step, rank: [range(4 * step + 2 * rank, 4 * step + 2 * rank + 1) for _ in range(2)],
+)
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+@pytest.fixture
+def prefetch(stream: Stream) -> Iterator[Prefetch]:
+    made = Prefetch(PLAN, stream, 1, CPU, STEPS)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def data_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("data")}
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_inputs_are_those_of_their_step_whichever_was_made_ahead(prefetch: Prefetch) -> None:
+    for step in (0, 1, 2, 2, 3, 1):  # a skipped step is followed by the same one again
+        inputs = prefetch.get(step)
+        assert (inputs.step, inputs.positions) == (step, range(4 * step, 4 * step + 4))
+        assert [batch["input_ids"].tolist() for batch in inputs.batches] == [[4 * step + 2]] * 2
+        assert inputs.label_tokens == sum(inputs.positions)
+
+
+def test_one_step_is_made_ahead_and_none_after_the_last(prefetch: Prefetch, stream: Stream) -> None:
+    prefetch.get(0)
+    wait_until(lambda: stream.made == [2, 2, 6, 6])
+    for step in range(1, STEPS):
+        prefetch.get(step)
+    time.sleep(0.05)
+    assert stream.made == [4 * step + 2 for step in range(STEPS) for _ in range(2)]
+
+
+def test_an_error_is_raised_by_the_step_whose_data_is_wrong() -> None:
+    prefetch = Prefetch(PLAN, Stream(fails_at=6), 1, CPU, STEPS)  # type: ignore[arg-type]
+    prefetch.get(0)
+    with pytest.raises(DataError, match="row 3"):
+        prefetch.get(1)
+    prefetch.close()
+
+
+def test_the_thread_ends_with_the_trainer() -> None:
+    others = data_threads()
+    prefetch = Prefetch(PLAN, Stream(), 1, CPU, STEPS)  # type: ignore[arg-type]
+    assert not data_threads() - others, "nothing runs before the first step"
+    prefetch.get(0)
+    (thread,) = data_threads() - others
+    prefetch.close()
+    wait_until(lambda: not thread.is_alive())
