@@ -157,6 +157,7 @@ def run(
     from fsdptrain.config.topology import find_topology, writes_run_dir
     from fsdptrain.config.versions import untested_versions
     from fsdptrain.events import cut_partial_lines
+    from fsdptrain.forecast.allocator import default_settings
     from fsdptrain.forecast.client import Forecaster
     from fsdptrain.forecast.compare import ForecastComparison
     from fsdptrain.forecast.relief import relief_lines
@@ -178,6 +179,7 @@ def run(
             return
         # Under torchrun this process is a worker itself, and does not launch any.
         if topology.joined:
+            os.environ.update(default_settings(os.environ) if topology.device == "cuda" else {})
             from fsdptrain.train.worker import work
 
             if writes_run_dir(topology):

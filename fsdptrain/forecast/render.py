@@ -25,10 +25,7 @@ def memory_lines(forecast: Forecast) -> list[str]:
     if forecast.host_bytes >= 2**20:
         lines.append(f"{size(forecast.host_bytes)} of host memory")
     if forecast.tight:
-        lines.append(
-            "little is left: the allocator must release cached memory and retry, which is slow; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
-        )
+        lines.append("little is left: the allocator must release cached memory and retry, which is slow")
     return lines
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
+from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.processes import STOP_SIGNAL, child_arguments, child_command
 
@@ -60,6 +61,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
     if plan.topology.device == "cpu":
         os.environ.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
+    else:
+        os.environ.update(default_settings(os.environ))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         run = run_on_this_node if plan.topology.nnodes == 1 else run_torchrun

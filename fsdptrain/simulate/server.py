@@ -96,8 +96,9 @@ def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
-        reserved = allocator.replay_allocations(trace, device).peak_reserved
-        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available).fits
+        expandable = allocator.is_expandable(os.environ)
+        reserved = allocator.replay_allocations(trace, device, expandable=expandable).peak_reserved
+        tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available, expandable).fits
     return {
         "fits": reserved <= available or tight,
         "tight": tight,

@@ -213,6 +213,8 @@ def load_state(
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
     set_step(optimizer, plan.recipe.optim.name, steps_made)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has cached is of other sizes than a step needs
     leave_if_stopped(world, session.stop)
     return optimizer, steps_made
 

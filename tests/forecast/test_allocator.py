@@ -23,6 +23,8 @@ from fsdptrain.forecast.allocator import (
     CachingAllocator,
     ExpandableAllocator,
     Reserved,
+    default_settings,
+    is_expandable,
     replay_allocations,
     round_up,
 )
@@ -397,3 +399,19 @@ def save_every_second_product(blocks: list[Any], kind: Any) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         print(json.dumps({ranks: torchtitan(int(ranks), Path(scratch)) for ranks in sys.argv[1:]}))
+
+
+@pytest.mark.parametrize(
+    ("env", "expandable"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, True),
+    ],
+)
+def test_workers_use_expandable_segments_unless_the_user_has_set_the_allocator(
+    env: dict[str, str], expandable: bool
+) -> None:
+    assert is_expandable(env) == expandable
+    assert default_settings(env) == ({} if env else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
