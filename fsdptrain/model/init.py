@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 
 from fsdptrain.config.plan import seed_of
@@ -21,19 +20,24 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 
 
-def draw_weights(model: Any, mirror: Any, recipe: Recipe, progress: Progress) -> None:
+def draw_weights(
+    model: Any,
+    mirror: Any,
+    recipe: Recipe,
+    progress: Progress,
+    copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
     """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
-    Every rank draws the same weights, one block at a time, and keeps its slices: all world sizes start from the same
-    weights, and no rank holds the whole model. `mirror` is an unsharded skeleton.
+    Every rank draws the same weights, one block at a time, and keeps its rows: all world sizes start from the same
+    weights, and no rank holds the whole model. `mirror` is an unsharded skeleton. `copy_own_rows(parameter, whole)`
+    sets this rank's rows of a sharded parameter.
     """
     targets = dict(model.named_parameters())
     groups = init_groups(mirror)
     for done, weights in enumerate(initial_weights(mirror, groups, recipe), 1):
         for name, whole in weights.items():
-            target = targets[name]
-            sliced = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-            target.detach().to_local().copy_(sliced.to_local())
+            copy_own_rows(targets[name], whole)
         progress("initialise", done, len(groups))
 
 

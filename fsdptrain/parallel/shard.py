@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.config.plan import Plan
@@ -25,7 +26,7 @@ from fsdptrain.model.patches import VARLEN_FORWARD, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
-from fsdptrain.parallel.patches import allow_graphs, keep_float32, name_collectives, takes_two_dtypes
+from fsdptrain.parallel.patches import allow_graphs, first_row, keep_float32, name_collectives, takes_two_dtypes
 from fsdptrain.parallel.world import World
 
 if TYPE_CHECKING:
@@ -134,6 +135,12 @@ class GlooReduceScatter:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
+
+
+def copy_own_rows(target: DTensor, whole: torch.Tensor) -> None:
+    """Set this rank's rows of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
+    local, first = target.detach().to_local(), first_row(target)
+    local.copy_(whole[first : first + len(local)])
 
 
 def check_dtypes(bare: Any, plan: Plan) -> None:

@@ -30,6 +30,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.ownership import remove_leftovers
+from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
@@ -203,7 +204,7 @@ def load_state(
         if not resuming and plan.pretrained:
             read_weights(model, bare, plan, device, session.progress)
         elif not resuming:
-            draw_weights(model, bare, plan.recipe, session.progress)
+            draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
