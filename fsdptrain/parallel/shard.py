@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdptrain.config.plan import Plan
@@ -137,7 +136,7 @@ class GlooReduceScatter:
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
-def copy_own_rows(target: DTensor, whole: torch.Tensor) -> None:
+def copy_own_rows(target: Any, whole: torch.Tensor) -> None:
     """Set this rank's rows of a sharded parameter from the whole tensor, of which nothing else leaves its device."""
     local, first = target.detach().to_local(), first_row(target)
     local.copy_(whole[first : first + len(local)])
