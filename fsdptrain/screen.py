@@ -129,6 +129,8 @@ class Screen:
             Part(6, f"norm {record['grad_norm']:.2f}"),
             Part(7, f"{record['peak_memory_bytes'] / GIB:.2f} GiB"),
         ]
+        if retries := record.get("alloc_retries"):  # absent on a CPU
+            parts.insert(3, Part(4, f"allocator retries {retries}"))
         self._line.show_step(step, total, parts)
         if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
             self._last_step_line = time.monotonic()

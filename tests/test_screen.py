@@ -62,6 +62,14 @@ def test_the_live_line_keeps_its_most_important_parts(
     assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
 
 
+def test_allocator_retries_are_shown_only_when_there_are_any() -> None:
+    screen = Screen(Console(file=io.StringIO()))
+    screen.show(STARTED)
+    for retries, shown in ((0, False), (3, True)):
+        screen.show(step(1, reserved_memory_bytes=2**31, alloc_retries=retries))
+        assert ("allocator retries 3" in drawn(screen._line, 150)) == shown
+
+
 @given(st.integers(12, 60), st.integers(0, 3000), st.integers(0, 3000))
 def test_work_fits_any_width_and_has_a_bar_only_with_a_count(width: int, done: int, total: int) -> None:
     line = LiveLine()

@@ -135,6 +135,16 @@ class World:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def allocator_counts(self) -> tuple[int, int]:
+        """Return the bytes that torch's allocator has reserved on the device, and its retries so far; zeros on CPU.
+
+        A retry means that the device was full: the allocator waited for it, and released its cache.
+        """
+        if self.device.type != "cuda":
+            return 0, 0
+        counts = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return counts["reserved_bytes"]["all"]["current"], counts["num_alloc_retries"]
+
     def device_memory(self) -> int:
         """Return the bytes of the device's memory, or of this machine's on CPU."""
         if self.device.type == "cuda":

@@ -50,7 +50,8 @@ class QueuedStep:
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` is the largest of all ranks, in bytes. `step_s` are this rank's seconds, its wait for data included,
+    `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes; `alloc_retries` those of the allocator
+    since the process began, again the most of all ranks. `step_s` are this rank's seconds, its wait for data included,
     from the later of the beginning of this step and the end of the one before. `data_s` (the wait for data) and
     `compute_s` (the forward passes of the blocks) are seconds, one for each rank.
     """
@@ -59,6 +60,8 @@ class StepStats:
     grad_norm: float
     stop: bool
     peak_memory: int
+    reserved_memory: int
+    alloc_retries: int
     step_s: float
     data_s: list[float]
     compute_s: list[float]
@@ -104,7 +107,8 @@ class Engine:
         norms = torch._foreach_norm(grads, 2, torch.float32)  # in float32, whatever the master dtype
         square = torch.stack(norms).double().square().sum()
         # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
-        measured = [stop, self.world.peak_memory(), data_s, self._clock.seconds()]
+        memory = (self.world.peak_memory(), *self.world.allocator_counts())
+        measured = [stop, *memory, data_s, self._clock.seconds()]
         numbers = [loss.double()[None], square[None], torch.tensor(measured, dtype=torch.float64)]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
@@ -119,7 +123,7 @@ class Engine:
         step that was queued since then has changed anything: those must be queued again.
         """
         ranks = queued.numbers.read()
-        losses, squares, stops, peaks, data_seconds, compute_seconds = ranks.T
+        losses, squares, stops, peaks, reserved, retries, data_seconds, compute_seconds = ranks.T
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         began, self._read_at = max(queued.began, self._read_at), time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
@@ -132,6 +136,8 @@ class Engine:
             grad_norm=norm,
             stop=bool(stops.any()),
             peak_memory=int(peaks.max()),
+            reserved_memory=int(reserved.max()),
+            alloc_retries=int(retries.max()),
             step_s=self._read_at - began,
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),

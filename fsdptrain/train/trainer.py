@@ -58,6 +58,7 @@ class Totals:
     positions: int = 0
     seconds: float = 0.0
     skipped: int = 0  # non-finite steps since the last finite one
+    alloc_retries: int = 0  # of the allocator, on the rank with the most, up to the last `step` event
     pace: Pace = field(default_factory=Pace)
 
     def add(self, tokens: int, positions: int, seconds: float) -> None:
@@ -229,6 +230,7 @@ class Trainer:
                 step_s=stats.step_s,
                 data_s=max(stats.data_s),
                 peak_memory_bytes=stats.peak_memory,
+                **self.allocator_fields(stats),
                 samples=self.stream.digest(positions),
                 total_tokens=self.totals.tokens,
                 total_positions=self.totals.positions,
@@ -236,6 +238,14 @@ class Trainer:
             )
         if straggler := self.totals.pace.add(stats.data_s, stats.compute_s, stats.step_s):
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
+
+    def allocator_fields(self, stats: StepStats) -> dict[str, int]:
+        """Return the fields of a `step` event on GPUs: reserved bytes, and allocator retries since the last event."""
+        if self.world.device.type != "cuda":
+            return {}
+        retries = stats.alloc_retries - self.totals.alloc_retries
+        self.totals.alloc_retries = stats.alloc_retries
+        return {"reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
 
     def skip_or_raise(self, inputs: StepInputs, error: NonFiniteError) -> bool:
         """Report what made a step non-finite. Skip the step if the recipe allows it, else raise NonFiniteError.

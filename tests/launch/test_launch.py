@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import errno
 import json
 import os
@@ -32,7 +33,9 @@ from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.failure import as_fsdptrain_error
+from fsdptrain.train.step import StepStats
 from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace
+from fsdptrain.train.trainer import Totals, Trainer
 from fsdptrain.train.watchdog import Watchdog, current_place
 
 STACKS = """Timeout (0:00:05)!
@@ -193,6 +196,17 @@ def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
     assert all((found.rank, found.cause) == (rank, cause) and abs(found.cost - cost) < 1e-6 for found in named)
     if abs(cost - MIN_COST) > 1e-6:
         assert bool(named) == (cost > MIN_COST)
+
+
+def test_the_events_have_the_allocator_s_retries_since_the_last_event() -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer.totals = Totals()
+    trainer.world = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    stats = StepStats(1.0, 1.0, False, 5, 7, 2, 1.0, [], [])
+    assert trainer.allocator_fields(stats) == {"reserved_memory_bytes": 7, "alloc_retries": 2}
+    assert trainer.allocator_fields(dataclasses.replace(stats, alloc_retries=3))["alloc_retries"] == 1
+    trainer.world = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+    assert trainer.allocator_fields(stats) == {}
 
 
 def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:

@@ -94,6 +94,12 @@ def test_the_varlen_kernel_computes_what_the_reference_on_a_cpu_does(
         assert error < 1e-2
 
 
+def test_the_events_have_what_the_allocator_has_reserved(tmp_path: Path) -> None:
+    losses(tmp_path, "run")
+    steps = events(tmp_path / "run", "step")
+    assert all(step["reserved_memory_bytes"] >= 2**21 and step["alloc_retries"] == 0 for step in steps)
+
+
 LLAMA_1B = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
