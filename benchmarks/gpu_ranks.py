@@ -124,7 +124,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]
     documents = torch.tensor(bounds, dtype=torch.int32, device=q.device)
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     module = torch.nn.Module()
-    return varlen.attend(module, q, k, v, None, documents=documents, longest_document=longest)[0]
+    return varlen.attend_within_documents(module, q, k, v, None, documents=documents, longest_document=longest)[0]
 
 
 class AttentionNames(TorchDispatchMode):
