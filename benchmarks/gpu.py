@@ -66,7 +66,7 @@ CHECKS = {  # in this order; `forecast` uses the run of `speed`
     "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
     "checkpoint": Check(checks.check_checkpoint, 180),
     "repeated": Check(checks.check_repeated, 240),
-    "memory": Check(checks.check_out_of_memory, 180),
+    "memory": Check(checks.check_out_of_memory, 240),
     "hang": Check(checks.check_hang, 180, gpus=2),
     "strategies": Check(checks.check_strategies, 240, gpus=2),
     "bandwidths": Check(checks.check_bandwidths, 120, gpus=2),

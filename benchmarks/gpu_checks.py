@@ -537,8 +537,8 @@ def check_out_of_memory(setting: Setting) -> list[Row]:
 def judge_out_of_memory(code: int, output: str) -> Row:
     """Return a row on the error message of a run that ran out of memory."""
     wanted = {
-        "out of memory": r"out of memory|does not fit", "the forecast": r"forecast",
-        "an override": r"(train|fsdp|model|data)\.\w+=",
+        "out of memory": r"out of memory|does not fit", "the forecast": r"forecast: \d",
+        "an override that fits": r"would fit:\s+(train|fsdp|model)\.\w+=",
     }  # fmt: skip
     missing = [name for name, pattern in wanted.items() if not re.search(pattern, output, re.IGNORECASE)]
     figure = f"exit code {code}; " + (f"does not name {', '.join(missing)}" if missing else "names all of it")
@@ -579,9 +579,9 @@ def judge_hang(code: int, output: str, seconds: float, timeout_s: int) -> Row:
 
 
 def message_of(output: str) -> str:
-    """Return the beginning of fsdptrain's error message in the output of a command."""
-    lines = [line for line in output.splitlines() if line.startswith("fsdptrain: ")]
-    return (lines[-1] if lines else output.strip()[-200:]).replace("|", "/")[:400]
+    """Return the beginning of fsdptrain's error message in the output of a command, in one line."""
+    found = re.search(r"^fsdptrain: (?!.*^fsdptrain: ).*", output, re.MULTILINE | re.DOTALL)
+    return " ".join((found[0] if found else output.strip()[-200:]).replace("|", "/").split())[:500]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

@@ -123,8 +123,14 @@ def test_verdicts(script: Any) -> None:
     hang = "fsdptrain: the run hung after step 4: rank 0 waits in all-gather of the head; rank 1 does not respond: …"
     assert checks.judge_hang(5, hang, 20, 15).verdict == "ok"
     assert checks.judge_hang(5, "fsdptrain: the run hung", 20, 15).verdict == "WRONG"
-    memory = "fsdptrain: rank 0 ran out of memory: …; forecast: 400 GiB; append: train.micro_batch_size=1"
+    memory = (
+        "fsdptrain: restarting\nfsdptrain: rank 0 failed before the first step: out of memory in the forward\n"
+        "forecast: 400 GiB of 79.1 GiB, the peak in the loss\n"
+        "with these overrides it would fit:\n  train.loss=chunked  (…)\n"
+    )
+    assert checks.message_of(memory).startswith("fsdptrain: rank 0 failed before the first step: out of memory in the")
     assert checks.judge_out_of_memory(5, memory).verdict == "ok"
+    assert checks.judge_out_of_memory(5, memory.replace("would fit", "need less")).verdict == "WRONG"
     assert checks.judge_out_of_memory(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
 
 
