@@ -21,6 +21,7 @@ from typing import Any
 from common import ROOT, last_line, run_ranks
 
 from fsdptrain.config.hardware import Hardware, card
+from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.text import GIB
 
 OK, WRONG, MEASURED = "ok", "WRONG", "measured"
@@ -113,7 +114,10 @@ class Setting:
     def job(self, name: str, world: int = 1, **arguments: Any) -> Any:
         """Run a job of gpu_ranks.py on `world` ranks; return the result of rank 0."""
         words = name, json.dumps({"device": self.device, **arguments})
-        return run_ranks(RANKS, world, *words, log=self.log, timeout=self.left(), **self.environment())[0]
+        environment = self.environment()
+        if self.on_gpu and name != "peer":  # as fsdptrain's own workers
+            environment |= default_settings(os.environ)
+        return run_ranks(RANKS, world, *words, log=self.log, timeout=self.left(), **environment)[0]
 
     def start(self, *words: object) -> subprocess.Popen[bytes]:
         """Start an fsdptrain command, with its output in the log."""
@@ -308,7 +312,7 @@ def check_curves(setting: Setting) -> list[Row]:
         "recomputed, full": ["fsdp.activation_checkpointing=full"],
         "recomputed, selective": ["fsdp.activation_checkpointing=selective"],
         "compiled, recomputed, selective": ["train.compile=true", "fsdp.activation_checkpointing=selective"],
-        "not packed in varlen: eager attention": ["model.attn_implementation=eager"],
+        "eager attention": ["model.attn_implementation=eager"],
         "accumulated": ["train.micro_batch_size=1"],
         "gradients held": ["train.micro_batch_size=1", "fsdp.accumulation=hold"],
         "offloaded": ["fsdp.cpu_offload=true"],
