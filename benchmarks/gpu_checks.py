@@ -651,7 +651,7 @@ def check_bandwidths(setting: Setting) -> list[Row]:
 
 def check_tests(setting: Setting) -> list[Row]:
     """The tests marked `gpu`."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/train/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests"]
     environment = os.environ | {name: value for name, value in setting.environment().items() if name.startswith("CUDA")}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=setting.left(), env=environment)
     setting.log.write_text(done.stdout + done.stderr)
