@@ -260,11 +260,13 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
     the NaN and the step after it when the run ends there.
     """
     found: dict[str, Any] = {}
-    for name in ("at once", "late"):
+    for name in ("at once", "late", "late, but read before a save"):
         run, events = build(recipe, [*overrides, "train.on_nonfinite=skip"]), []
-        watch(run, events, late=name == "late")
+        watch(run, events, late=name != "at once")
         for step in range(6):
             run.step(step)
+            if step == 2 and name == "late, but read before a save":
+                run.read_step()
         run.read_step()
         run.prefetch.close()
         found[name] = {"events": events, "state": digest_of(run)}

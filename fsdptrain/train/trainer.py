@@ -180,8 +180,9 @@ class Trainer:
         started = time.perf_counter()
         inputs = self.prefetch.get(step)
         made = self.queue_step(inputs, time.perf_counter() - started)
+        skipped = self.totals.skipped
         stop = self.read_step()
-        if self.totals.skipped and self.reads_late:  # the step before was not finite, so this one changed nothing
+        if self.totals.skipped > skipped:  # the step before was not finite, so this one changed nothing
             made = self.queue_step(inputs)
         self.unread = made
         return stop if self.reads_late else self.read_step()
