@@ -80,6 +80,10 @@ class Hardware:
     basis: str = ESTIMATED
     bf16: bool = True  # it has matrix units for bf16
 
+    def __post_init__(self) -> None:
+        shares = {kernel: tuple(pair) for kernel, pair in self.attention_share.items()}  # JSON has lists
+        object.__setattr__(self, "attention_share", shares)
+
     @property
     def is_cpu(self) -> bool:
         """Whether ranks are processes on a CPU."""
