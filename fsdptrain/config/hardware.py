@@ -33,7 +33,8 @@ SPREADS = {CALIBRATED: 0.2, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # 
 
 
 # Shares of the bf16 peak that attention reaches at 2,048 to 8,192 tokens, causal, heads of 128: forward, backward. The
-# keys are parts of the kernels' names. They are read from figures, and are not fitted:
+# keys are parts of the kernels' names. They are approximate, from published figures, and not fitted; `make gpu`
+# measures those of a card:
 # FlashAttention 2 on the A100, arXiv:2307.08691, figures 5 and 6; the memory-efficient kernel there, figures 4 and 5.
 AMPERE = {"flash": (0.6, 0.5), "efficient": (0.32, 0.26)}
 # cuDNN 9 and FlashAttention 2 (35% of the peak) on the H100, arXiv:2407.08608, figures 5 and 6. The memory-efficient
