@@ -35,6 +35,7 @@ def _calibrate(folder: Path) -> None:
         calibrate.main()
 
 
+@pytest.mark.soak
 def test_it_finds_the_figure_that_explains_the_runs(tmp_path: Path) -> None:
     """In a process of its own: a pretended accelerator cannot be removed again."""
     pytest.importorskip("matplotlib")
