@@ -51,9 +51,9 @@ def named(entries: list[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[
         while waiting and waiting[0].at_ns <= entry["time_created_ns"]:
             current, taken = waiting.popleft(), set()
         kind = entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base").replace("_", "-")
-        ours = current is not None and kind in KINDS[current.kind] and kind not in taken
+        matches = current is not None and kind in KINDS[current.kind] and kind not in taken
         # "undefined" is a group beside the training loop (`World.side`); other threads use it.
-        if ours and current is not None and entry["process_group"][1] != "undefined":
+        if matches and current is not None and entry["process_group"][1] != "undefined":
             taken.add(kind)
             shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard.GlooReduceScatter`
             found.append({**entry, "collective": f"{shown} of {current.unit}"})

@@ -47,7 +47,7 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     if is_disk_full(error):
         return disk_full_error(error)
     if isinstance(error, torch.OutOfMemoryError):
-        request = str(error).partition(" If reserved but unallocated")[0]  # torch's advice; ours follows
+        request = str(error).partition(" If reserved but unallocated")[0]  # without torch's own advice
         return OutOfMemory(f"out of memory in {moment_of(error)}: {request}")
     if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
         return WorkerLost(message)

@@ -174,7 +174,7 @@ class Engine:
             raise
 
     def _unsupported(self, error: RuntimeError) -> RecipeError | None:
-        """Return what the recipe must change if torch's message shows that it asks for something unsupported."""
+        """Return an error that says what to change in the recipe if torch's message shows an unsupported setting."""
         name = next(cls.__name__ for cls in type(self.model).__mro__ if not issubclass(cls, FSDPModule))
         dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
         if "mixed torch.Tensor and DTensor" in str(error):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import config_of, plan_of
 from support import TESTS, environment, on_ranks, python_path, write_recipe
+from test_attention import Made, differentiated, inputs
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
@@ -28,24 +29,7 @@ from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
 from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.parallel.shard import KEPT
 
-Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
-
 # --- the operator ---------------------------------------------------------------------------------------------------
-
-
-def inputs(length: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Made:
-    """Return q, k, v as a model makes them, for two rows, and a gradient of the output."""
-    made = torch.Generator().manual_seed(length + heads + groups + size)
-    q, k, v, grad = (
-        torch.randn(2, length, count, size, generator=made).to(dtype) for count in (heads, groups, groups, heads)
-    )
-    return [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grad]
-
-
-def differentiated(function: Callable[..., torch.Tensor], qkv: Made, grad: torch.Tensor) -> Made:
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def in_varlen(rows: list[list[int]], window: int | None) -> Callable[..., torch.Tensor]:
