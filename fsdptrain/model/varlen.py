@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -29,7 +30,7 @@ from fsdptrain.model.probe import TOLERANCE, Probe
 NAME = "varlen"  # in transformers' registry of attention functions
 
 
-LARGEST_HEAD = 256  # elements: what the flash kernels support, in multiples of 8
+LARGEST_HEAD = 256  # elements: the flash kernels support multiples of 8 up to here
 
 
 PARAMETERS = inspect.signature(varlen_attn).parameters  # `window_size` and `enable_gqa` are not in every torch
@@ -50,16 +51,17 @@ def attend_within_documents(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document: transformers' attention interface.
 
-    `query` is [B, H, S, D], `key` and `value` [B, G, S, D]; returns [B, S, H, D]. `documents` int32 [N+1] are bounds in
-    the B·S tokens of all rows, `longest_document` tokens is at least the length of each. A query sees itself and the
-    `sliding_window` - 1 tokens before it, by default all of its document. Raises RecipeError for what the kernel does
-    not compute.
+    `query` is [B, H, S, D], `key` [B, G, S, D] and `value` [B, G, S, E]; returns [B, S, H, E]. `documents` int32 [N+1]
+    are bounds in the B·S tokens of all rows, `longest_document` tokens is at least the length of each. A query sees
+    itself and the `sliding_window` - 1 tokens before it, by default all of its document. Raises RecipeError for what
+    the kernel does not compute.
     """
     _check_supported(module, (query, key, value), attention_mask, dropout, documents, others)
     assert documents is not None
-    rows, heads, length, _ = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling}
+    rows, heads, length, size = query.shape
+    # The kernel needs one size for all heads. Added zeros change no score and no other element of the result.
+    q, k, v = (_padded(x.transpose(1, 2).flatten(0, 1), _size_in_kernel(query, value)) for x in (query, key, value))
+    options: dict[str, Any] = {"scale": size**-0.5 if scaling is None else scaling}
     if "enable_gqa" in PARAMETERS:
         options["enable_gqa"] = True
     else:
@@ -68,7 +70,18 @@ def attend_within_documents(
     out: Any = varlen_attn(
         q, k, v, documents, documents, longest_document, longest_document, window_size=window, **options
     )
-    return out.unflatten(0, (rows, length)), None
+    return out[..., : value.shape[3]].unflatten(0, (rows, length)), None
+
+
+def _size_in_kernel(query: torch.Tensor, value: torch.Tensor) -> int:
+    """Return how many elements the heads have in the kernel."""
+    return -(-max(query.shape[3], value.shape[3]) // 8) * 8
+
+
+def _padded(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the heads [T, H, D] as [T, H, size], with zeros at the end. A padding of 0 would be a copy."""
+    missing = size - heads.shape[2]
+    return functional.pad(heads, (0, missing)) if missing else heads
 
 
 AttentionInterface.register(NAME, attend_within_documents)
@@ -80,7 +93,7 @@ def _check_supported(
     """Raise RecipeError if a call of an attention layer asks for what the kernel does not compute."""
     causal = others.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    sizes = {x.shape[3] for x in qkv}
+    size = _size_in_kernel(qkv[0], qkv[2])
     reasons = {
         "its attention layers do not get `documents` from its forward": documents is None,
         "it builds a mask itself": mask is not None,
@@ -90,9 +103,7 @@ def _check_supported(
         "its attention has sinks": others.get("s_aux") is not None,
         "its attention has a position bias": others.get("position_bias") is not None,
         "its queries and keys differ in length": len({x.shape[2] for x in qkv}) > 1,
-        f"its heads have {' and '.join(map(str, sorted(sizes)))} elements": (
-            len(sizes) > 1 or max(sizes) > LARGEST_HEAD or max(sizes) % 8 > 0
-        ),
+        f"its heads have {size} elements, more than {LARGEST_HEAD}": size > LARGEST_HEAD,
         f"its attention is computed in {str(qkv[0].dtype).removeprefix('torch.')}": (
             qkv[0].device.type == "cuda" and qkv[0].dtype not in (torch.bfloat16, torch.float16)
         ),

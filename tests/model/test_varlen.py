@@ -32,13 +32,13 @@ from fsdptrain.parallel.shard import KEPT
 # --- the operator ---------------------------------------------------------------------------------------------------
 
 
-def in_varlen(rows: list[list[int]], window: int | None) -> Callable[..., torch.Tensor]:
+def in_varlen(rows: list[list[int]], window: int | None, scale: float | None = 0.3) -> Callable[..., torch.Tensor]:
     documents, longest = document_bounds(rows)
-    passed = {"documents": documents, "longest_document": longest, "sliding_window": window, "scaling": 0.3}
+    passed = {"documents": documents, "longest_document": longest, "sliding_window": window, "scaling": scale}
     return lambda q, k, v: varlen.attend_within_documents(torch.nn.Module(), q, k, v, None, **passed)[0]
 
 
-def each_alone(rows: list[list[int]], window: int | None) -> Callable[..., torch.Tensor]:
+def each_alone(rows: list[list[int]], window: int | None, scale: float = 0.3) -> Callable[..., torch.Tensor]:
     """Return a function that gives every document to torch's own attention by itself."""
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def each_alone(rows: list[list[int]], window: int | None) -> Callable[..., torch
                 seen = torch.ones(length, length, dtype=torch.bool).tril()
                 seen = seen if window is None else seen.triu(1 - window)
                 options = {"is_causal": True} if window is None else {"attn_mask": seen}
-                made.append(scaled_dot_product_attention(*one, scale=0.3, **options))
+                made.append(scaled_dot_product_attention(*one, scale=scale, **options))
         together = torch.cat(made, dim=2).transpose(1, 2)
         return together.unflatten(1, (len(rows), -1))[0]
 
@@ -104,6 +104,21 @@ def test_whatever_the_lengths(lengths: list[int], random: Any, window: int | Non
     assert max(compared(rows, 4, 2, 16, window, torch.float32)[0]) < 1e-5
 
 
+@pytest.mark.parametrize(("size", "of_values"), [(24, 16), (16, 24), (12, 12), (20, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_heads_of_any_size_are_padded(size: int, of_values: int, dtype: torch.dtype) -> None:
+    """The sizes of MLA's heads differ. The scale is that of the size before."""
+    rows = ROWS["packed"]
+    query, key, value, grad = inputs(300, 4, 2, max(size, of_values), dtype)
+    qkv, grad = [query[..., :size], key[..., :size], value[..., :of_values]], grad[..., :of_values]
+    exact = differentiated(each_alone(rows, None, size**-0.5), [x.double() for x in qkv], grad.double())
+    found = differentiated(in_varlen(rows, None, None), qkv, grad)
+    assert [x.shape for x in found] == [grad.shape, *(x.shape for x in qkv)]
+    worst = max(errors(found, exact))
+    print(f"heads of {size} and {of_values}, {dtype}: {worst:.1e}")
+    assert worst < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 def test_torch_finds_the_kernels_for_the_cpu_well_made() -> None:
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in inputs(13, 4, 2, 16, torch.float32)[:3])
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -135,8 +150,7 @@ REFUSED = {
     "capped": {"softcap": 30.0},
     "sinks": {"s_aux": torch.zeros(4)},
     "position bias": {"position_bias": torch.zeros(1, 4, 8, 8)},
-    "16 and 24": {"value": torch.zeros(1, 4, 8, 24)},
-    "12 elements": dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 12)),
+    "264 elements, more than 256": {"value": torch.zeros(1, 4, 8, 260)},
     "differ in length": dict.fromkeys(("key", "value"), torch.zeros(1, 4, 9, 16)),
 }
 
@@ -163,7 +177,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 40},
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt_neox": {"num_key_value_heads": 4},
-}
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 8, "n_group": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
 PACKED = [[90, 1, 109], [150, 50]]
 
 
@@ -331,17 +349,8 @@ KINDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "stablelm": ({}, "do not get `documents`"),
     "falcon": ({"head_dim": None}, "does not take its attention from transformers' interface"),
     "llama4_text": ({"attention_chunk_size": 64, "num_local_experts": 4}, "declares no flash attention"),
-    "deepseek_v3": (
-        {
-            "num_key_value_heads": 4,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_routed_experts": 8,
-            "n_group": 2,
-        },
-        "heads have 32 and 48 elements",
-    ),
+    "deepseek_v3": (MODELS["deepseek_v3"], None),
+    "gemma3_text large": ({"head_dim": 512}, "512 elements, more than 256"),
 }
 
 
@@ -349,7 +358,8 @@ KINDS: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_it_is_chosen_where_the_model_computes_the_same(tmp_path: Path, kind: str) -> None:
     own, reason = KINDS[kind]
     plan = gpu_plan(tmp_path)
-    config = AutoConfig.for_model(kind, **{name: value for name, value in (SIZES | own).items() if value is not None})
+    sizes = {name: value for name, value in (SIZES | own).items() if value is not None}
+    config = AutoConfig.for_model(kind.split()[0], **sizes)
     found, bare = choose_attention(plan, config)
     kernel = found.recipe.model.attn_implementation
     if reason is None:
