@@ -28,11 +28,13 @@ from fsdptrain.model import loss, varlen, weights
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
+from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate
+from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
@@ -168,7 +170,10 @@ def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`."""
+    """Return what a step of each variant does, in order: `gather U`, `forward U`, `backward U`, `reduce U`.
+
+    `NAME, recorded` has the collectives of the same step, as a hang report names them.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_module
 
     log: list[str] = []
@@ -198,9 +203,17 @@ def gathers(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]
             )  # half of it is done
         curve(run, 1)
         log.clear()
+        before = len(recorded())
         curve(run, 2, 1)
         found[name] = list(log)
+        found[f"{name}, recorded"] = recorded()[before:]
     return found
+
+
+def recorded() -> list[str]:
+    """Return the collectives of this rank in the flight recorder, in order, with their units."""
+    entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
+    return [entry["collective"] for entry in entries if not entry["side"]]
 
 
 def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def source(original: Any) -> str:
         return inspect.getsource(original)
     if isinstance(original, OpOverload):
         return str(original._schema)
-    if inspect.isbuiltin(original):
+    if inspect.isbuiltin(original) or type(original).__name__ == "instancemethod":  # in C++
         return str(original.__doc__)
     return repr(sorted(map(str, original)) if isinstance(original, set) else original)
 

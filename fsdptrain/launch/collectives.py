@@ -21,6 +21,7 @@ class Call(NamedTuple):
     name: str
     at_ns: int
     done: bool
+    side: bool  # in the group beside the training loop
 
 
 def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int]) -> str:
@@ -28,12 +29,17 @@ def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int]) -> str:
 
     `recorded` is rank → dumps; `silent` are the ranks that have not reported.
     """
-    found = [sentence for group in _groups(recorded) if (sentence := _explain(_calls(recorded, group), silent))]
-    return min(found)[1] if found else ""  # the earliest is the cause of the others
+    found = [each for group in _groups(recorded) if (each := _explain(_calls(recorded, group), silent))]
+    return min(found)[2] if found else ""
 
 
-def _explain(calls: Mapping[int, Sequence[Call]], silent: Sequence[int]) -> tuple[int, str] | None:
-    """Return when the first collective that is not done was entered, and a sentence on it; None if all are done."""
+def _explain(calls: Mapping[int, Sequence[Call]], silent: Sequence[int]) -> tuple[bool, int, str] | None:
+    """Return a sentence on the first collective of a group that is not done; None if all are done.
+
+    In front of it is what orders the sentences of several groups. A group of the training loop comes first: a save
+    under way waits for a rank that is lost as well, and may have begun to do so earlier. Then the earliest comes first:
+    it is the cause of the others.
+    """
     open_calls = [call for of_rank in calls.values() for call in of_rank if not call.done]
     if not open_calls:
         return None
@@ -43,10 +49,10 @@ def _explain(calls: Mapping[int, Sequence[Call]], silent: Sequence[int]) -> tupl
     what = f"{name} #{first.number}" + (f" of {unit}" if unit else "")
     absent = [rank for rank, of_rank in calls.items() if max(call.number for call in of_rank) < first.number]
     if absent:
-        return first.at_ns, f"{ranks_text(absent)} never entered {what}"
+        return first.side, first.at_ns, f"{ranks_text(absent)} never entered {what}"
     if silent:
-        return first.at_ns, f"the other ranks wait for {ranks_text(silent)} in {what}"
-    return first.at_ns, f"all ranks entered {what}, but it did not complete: suspect the network or a GPU"
+        return first.side, first.at_ns, f"the other ranks wait for {ranks_text(silent)} in {what}"
+    return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect the network or a GPU"
 
 
 def _groups(recorded: Mapping[int, Recorded]) -> set[tuple[str, str]]:
@@ -69,6 +75,7 @@ def _calls(recorded: Mapping[int, Recorded], group: tuple[str, str]) -> dict[int
                 entry["collective"],
                 entry["time_created_ns"],
                 entry["retired"] or entry["state"] == "completed",
+                entry["side"],
             )
             for entry in _entries(dumps, backend)
             if entry["process_group"][0] == name

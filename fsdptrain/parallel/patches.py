@@ -6,10 +6,12 @@ when an original has changed or its version was not read: read the new source, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -17,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.parallel.issued import NamedComm
+from fsdptrain.parallel.issued import ISSUED, Issued
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -37,9 +39,14 @@ RELIES_ON = {
     f"{FSDP}._fsdp_api.ReduceScatter.__call__": {"2.13.0": "8b58259a4654"},
     # By `shard.set_prefetch`: a list of units to prefetch switches FSDP's own choice off.
     f"{FSDP}._fsdp_state.FSDPState._pre_backward": {"2.13.0": "e781b8ad56b7"},
-    # By `name_collectives`, which wraps the communications that these set.
+    # By `NamedComm`, which wraps the communications that these set, and has their methods.
     "torch.distributed.fsdp.FSDPModule.set_custom_all_gather": {"2.13.0": "4d7e9bb15d9c"},
     "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": {"2.13.0": "1a7a0266be14"},
+    f"{FSDP}._fsdp_collectives.foreach_all_gather": {"2.13.0": "1aa050738aa7"},
+    f"{FSDP}._fsdp_collectives.foreach_reduce": {"2.13.0": "cc2a17ca7325"},  # it allocates twice, then all-reduces
+    f"{FSDP}._fsdp_common.DDPMeshInfo": {"2.13.0": "442209a5768a"},
+    "torch.distributed.ProcessGroup._get_backend": {"2.13.0": "725c91cb962d"},
+    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"2.13.0": "af2ec6b0fb02"},
     # By `unit_name`: `_module_fqn`.
     f"{FSDP}._fsdp_state.FSDPState._init_fqns": {"2.13.0": "a8cb77d29082"},
     # By `adopt_parameters`: called again in the first forward, it changes nothing.
@@ -89,17 +96,54 @@ def unit_name(module: FSDPModule) -> str:
     return next((group._module_fqn for group in groups if group._module_fqn), "the outermost unit")
 
 
+class NamedComm:
+    """A communication of FSDP2 that notes each collective with its unit in `ISSUED`, before it is issued.
+
+    `copies` is the group in which copies of the model are all-reduced, which FSDP2 does without a communication like
+    this one: the next number of that group is noted when the buffers of a reduction are allocated.
+    """
+
+    def __init__(
+        self, comm: Any, kind: Literal["all-gather", "reduction"], unit: str, copies: dist.ProcessGroup | None = None
+    ) -> None:
+        self._comm, self._kind, self._unit, self._copies = comm, kind, unit, copies
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a buffer."""
+        if self._copies is not None:
+            self._note(self._copies, device)
+        buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Issue the collective."""
+        self._note(group, output_tensor.device)
+        return self._comm(output_tensor, input_tensor, group, *args, **options)
+
+    def _note(self, group: Any, device: torch.device) -> None:
+        """Note that the next collective of a group is for this unit."""
+        with contextlib.suppress(RuntimeError):  # a fake group does not number its collectives
+            number = group._get_backend(device)._get_sequence_number_for_group() + 1
+            issued = Issued(group.group_name, number, self._kind, self._unit)
+            if not ISSUED or ISSUED[-1] != issued:
+                ISSUED.append(issued)
+
+
 def name_collectives(model: Any) -> None:
-    """Make every unit of a sharded model note its name before each of its collectives (see `issued`)."""
+    """Make every unit of a sharded model note its collectives (see `issued`)."""
     names: dict[FSDPState, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             names.setdefault(module._get_fsdp_state(), []).append(name or "the outermost unit")
     for state, modules in names.items():
         groups: Any = state._fsdp_param_groups if takes_two_dtypes() else filter(None, [state._fsdp_param_group])
+        unit = ", ".join(modules)
         for group in groups:
-            group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", ", ".join(modules))
-            group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", ", ".join(modules))
+            copies = getattr(group.mesh_info, "replicate_process_group", None)
+            group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)
+            group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", unit, copies)
 
 
 def allow_graphs(count: int) -> None:

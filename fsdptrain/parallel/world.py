@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdptrain.config.hardware import card
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import Stopped
+from fsdptrain.parallel.issued import SIDE
 from fsdptrain.processes import StopRequest
 
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
@@ -85,7 +86,8 @@ class World:
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
-        side = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # a slow disk is not a hang
+        hours = timedelta(hours=2)  # a slow disk is not a hang
+        side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
         return cls(rank, local_rank, topology.world_size, device, mesh, side)
 
     @property

@@ -1,34 +1,59 @@
-"""A hang names the collective: read from dumps as NCCL writes them (a sample by hand); test_faults has real ones."""
+"""A hang names the collective: read from dumps as NCCL writes them (a sample by hand); test_faults has real ones.
+
+`nccl_flight_recorder.json` has the fields and types of `dump_json` in torch's `FlightRecorderDetail.hpp`, version 2.10
+of the format, and the values that `ProcessGroupNCCL.cpp` records. Without TORCH_NCCL_ENABLE_TIMING a collective is
+`scheduled` until it is `completed`, and there are no durations.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support import TESTS
 
 from fsdptrain.launch.collectives import waited_for
-from fsdptrain.parallel.issued import Issued, named
+from fsdptrain.launch.explain import explain_hang
+from fsdptrain.ownership import write_atomically
+from fsdptrain.parallel.issued import SIDE, Issued, named
+from fsdptrain.rundir import RunDir
+from fsdptrain.train import watchdog
+from fsdptrain.train.patches import recorded_collectives
 
-SAMPLE = json.loads((TESTS / "launch" / "nccl_flight_recorder.json").read_text())["entries"]
+DUMP = json.loads((TESTS / "launch" / "nccl_flight_recorder.json").read_text())
+SAMPLE = DUMP["entries"]
 NOTES = [
-    Issued(1900, "all-gather", "model.layers.6"),
-    Issued(2900, "all-gather", "model.layers.7"),
-    Issued(3900, "reduction", "model.layers.7"),
+    Issued("0", 730, "all-gather", "model.layers.6"),
+    Issued("0", 731, "all-gather", "model.layers.7"),
+    Issued("0", 732, "reduction", "model.layers.7"),
 ]
+MS = 1_000_000
 
 
-def recorder(last: int, done: int, group: str = "0", later_ns: int = 0) -> dict[str, Any]:
-    """Return the dump of a rank that has entered the collectives up to `last`, and completed those up to `done`."""
-    entries = []
-    for entry in named(SAMPLE, NOTES):
-        if entry["collective_seq_id"] <= last:
-            finished = entry["collective_seq_id"] <= done
-            state = {"retired": finished, "state": "completed" if finished else "started"}
-            at = {"process_group": [group, "mesh_shard"], "time_created_ns": entry["time_created_ns"] + later_ns}
-            entries.append({**entry, **state, **at})
-    return {"nccl": {"entries": entries}}
+def dumped(last: int, done: int) -> dict[str, Any]:
+    """Return what NCCL's recorder holds on a rank that has issued the collectives up to `last`; `done` is completed."""
+    dump = copy.deepcopy(DUMP)
+    dump["entries"] = [entry for entry in dump["entries"] if entry["collective_seq_id"] <= last]
+    for entry in dump["entries"]:
+        finished = entry["collective_seq_id"] <= done
+        entry |= {"retired": finished, "state": "completed" if finished else "scheduled"}
+    return dump
+
+
+def recorder(
+    last: int, done: int, group: str = "0", later_ns: int = 0, description: str = "default_pg"
+) -> dict[str, Any]:
+    """Return the file of such a rank, as its watchdog writes it. Another group is entered by `later_ns` later."""
+    entries = dumped(last, done)["entries"]
+    for entry in entries:
+        entry |= {"process_group": [group, description], "time_created_ns": entry["time_created_ns"] + later_ns}
+    notes = [note._replace(group=group) for note in NOTES]
+    return {"nccl": {"entries": named(entries, [] if description == SIDE else notes)}}
 
 
 def test_collectives_get_the_names_of_their_units() -> None:
@@ -38,17 +63,33 @@ def test_collectives_get_the_names_of_their_units() -> None:
     ]  # fmt: skip
 
 
-def test_a_unit_is_named_once_and_never_for_another_kind_or_a_group_beside_the_loop() -> None:
-    gathers = [{**SAMPLE[1], "time_created_ns": at} for at in (2000, 2100)]
-    assert [entry["collective"] for entry in named(gathers, NOTES)] == ["all-gather of model.layers.6", "all-gather"]
-    beside = {**SAMPLE[1], "process_group": ["1", "undefined"]}
-    assert [entry["collective"] for entry in named([beside], NOTES)] == ["all-gather"]
-    other_kind = {**SAMPLE[3], "time_created_ns": 2000}
-    assert [entry["collective"] for entry in named([other_kind], NOTES)] == ["reduce-scatter"]
+def test_a_unit_is_named_only_for_its_group_number_and_kind() -> None:
+    beside = {**SAMPLE[1], "process_group": ["1", SIDE]}
+    other_kind = {**SAMPLE[3], "collective_seq_id": 731}
+    [first, second] = named([beside, other_kind], NOTES)
+    assert (first["collective"], first["side"]) == ("all-gather", True)
+    assert (second["collective"], second["side"]) == ("reduce-scatter", False)
     copies = [{**SAMPLE[3], "profiling_name": name} for name in ("gloo:all_to_all", "nccl:all_reduce")]
     assert [entry["collective"] for entry in named(copies, NOTES)] == [
         "reduce-scatter of model.layers.7", "all-reduce of model.layers.7",
     ]  # fmt: skip
+
+
+def test_the_sample_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:
+    """The recorders of NCCL and gloo are one template, so a dump of gloo shows the format of the installed torch."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        dist.barrier()
+        dump = recorded_collectives()["gloo"]
+    finally:
+        dist.destroy_process_group()
+
+    def types(facts: dict[str, Any]) -> dict[str, type]:
+        return {name: type(value) for name, value in facts.items()}
+
+    assert types(dump) == types(DUMP) and dump["version"] == DUMP["version"]
+    assert types(dump["entries"][-1]) == types(SAMPLE[-1])
+    assert dump["entries"][-1]["process_group"][1] == SAMPLE[-1]["process_group"][1]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +120,35 @@ def test_the_rank_that_never_entered_is_named(ranks: list[tuple[int, int]], sile
 
 
 def test_of_several_groups_the_one_that_waited_first_is_the_cause() -> None:
-    later = {rank: recorder(731, 730, "9", later_ns=500) for rank in (2, 3)}
+    later = {rank: recorder(731, 730, "9", later_ns=MS) for rank in (2, 3)}
     found = waited_for({0: recorder(731, 730), 1: recorder(730, 730), **later}, [])
     assert found == "rank 1 never entered all-gather #731 of model.layers.7"
+
+
+def test_a_save_under_way_is_named_only_if_the_training_does_not_wait_itself() -> None:
+    """A rank stopped during a save is waited for twice, and by the save's thread perhaps first."""
+    side = recorder(731, 730, "1", later_ns=-5 * MS, description=SIDE)["nccl"]["entries"]
+    both = {"nccl": {"entries": [*side, *recorder(731, 730)["nccl"]["entries"]]}}
+    assert waited_for({0: both}, [1]) == "the other ranks wait for rank 1 in all-gather #731 of model.layers.7"
+    done = {"nccl": {"entries": [*side, *recorder(731, 731)["nccl"]["entries"]]}}
+    assert waited_for({0: done}, [1]) == "the other ranks wait for rank 1 in all-gather #731"
+
+
+def test_a_hang_on_nccl_is_explained_from_the_dumps_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL does not block the host: all ranks are found at a wait for the device, and only the dumps say for what."""
+    rundir, where = RunDir(tmp_path), "world.read (world.py:44)"
+    rundir.logs.mkdir()
+    monkeypatch.setattr(watchdog, "ISSUED", NOTES)
+    for rank, (last, done) in enumerate([(732, 730), (732, 730), (731, 730), (730, 730)]):
+        dumps = {"gloo": {"version": "2.10"}, "nccl": dumped(last, done)}  # no entries: the key is absent
+        monkeypatch.setattr(watchdog, "recorded_collectives", lambda dumps=dumps: dumps)
+        rundir.collectives(rank).write_text(watchdog.last_collectives())
+        report = {"rank": rank, "waits": rank != 3, "where": where if rank != 3 else "corpus.batch (corpus.py:112)"}
+        write_atomically(rundir.hang_report(rank), json.dumps(report))
+    launch = SimpleNamespace(timeout_s=300)
+    plan: Any = SimpleNamespace(topology=SimpleNamespace(world_size=4), recipe=SimpleNamespace(launch=launch))
+    message = explain_hang([0, 1, 2, 3], plan, rundir, "after step 12")
+    assert "; rank 3 never entered all-gather #731 of model.layers.7. All stacks" in message
+    assert "rank 3 is in corpus.batch (corpus.py:112)" in message

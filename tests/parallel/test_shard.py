@@ -46,6 +46,7 @@ def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
         "kept": ["fsdp.strategy=SHARD_GRAD_OP"],
         "accumulated": [NO_PREFETCH],
         "kept, accumulated": ["fsdp.strategy=SHARD_GRAD_OP"],
+        "copies": ["fsdp.strategy=NO_SHARD"],
     }
     variants = {name: ["train.global_batch_size=4", "train.micro_batch_size=2", *o] for name, o in variants.items()}
     for name in ("accumulated", "kept, accumulated"):
@@ -91,6 +92,19 @@ def test_the_embedding_is_not_gathered_for_its_backward(logs: dict[str, list[str
 def test_weights_that_stay_are_gathered_once_a_step(logs: dict[str, list[str]]) -> None:
     units = [*map(str, range(BLOCKS)), "embedding", "head"]
     assert [logs["kept, accumulated"].count(f"gather {unit}") for unit in units] == [1] * len(units)
+
+
+def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list[str]]) -> None:
+    blocks = [f"model.layers.{block}" for block in range(BLOCKS)]
+    units = ["model.embed_tokens", *blocks, "model.norm, lm_head"]
+    gathers = [f"all-gather of {unit}" for unit in units]
+    reductions = [f"reduce-scatter of {unit}" for unit in reversed(units)]
+    # The last one gathers the numbers of the step.
+    assert logs["none, recorded"][: len(units)] == gathers and logs["none, recorded"][-1] == "all-gather"
+    assert sorted(logs["none, recorded"]) == sorted([*gathers, *gathers[1:-1], *reductions, "all-gather"])
+    assert [name for name in logs["copies, recorded"] if "reduce" in name] == [
+        f"all-reduce of {unit}" for unit in reversed(units)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 from simulated import SMALL, config_of, plan_of
-from fsdptrain.forecast.trace import Moment, Synchronize
+from fsdptrain.forecast.trace import Collective, Kernel, Moment, Synchronize
 from fsdptrain.simulate import device, step
 from fsdptrain.train.step import Engine
 
@@ -216,7 +216,11 @@ for changes in json.load(sys.stdin):
     device.listeners.append(events.append)
     read[0]()
     device.listeners.clear()
-    found.append({**{k: n for k, n in waits.items() if n}, "read": [e.event is not None for e in events]})
+    products = {event.stream for event in trace.events if isinstance(event, Kernel) and event.flops}
+    units = {event.stream for event in trace.events if isinstance(event, Collective) and event.size > 1000}
+    beside = bool(units) and not units & products
+    shown = {name: count for name, count in waits.items() if count}
+    found.append({**shown, "read": [event.event is not None for event in events], "beside": beside})
 print(json.dumps(found))
 """
 WAITING = [
@@ -239,6 +243,7 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
         print(named(changes), found)
+        assert found.pop("beside"), "the collectives of units run in the stream of the matrix products"
         # The mask of attention, which transformers searches for the ends of documents in each micro-batch.
         assert found.pop("forward", 0) <= changes["train__global_batch_size"] // 8, (changes, found)
         if changes["fsdp__cpu_offload"]:  # FSDP2 waits for each gradient on its way to the host, which then updates

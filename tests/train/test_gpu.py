@@ -13,7 +13,6 @@ from support import environment, events, fsdptrain, write_recipe
 
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.model import varlen
-from fsdptrain.parallel.issued import Issued, named
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,23 +46,32 @@ def test_offload_and_recomputation_do_not_change_the_curve(tmp_path: Path) -> No
 
 RECORD = """
 import json, sys, torch, torch.distributed as dist
+from fsdptrain.parallel.issued import ISSUED, named
+from fsdptrain.parallel.patches import NamedComm
 from fsdptrain.train.patches import recorded_collectives
+device, backend = torch.device(sys.argv[2]), sys.argv[3]
 store = dist.FileStore(sys.argv[1], 1)
-dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-dist.all_reduce(torch.ones(8, device="cuda"))
-torch.cuda.synchronize()
-print(json.dumps(recorded_collectives()["nccl"]["entries"][-1]))
+bound = device if device.type == "cuda" else None
+dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=bound)
+def gather(output, input, group):
+    dist.all_gather_into_tensor(output, input, group=group)
+dist.all_reduce(torch.ones(8, device=device))  # of no unit
+comm = NamedComm(gather, "all-gather", "model.layers.0")
+comm(torch.empty(8, device=device), torch.ones(8, device=device), dist.group.WORLD)
+if device.type == "cuda":
+    torch.cuda.synchronize()
+print(json.dumps(named(recorded_collectives()[backend]["entries"], ISSUED)))
 """
 
 
 def test_the_flight_recorder_of_nccl_has_the_fields_that_a_hang_is_explained_with(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", RECORD, str(tmp_path / "store")]
+    words = [sys.executable, "-c", RECORD, str(tmp_path / "store"), "cuda:0", "nccl"]
     env = environment(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
     shown = subprocess.run(words, capture_output=True, text=True, env=env, check=True).stdout
-    [entry] = named([json.loads(shown.splitlines()[-1])], [Issued(0, "reduction", "model.layers.0")])
-    assert entry["collective"] == "all-reduce of model.layers.0"
-    assert entry["collective_seq_id"] == 1 and entry["state"] in ("scheduled", "started", "completed")
-    assert {"retired", "is_p2p", "time_created_ns", "process_group"} <= entry.keys()
+    first, second = json.loads(shown.splitlines()[-1])
+    assert [first["collective"], second["collective"]] == ["all-reduce", "all-gather of model.layers.0"]
+    assert second["collective_seq_id"] == 2 and second["state"] in ("scheduled", "started", "completed")
+    assert {"retired", "is_p2p", "time_created_ns", "process_group"} <= second.keys()
 
 
 def test_packed_documents_are_computed_by_themselves(tmp_path: Path) -> None:
