@@ -8,6 +8,7 @@ from typing import Any
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import DoesNotFit
 from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.search import changes_that_save_memory, override_words
 from fsdptrain.text import duration, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
@@ -115,10 +116,13 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def does_not_fit_error(verdict: str, searched: bool) -> DoesNotFit:
-    """Return the error for a plan that does not fit, with the ways out; `searched`: other plans were printed."""
+def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
+    """Return the error for a plan that does not fit, with what saves memory and is not set in it yet.
+
+    `searched`: other plans were printed.
+    """
     search = "plans that fit, if any, are listed above" if searched else "--advise searches for plans that fit"
-    return DoesNotFit(
-        f"{verdict}; {search}; or try fsdp.activation_checkpointing=full, train.micro_batch_size=1, more ranks, "
-        "fsdp.cpu_offload=true"
-    )
+    saving: dict[str, Any] = {}
+    for change in changes_that_save_memory(plan):  # of a key with several values, the last saves the most
+        saving |= change
+    return DoesNotFit(f"{verdict}; {search}; or try {', '.join([*override_words(saving), 'more ranks'])}")

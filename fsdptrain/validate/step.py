@@ -87,7 +87,7 @@ def check_step(
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), searched=options.advise))
+        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
     if options.plot:
         findings.step["plot"] = options.plot
         findings.add_lines(MEMORY, f"plotted over the step in {options.plot}")
@@ -135,7 +135,7 @@ def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hard
     findings.add_item(MEMORY, "memory", by_category=peak.by_category, beside=beside, capacity=capacity)
     findings.forecast = verdict(findings.step, plan)
     if needed > capacity:
-        findings.add_problem(does_not_fit_error(findings.forecast, searched=False))
+        findings.add_problem(does_not_fit_error(findings.forecast, plan, searched=False))
 
 
 def advise(

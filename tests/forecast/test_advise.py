@@ -20,6 +20,7 @@ from fsdptrain.forecast import advice as table
 from fsdptrain.forecast import search as advise
 from fsdptrain.forecast.client import Forecast, Forecaster
 from fsdptrain.forecast.relief import relief_lines
+from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
@@ -316,6 +317,7 @@ LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are 
 def test_shallow_copies_predict_what_the_model_needs(tmp_path: Path) -> None:
     large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
     base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")
+    base += ("train.compile=false",)  # otherwise there is a note
     shallow = Shallow("num_hidden_layers", 12, {})
     with Forecaster() as forecaster:
         for words in (
@@ -351,6 +353,18 @@ def test_changes_that_save_memory_come_in_the_order_of_their_cost(tmp_path: Path
     assert not [*changes_that_save_memory(least)], "nothing without effect"
     hold = next(changes_that_save_memory(plan_of(tmp_path, "fsdp.accumulation=hold")))
     assert hold == {"fsdp.accumulation": "reduce"}
+
+
+def test_the_ways_out_of_a_plan_that_does_not_fit_are_not_set_in_it(tmp_path: Path) -> None:
+    def ways(*overrides: str) -> str:
+        error = does_not_fit_error("does not fit", plan_of(tmp_path, *overrides), searched=False)
+        return str(error).partition("; or try ")[2]
+
+    full, small, offload = "fsdp.activation_checkpointing=full", "train.micro_batch_size=1", "fsdp.cpu_offload=true"
+    assert ways("train.micro_batch_size=2") == f"{full}, {small}, {offload}, more ranks"
+    assert ways(full, "train.micro_batch_size=1") == f"{offload}, more ranks"
+    assert ways(full, offload) == "more ranks"
+    assert ways(full, "fsdp.strategy=NO_SHARD") == f"fsdp.strategy=FULL_SHARD, {offload}, more ranks"
 
 
 def test_out_of_memory_shows_the_forecast_and_three_overrides_that_fit(tmp_path: Path) -> None:
