@@ -44,7 +44,7 @@ def called(*qkv: torch.Tensor, **options: Any) -> list[str]:
     return [name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in names if "_dot_" in name]
 
 
-def test_the_kernel_is_chosen_by_card_mask_and_dtype() -> None:
+def test_the_kernel_is_chosen_by_card_mask_dtype_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool, device="meta")
     assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == ["flash"]
     with on_card(A100):
@@ -55,6 +55,9 @@ def test_the_kernel_is_chosen_by_card_mask_and_dtype() -> None:
         assert called(*inputs(HEADS), attn_mask=mask) == ["cudnn"]
         assert called(*inputs(HEADS, length=192), attn_mask=mask[..., :192, :192]) == ["efficient"]
         assert called(*inputs(HEADS, torch.float32), is_causal=True) == ["efficient"]
+        for version, chosen in ((91002, "flash"), (91900, "cudnn")):
+            monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+            assert called(*inputs(GROUPS), is_causal=True, enable_gqa=True) == [chosen]
 
 
 @pytest.mark.parametrize("operator", [operator for operator in CUDA if "backward" not in operator.__name__])
