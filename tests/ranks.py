@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -216,15 +218,23 @@ def recorded() -> list[str]:
     return [entry["collective"] for entry in entries if not entry["side"]]
 
 
-def inspect(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Return facts about the sharded model of each variant after two steps, and their curve."""
+def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
+    """Return facts about the sharded model of each variant after two steps, and their curve.
+
+    `graphs` counts what was compiled in the first step and in the second, with this backend.
+    """
     found = {}
     for name, overrides in variants.items():
-        run = build(recipe, overrides)
-        made = curve(run, 2)
+        counters.clear()
+        with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+            run = build(recipe, overrides)
+            made = curve(run, 1)
+            graphs = counters["stats"]["unique_graphs"]
+            made += curve(run, 2, 1)
         model, optimizer = run.engine.model, run.engine.optimizer
         found[name] = {
             "curve": made,
+            "graphs": [graphs, counters["stats"]["unique_graphs"] - graphs],
             "params": sorted({f"{p.dtype} {p.device}" for p in model.parameters()}),
             "state": sorted({f"{v.dtype} {v.device}" for s in optimizer.state.values() for v in s.values() if v.ndim}),
             "buffers": sorted({str(b.dtype) for b in model.buffers()}),

@@ -72,6 +72,8 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
         f"attention included), collectives alone {forecast.communication_s:.3g} s; {forecast.exposed_s:.3g} s of the "
         "step are spent waiting",
     ]
+    if plan.compiles:
+        lines[0] += "; what train.compile saves is unknown, and not counted"
     if not cost:
         return [*lines, "the number of steps is unknown without the data: set train.steps to get the total"]
     hours = cost["gpu_hours"]

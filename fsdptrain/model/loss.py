@@ -3,17 +3,21 @@
 The plain loss takes 12·V·T bytes for T tokens and a vocabulary of V: float32 logits, log-softmax and gradient. Here the
 gradient of a chunk is computed right after its loss, as in Liger-Kernel (Hsu et al., arXiv:2410.10989), a few rows at a
 time and in the memory of its logits. Only its products with the weight and the hidden states are kept.
+
+With torch.compile, all rows of a chunk are one kernel or two, which read the logits and write the gradient.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from fsdptrain.config.plan import loss_chunks, loss_rows
@@ -23,15 +27,20 @@ from fsdptrain.errors import RecipeError
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
 
 
-def compute_in_chunks(model: Any) -> None:
+ToGradients = Callable[[torch.Tensor, torch.Tensor, int, AfterHead], torch.Tensor]  # as `to_gradients`
+
+
+def compute_in_chunks(model: Any, compiled: bool = False) -> None:
     """Let an unsharded causal LM return a loss (`cross_entropy`) for `model(labels=…, divisor=…, **inputs)`.
 
     Labels belong to the positions themselves: nothing is shifted. Without labels the model returns logits as before.
     FSDP's hooks run around `__call__` and so around this: the head is called, gathered and reduced once, as before.
-    Raises RecipeError for an architecture that does not apply a linear head to its hidden states.
+    `compiled`: what is between the products of a chunk is compiled. Raises RecipeError for an architecture that does
+    not apply a linear head to its hidden states.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     after = after_head(model)
+    gradients = CompiledGradients() if compiled else to_gradients
     forward, head_forward = model.forward, head.forward
 
     def forward_or_loss(labels: torch.Tensor | None = None, divisor: int = 1, **inputs: Any) -> Any:
@@ -44,7 +53,7 @@ def compute_in_chunks(model: Any) -> None:
             logits: torch.Tensor = head_forward(hidden)
             return logits
         hidden = hidden.to(head.weight.dtype)  # mamba2's residual stream is float32
-        return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after)
+        return cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), divisor, after, gradients)
 
     model.forward, head.forward = forward_or_loss, logits_or_loss
 
@@ -131,16 +140,19 @@ def cross_entropy(
     labels: torch.Tensor,
     divisor: int,
     after: AfterHead,
+    gradients: ToGradients | None = None,
 ) -> torch.Tensor:
     """Return the cross-entropy of `after(hidden @ weight.T + bias)`, summed over labels not IGNORED, over `divisor`.
 
     `hidden` [T, H], `weight` [V, H] and `bias` [V] have one dtype, in which products are computed; `labels` is [T]. The
     result is a float32 scalar. The division happens here, not in the caller, so that gradients are divided before they
     are rounded to bf16, as in plain PyTorch: without it, softmax minus 1 is close to -1 for nearly every label, and all
-    of these would be rounded in the same direction.
+    of these would be rounded in the same direction. `gradients` is `to_gradients` if it is None.
     """
     if torch.is_grad_enabled():
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, divisor, after)
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+            hidden, weight, bias, labels, divisor, after, gradients or to_gradients
+        )
         return loss
     losses = [
         functional.nll_loss(_log_softmax(after(functional.linear(h, weight, bias))), t, **SUM)
@@ -177,6 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         divisor: int,
         after: AfterHead,
+        gradients: ToGradients,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -184,7 +197,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         of_weight = of_bias = None
         for h, t in _chunks(hidden, weight, labels):
             grad = functional.linear(h, weight, bias)
-            total += _to_gradients(grad, t, divisor, after)
+            total += gradients(grad, t, divisor, after)
             if needs_hidden:
                 of_hidden.append(grad @ weight)
             if needs_weight:
@@ -202,27 +215,70 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In the engine `scale` is 1, because the divisor is already applied: nothing is rounded a second time.
         grads = [None if grad is None else grad.mul_(scale).to(ctx.dtype) for grad in ctx.saved_tensors]
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
+def to_gradients(logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
     """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`.
 
-    The gradient of a cross-entropy is softmax minus one-hot; only a few rows at a time are in float32.
+    Only a few rows at a time are in float32.
     """
     rows = loss_rows(logits.shape[1], logits.device.type)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for piece, wanted in zip(logits.split(rows), labels.split(rows), strict=True):
-        with torch.enable_grad():
-            leaf = piece.detach().requires_grad_()
-            final = after(leaf)
-        log_probs = _log_softmax(final.detach())
-        total += functional.nll_loss(log_probs, wanted, **SUM)
-        grad = log_probs.exp_()
-        grad[torch.arange(len(wanted), device=wanted.device), wanted.clamp(min=0)] -= 1
-        grad *= (wanted != IGNORED)[:, None] / divisor
-        piece.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
+        total += _overwrite(piece, wanted, divisor, after, _loss_and_gradient)
     return total
+
+
+def _overwrite(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: Any, after: AfterHead, loss_and_gradient: Callable[..., Any]
+) -> torch.Tensor:
+    """Do what `to_gradients` does, for all rows at once; `loss_and_gradient` is that of `after(logits)`."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        final = after(leaf)
+    loss, grad = loss_and_gradient(_log_softmax(final.detach()), labels, divisor)
+    logits.copy_(torch.autograd.grad(final, leaf, grad.to(final.dtype))[0])
+    total: torch.Tensor = loss
+    return total
+
+
+def _loss_and_gradient(
+    log_probs: torch.Tensor, labels: torch.Tensor, divisor: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss, and its gradient: softmax minus one-hot, over `divisor`, in the memory of `log_probs`."""
+    loss = functional.nll_loss(log_probs, labels, **SUM)
+    grad = log_probs.exp_()
+    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
+    grad *= (labels != IGNORED)[:, None] / divisor
+    return loss, grad
+
+
+def _fusible_loss_and_gradient(
+    log_probs: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, without indices: to read or write single elements, a compiler would need all in memory."""
+    wanted = torch.arange(log_probs.shape[1], device=labels.device) == labels[:, None]  # nowhere if IGNORED
+    loss = -torch.where(wanted, log_probs, 0.0).sum()
+    return loss, (log_probs.exp() - wanted.float()) * ((labels != IGNORED)[:, None] / divisor)
+
+
+class CompiledGradients:
+    """`to_gradients` in one compiled graph for each shape of a chunk: chunks have two lengths at most."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, Callable[..., torch.Tensor]] = {}
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, divisor: int, after: AfterHead) -> torch.Tensor:
+        """Return the summed loss of a chunk; overwrite `logits` [n, V] with its gradient, divided by `divisor`."""
+        # A tensor, because each step has another number, and each number would be another graph.
+        inputs = logits, labels, torch.full((), divisor, dtype=torch.float32, device=logits.device)
+        kind = logits.shape, logits.dtype
+        if kind not in self._graphs:
+            # Traced to plain operators first: dynamo need not understand an architecture's code, nor autograd in it.
+            body = functools.partial(_overwrite, after=after, loss_and_gradient=_fusible_loss_and_gradient)
+            self._graphs[kind] = torch.compile(make_fx(body, tracing_mode="fake")(*inputs), dynamic=False)
+        return self._graphs[kind](*inputs)
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

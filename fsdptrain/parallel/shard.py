@@ -60,7 +60,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
         varlen.avoid_wrong_kernel(recipe.data.seq_len)
     units = units_of(model, recipe.fsdp.wrap)
     if recipe.train.loss == "chunked":
-        compute_in_chunks(model)
+        compute_in_chunks(model, plan.compiles)
     place_buffers(model, world.device, recipe.fsdp.mixed_precision.buffer_dtype)
     shard(model, units, world, plan)
     return model, units

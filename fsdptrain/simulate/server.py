@@ -34,8 +34,6 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
     # The engine runs on fake tensors: leave out what cannot run on them, and say so.
     notes = []
-    if plan.compiles:
-        notes.append("train.compile: the savings of the compiler are unknown; these figures are without it")
     plan = models.with_kernel(plan)
     kernel = plan.recipe.model.attn_implementation
     if kernel in ("flash_attention_2", "flex_attention"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from support import TINY
 from test_architectures import ARCHITECTURES, COMMON, NEEDED
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -117,12 +121,63 @@ def test_every_architecture_gives_its_plain_loss(kind: str, monkeypatch: pytest.
     torch.testing.assert_close(found, expected)
     for grad, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+    # To be compiled, an architecture's code after its head is traced: run what was traced.
+    monkeypatch.setattr(torch, "compile", lambda graph, dynamic: graph)
+    compiled = tiny(kind)
+    loss.compute_in_chunks(compiled, compiled=True)
+    again = compiled(**inputs, labels=labels)
+    torch.testing.assert_close(again, found)
+    for grad, other in zip(
+        torch.autograd.grad(again, list(compiled.parameters()), allow_unused=True), got, strict=True
+    ):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
     if kind in LOGITS:
         changed = functional.cross_entropy(
             functional.linear(model.get_decoder()(**inputs)[0], model.lm_head.weight).flatten(0, 1), labels.flatten(),
             reduction="sum",
         )  # fmt: skip
         assert abs(changed - expected) > 1e-4 * expected, "this test would not notice"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_compiled_it_is_one_graph_for_each_length_of_chunks(
+    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five chunks of two lengths: steps with other divisors compile nothing, and the values are those without."""
+    monkeypatch.setattr(loss, "loss_chunks", lambda *_: 5)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.manual_seed(1)
+    states, weight = torch.randn(64, 32).to(dtype), (torch.randn(700, 32) * 0.3).to(dtype)
+    labels = torch.randint(0, 700, (64,))
+    labels[::3] = -100
+    inputs: list[torch.Tensor | None] = [states.requires_grad_(), weight.requires_grad_(), None]
+    counters.clear()
+    compiled, found = loss.CompiledGradients(), []
+    for divisor in (64, 41, 2**24 + 1, 3):
+        made, expected = (
+            gradients(lambda *x, g=g, n=divisor: loss.cross_entropy(*x, labels, n, capped, g), inputs, 1.0)
+            for g in (compiled, None)
+        )
+        found.append(counters["stats"]["unique_graphs"])
+        pairs = zip([made[0], *made[1][:2]], [expected[0], *expected[1][:2]], strict=True)
+        worst = [float((a - b).float().norm() / b.float().norm()) for a, b in pairs]
+        print(f"{backend} {dtype}, divided by {divisor}: {worst}")
+        assert worst[0] < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert max(worst) < (1e-6 if dtype == torch.float32 else 1e-2)  # inductor does not round between operators
+    assert found == [2] * 4 and not counters["graph_break"]
+
+
+def capped(logits: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.tanh(logits / 2)
+
+
+@pytest.mark.soak
+def test_a_compiler_keeps_no_float32_tensor_of_all_logits() -> None:
+    logits, labels = torch.randn(16, 3000).bfloat16(), torch.arange(16)
+    _, [code] = run_and_get_code(lambda: loss.CompiledGradients()(logits, labels, 7, lambda x: x * 1))
+    assert "(16, 1)" in code
+    assert not re.search(r"empty_strided\w*\(\(16, 3000\), \(3000, 1\), torch.float32", code)
 
 
 class Sizes(TorchDispatchMode):
