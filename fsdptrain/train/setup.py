@@ -23,7 +23,7 @@ from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
-from fsdptrain.model import varlen
+from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
@@ -155,6 +155,18 @@ def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
     return dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
 
 
+def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None:
+    """Use the fastest FlashAttention that is installed and computes the model's attention. Return a note on it."""
+    bare = inputs.prepared.bare
+    if world.device.type != "cuda" or not varlen.used_by(bare):
+        return None
+    session.progress("trying the attention kernels", 0, 0)
+    note = flash.activate_best(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
+    if note:
+        print(note, flush=True)
+    return note
+
+
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
     """Remove leftovers of earlier attempts, write configuration and tokenizer, and return the run's Checkpointer.
 
@@ -235,8 +247,11 @@ def report_start(session: Session, inputs: Inputs, world: World, steps_made: int
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
 
-def start_facts(inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int) -> dict[str, Any]:
+def start_facts(
+    inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
+) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
+    note = varlen.mask_note(inputs.prepared.plan, inputs.prepared.bare) or flash_note
     recipe, stream = inputs.prepared.plan.recipe, inputs.stream
     notes = stream.corpus.notes
     texts = {
@@ -249,7 +264,7 @@ def start_facts(inputs: Inputs, world: World, sizes: Sizes, units: int, baseline
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
-        **({"attention_note": note} if (note := varlen.mask_note(inputs.prepared.plan, inputs.prepared.bare)) else {}),
+        **({"attention_note": note} if note else {}),
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),

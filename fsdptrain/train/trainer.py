@@ -34,6 +34,7 @@ from fsdptrain.train.setup import (
     report_start,
     start_facts,
     suited_to_one_gpu,
+    use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
 from fsdptrain.train.stragglers import Pace
@@ -115,6 +116,8 @@ class Trainer:
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
         baseline_memory = world.peak_memory()
+        flash_note = use_best_flash(session, inputs, world)
+        session.watchdog.beat()
         model, units = build(inputs.prepared.plan, inputs.prepared.config, world)
         # What would end the run later is checked before weights are read, which may take minutes.
         sizes = Sizes.of(plan, inputs)
@@ -124,7 +127,8 @@ class Trainer:
         check_replicas(model, world)
         session.watchdog.beat()
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
-        report_start(session, inputs, world, steps_made, start_facts(inputs, world, sizes, len(units), baseline_memory))
+        facts = start_facts(inputs, world, sizes, len(units), baseline_memory, flash_note)
+        report_start(session, inputs, world, steps_made, facts)
         engine = Engine(model, optimizer, world, inputs.prepared.plan, steps_made, session.watchdog.beat)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))

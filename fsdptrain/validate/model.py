@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.model import varlen
+from fsdptrain.model import flash, varlen
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
 from fsdptrain.text import size
@@ -39,6 +39,10 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
         findings.add_note(note)
     if note := varlen.mask_note(ready.plan, ready.bare):
         findings.add_note(note)
+    if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
+        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        if note := flash.note_before(major):
+            findings.add_note(note)
     facts = model_facts(ready.plan, ready.bare, ready.units)
     findings.add_facts("model", facts, HEADING, *model_lines(facts))
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))

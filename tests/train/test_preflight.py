@@ -22,7 +22,7 @@ from fsdptrain.config.schema import Model
 from fsdptrain.config.topology import Topology, find_topology, topology_of
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import probe
+from fsdptrain.model import flash, probe
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
@@ -223,21 +223,25 @@ def test_an_error_while_weights_are_initialised_becomes_a_recipe_error(
         skeleton(config, Model(), "bfloat16")
 
 
-def test_a_dry_run_for_other_machines_says_that_auto_depends_on_what_is_installed_there(tmp_path: Path) -> None:
-    """It does not depend on that where torch's varlen kernel applies, which Gemma 2's capped scores prevent."""
+def test_a_dry_run_says_which_attention_kernels_depend_on_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch's varlen kernel, which Gemma 2's capped scores prevent, only the FlashAttention in it does."""
+    monkeypatch.setattr(flash, "note_before", lambda major: "a note on FlashAttention")
     hardware, told = parse_hardware("8xh100"), {}
     for name in ("llama", "gemma2"):
         written = load(write_recipe(tmp_path, model={"config": MODELS[name], "tokenizer": {"train": 512}}), [BF16])
         plan = draft_plan(written, topology_of(written.recipe, 8, hardware.hardware), elsewhere=True)[0]
-        for kernel in ("auto", "eager"):
-            found = Findings(elsewhere=True)
+        for kernel, elsewhere in (("auto", True), ("eager", True), ("auto", False)):
+            found = Findings(elsewhere=elsewhere)
             check_model(varied(plan, {"model.attn_implementation": kernel}), 512, 4, found)
-            told[name, kernel] = found.notes
+            told[name, kernel if elsewhere else "here"] = found.notes
     assert not told["llama", "auto"] + told["llama", "eager"]
+    assert told["llama", "here"] == ["a note on FlashAttention"]
     depends, masked = told["gemma2", "auto"]
     assert "flash_attention_2 on a machine with flash-attn" in depends
     assert "eager with a mask" in masked
-    assert told["gemma2", "eager"] == [masked]
+    assert told["gemma2", "eager"] == told["gemma2", "here"] == [masked]
 
 
 @pytest.mark.parametrize("seq_len", [24, 32, 48])
