@@ -23,38 +23,49 @@ def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
 
     CUDA_VISIBLE_DEVICES, if set, names them by index, UUID or MIG name; like CUDA, the list ends at the first entry
     that is none of these (so an empty value or -1 hides all GPUs), and no GPU is visible if it names a device twice.
+    CUDA shows a process one MIG instance at most.
     """
     names = env.get("CUDA_VISIBLE_DEVICES")
     if names is None:
-        return installed_gpus(env, root)
+        gpus, divided = _found(env, root)
+        return min(gpus, 1) if divided else gpus
     visible: list[str] = []
     for name in map(str.strip, names.split(",")):
         if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
             break
         visible.append(name)
-    return len(visible) if len(set(visible)) == len(visible) else 0
+    if len(set(visible)) < len(visible):
+        return 0
+    return 1 if any(name.startswith("MIG-") for name in visible) else len(visible)
 
 
 def installed_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Count the GPUs of this machine.
+    """Count the GPUs of this machine; one that is divided into MIG instances is one GPU."""
+    return _found(env, root)[0]
+
+
+def _found(env: Mapping[str, str], root: Path) -> tuple[int, bool]:
+    """Return the number of GPUs, and whether one of them is divided into MIG instances.
 
     A container has a device file for each GPU that it may use. The driver's files in /proc exist without device files
     after a start without a display, and are absent under WSL2 and in some sandboxes: nvidia-smi is called there.
     """
     devices = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    return len(devices) or len([*root.glob("proc/driver/nvidia/gpus/*")]) or _listed_by_nvidia_smi(env, root)
+    if gpus := len(devices) or len([*root.glob("proc/driver/nvidia/gpus/*")]):
+        return gpus, any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*/ci*"))
+    listed = _listed_by_nvidia_smi(env, root)
+    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)), bool(re.search(r"^\s+MIG \S+", listed, re.MULTILINE))
 
 
-def _listed_by_nvidia_smi(env: Mapping[str, str], root: Path) -> int:
-    """Return how many GPUs `nvidia-smi -L` lists; 0 without that program, or if it fails or does not answer."""
+def _listed_by_nvidia_smi(env: Mapping[str, str], root: Path) -> str:
+    """Return what `nvidia-smi -L` prints; nothing without that program, or if it fails or does not answer."""
     program = shutil.which("nvidia-smi", path=os.pathsep.join([env.get("PATH", os.defpath), str(root / WSL_TOOLS)]))
     if program is None:
-        return 0
+        return ""
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+        return subprocess.run([program, "-L"], capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
+        return ""
 
 
 if __name__ == "__main__":

@@ -14,6 +14,13 @@ from fsdptrain.config.gpus import installed_gpus, visible_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
+OF_TWO = (  # as `nvidia-smi -L` prints it: the first of two GPUs is divided
+    "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)\n"
+    "  MIG 3g.20gb     Device  0: (UUID: MIG-c7384736-a75d-5afc-978f-d2f1294409fd)\n"
+    "  MIG 2g.10gb     Device  1: (UUID: MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d)\n"
+    "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-59d6f8a5-1d6b-7a2b-9f4e-6f4d5e2a4a11)\n"
+)
+CAPABILITIES = "proc/driver/nvidia/capabilities"
 NOTHING = {"PATH": "nowhere"}
 
 
@@ -41,6 +48,17 @@ def write_nvidia_smi(folder: Path, script: str) -> None:
         (["dev/nvidiactl", "proc/driver/nvidia/gpus/0000:01:00.0"], 1),
         # A container: the driver lists all GPUs of the machine, and the device files are those that it may use.
         (["dev/nvidia3", "proc/driver/nvidia/gpus/a", "proc/driver/nvidia/gpus/b"], 1),
+        # CUDA shows a process one MIG instance at most.
+        (
+            [
+                "dev/nvidia0",
+                "dev/nvidia1",
+                f"{CAPABILITIES}/gpu0/mig/gi1/access",
+                f"{CAPABILITIES}/gpu0/mig/gi1/ci0/access",
+            ],
+            1,
+        ),
+        (["dev/nvidia0", "dev/nvidia1", f"{CAPABILITIES}/mig/config"], 2),  # MIG is off
     ],
 )
 def test_gpus_are_counted_from_files(files: list[str], count: int, tmp_path: Path) -> None:
@@ -51,7 +69,7 @@ def test_gpus_are_counted_from_files(files: list[str], count: int, tmp_path: Pat
     ("script", "count"),
     [
         (f"echo 'GPU 0: NVIDIA H100 (UUID: {UUID})'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-0)'", 2),
-        (f"echo 'GPU 0: NVIDIA A100 (UUID: {UUID})'; echo '  MIG 1g.5gb Device 0: (UUID: {MIG})'", 1),
+        (f"cat <<'END'\n{OF_TWO}END", 1),
         ("echo 'No devices found.'", 0),
         ("echo 'GPU 0: has failed'; exit 9", 0),
         ("exec sleep 60", 0),
@@ -76,6 +94,7 @@ def test_gpus_are_counted_by_nvidia_smi(
         (UUID, 1),
         (f"{UUID},GPU-1", 2),
         (MIG, 1),
+        ("MIG-c7384736-a75d-5afc-978f-d2f1294409fd,MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d", 1),
         ("", 0),
         ("-1", 0),
         ("0,-1,1", 1),

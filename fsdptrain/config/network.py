@@ -1,0 +1,102 @@
+"""The network interface through which this machine reaches another one. Only the standard library is imported."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SIOCGIFCONF = 0x8912  # the ioctl that lists addresses; `struct ifreq` has 40 bytes on 64-bit Linux
+
+
+IFREQ_BYTES, MAX_ADDRESSES = 40, 1024
+
+
+ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the default route leads there
+
+
+class LocalEnd(NamedTuple):
+    """The end of a connection on this machine."""
+
+    interface: str
+    address: str
+
+
+def local_end(host: str) -> LocalEnd | None:
+    """Return the interface and the address of this machine on the way to `host`, or None. No packet is sent.
+
+    A name that leads to a loopback address is the name of this machine: Debian gives it 127.0.1.1, which other machines
+    cannot reach. Then it is the interface of the default route, or the only one besides loopback.
+    """
+    interfaces = dict(_addresses())
+    if host == "localhost" or _is_loopback(host):  # all nodes are on this machine
+        return _end(_source(host), interfaces)
+    address = _source(host)
+    if address is None:
+        return None
+    if not _is_loopback(address):
+        return _end(address, interfaces)
+    for elsewhere in ANYWHERE:
+        if found := _end(_source(elsewhere), interfaces):
+            return found
+    reachable = {name: address for address, name in reversed(interfaces.items()) if _can_be_reached(address)}
+    return LocalEnd(*reachable.popitem()) if len(reachable) == 1 else None
+
+
+def set_gloo_interface(host: str) -> None:
+    """Make gloo listen on the interface on the way to `host`, unless GLOO_SOCKET_IFNAME is set; say so in the log.
+
+    By default gloo listens on the address to which this machine resolves its own name.
+    """
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (end := local_end(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = end.interface
+        way = f"{end.interface} ({end.address}), the way to {host}"
+        print(f"fsdptrain: gloo listens on {way}; GLOO_SOCKET_IFNAME chooses another interface", flush=True)
+
+
+def _end(address: str | None, interfaces: dict[str, str]) -> LocalEnd | None:
+    return LocalEnd(interfaces[address], address) if address in interfaces else None
+
+
+def _source(host: str) -> str | None:
+    """Return the address from which this machine would send to a host; None if it knows no way."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as end:
+                end.connect(address)
+                return str(end.getsockname()[0])
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _can_be_reached(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Yield the addresses of this machine's interfaces that are up, each with the name of its interface."""
+    buffer = array.array("B", bytes(IFREQ_BYTES * MAX_ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        filled = struct.unpack("iL", fcntl.ioctl(any_socket.fileno(), SIOCGIFCONF, request))[0]
+    for at in range(0, filled, IFREQ_BYTES):
+        name = buffer[at : at + 16].tobytes().partition(b"\0")[0].decode()
+        yield socket.inet_ntoa(buffer[at + 20 : at + 24]), name.partition(":")[0]  # an alias is eth0:1
+    listed = Path("/proc/net/if_inet6")
+    for line in listed.read_text(encoding="ascii").splitlines() if listed.exists() else ():
+        digits, *_, name = line.split()
+        yield str(ipaddress.IPv6Address(bytes.fromhex(digits))), name
