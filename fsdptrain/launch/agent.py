@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from fsdptrain.config.network import local_end
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.forecast.allocator import default_settings
@@ -126,6 +127,7 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> None:
 def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
     """Run this node's workers of a run on several nodes; return the failures by rank."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as torchrun
 
@@ -141,6 +143,9 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
         f"--rdzv-endpoint={launch.rdzv_endpoint}",
         f"--rdzv-id={plan.recipe.name}",
     ]
+    # Without it the first node gives the others the name that it finds for itself, which may be localhost.
+    if end := local_end(parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=0)[0]):
+        words.append(f"--local-addr={end.address}")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TERMINATE_S))
     try:
         torchrun(get_args_parser().parse_args([*words, *child_arguments(WORKER, plan_path)]))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptrain.config.hardware import card
+from fsdptrain.config.network import set_gloo_interface
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import Stopped
 from fsdptrain.parallel.issued import SIDE
@@ -211,6 +212,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
     """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
     if plan.topology.nnodes > 1 or plan.topology.joined:
+        set_gloo_interface(os.environ["MASTER_ADDR"])
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -493,9 +493,13 @@ CUT_S = 10  # launch.timeout_s
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
-    """Create two network namespaces, `node-0` and `node-1`, with a cable between them; skip if not allowed."""
-    hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-0\n10.77.0.2 node-1\n")
+    """Create two network namespaces, `node-0` and `node-1`, with a cable between them; skip if not allowed.
+
+    As on Debian, each node resolves its own name to 127.0.1.1, where the other cannot reach it.
+    """
+    for n in range(2):
+        names = ["127.0.0.1 localhost", f"127.0.1.1 node-{n}", f"10.77.0.{2 - n} node-{1 - n}"]
+        (tmp_path / f"hosts-{n}").write_text("\n".join(names) + "\n")
     if os.getuid() != 0:
         pytest.skip("only root can connect two network namespaces")
     with contextlib.ExitStack() as stack:
@@ -504,7 +508,7 @@ def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
                 stack.enter_context(
                     holder(
                         "--mount", "--net", "--uts",
-                        script=f"hostname node-{n}; mount --bind {hosts} /etc/hosts; ip link set lo up",
+                        script=f"hostname node-{n}; mount --bind {tmp_path}/hosts-{n} /etc/hosts; ip link set lo up",
                     )
                 )
                 for n in range(2)
@@ -529,7 +533,7 @@ def set_cable(node: Inside, state: str) -> None:
 def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
     """Run the command on every node, slowly enough to cut the cable in the middle; kill it at the end."""
     pace = {"where": BATCH, "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
-    commands = [Running(recipe, pace, prefix=node.prefix, GLOO_SOCKET_IFNAME="cable") for node in nodes]
+    commands = [Running(recipe, pace, prefix=node.prefix) for node in nodes]
     try:
         yield commands
     finally:
@@ -553,7 +557,7 @@ def test_a_process_killed_on_one_node_ends_both(
 ) -> None:
     recipe, mark = recipe_of_two(tmp_path, train__steps=5000), tmp_path / "killed"
     fault = kill(UPDATE, rank=node, call=5, mark=mark, how={"to": victim})
-    commands = [Running(recipe, fault, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
+    commands = [Running(recipe, fault, prefix=inside.prefix) for inside in two_nodes]
     ended = [command.wait() for command in commands]
     codes = [5, 5]
     codes[node] = -9 if victim == "command" else 5
@@ -575,7 +579,7 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
         {**way, "do": "sleep", "how": {"seconds": 5}, "mark": str(tmp_path / "slow")},
     ]
     recipe = recipe_of_two(tmp_path)
-    commands = [Running(recipe, *faults, prefix=inside.prefix, GLOO_SOCKET_IFNAME="cable") for inside in two_nodes]
+    commands = [Running(recipe, *faults, prefix=inside.prefix) for inside in two_nodes]
     other, lost = (command.wait() for command in commands)
     problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(
         5, "node 1 stopped responding", within=within
