@@ -2,8 +2,9 @@
 
     python benchmarks/gpu.py [--only NAME …] [--tiny] [--device cpu] [--table FILE] [--folder FOLDER] [--list]
 
-It takes about ten minutes on one H100; several GPUs add the checks that need them. The table goes to the screen while
-the checks run, and into docs/gpu.md. A check that raises, or takes longer than its limit, becomes a line "failed: …".
+It should take about 20 minutes on one H100, 5 of them for the tests marked `gpu`. Several GPUs add the checks that need
+them. The table goes to the screen while the checks run, and into docs/gpu.md, with the figures for the card's row in
+config/hardware.py. A check that raises, or takes longer than its limit, becomes a line "failed: …".
 Recipes, runs and the output of everything that is started are in `--folder`.
 
 On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
@@ -24,8 +25,10 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -67,7 +70,7 @@ CHECKS = {  # in this order; `forecast` uses the run of `speed`
     "checkpoint": Check(checks.check_checkpoint, 180),
     "repeated": Check(checks.check_repeated, 240),
     "memory": Check(checks.check_out_of_memory, 240),
-    "hang": Check(checks.check_hang, 180, gpus=2),
+    "hang": Check(checks.check_hang, 240),
     "strategies": Check(checks.check_strategies, 240, gpus=2),
     "bandwidths": Check(checks.check_bandwidths, 120, gpus=2),
     "tests": Check(checks.check_tests, 400),
@@ -92,16 +95,36 @@ def main() -> None:
     table = options.table or (TABLE if setting.on_gpu and not options.tiny else folder / "gpu.md")
     started, machine = time.monotonic(), describe_machine()
     print(f"{machine}\n{folder}: recipes, runs and logs\n", flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     rows = []
     for row in run_checks({name: CHECKS[name] for name in options.only or CHECKS}, setting):
         rows.append(row)
-        print(f"{row.what:50} {row.verdict:14} {row.figure}{f'  ({row.note})' if row.note else ''}", flush=True)
+        print(shown(row, width), flush=True)
     minutes = (time.monotonic() - started) / 60
-    write_table(table, rows, f"{machine}, {minutes:.1f} minutes{', tiny shapes' if setting.tiny else ''}")
+    heading = f"{machine}, {minutes:.1f} minutes{', tiny shapes' if setting.tiny else ''}"
+    write_table(table, rows, heading, remarks(setting))
     wrong = [row.what for row in rows if row.verdict == WRONG or row.verdict.startswith("failed")]
-    print(f"\n{len(rows)} lines in {minutes:.1f} minutes: {table}")
+    print("", *remarks(setting), f"{len(rows)} lines in {minutes:.1f} minutes: {table}", sep="\n")
     if wrong:
         sys.exit(f"not as it should be: {', '.join(wrong)}")
+
+
+def shown(row: Row, width: int) -> str:
+    """Return a row for a terminal: the verdict, and beside it the rest in lines of at most `width` characters."""
+    verdict, _, error = row.verdict.partition(": ")
+    text = f"{row.what}: {error or row.figure}{f'  ({row.note})' if row.note else ''}"
+    indents = {"initial_indent": f"{verdict:13} ", "subsequent_indent": " " * 14}
+    return textwrap.fill(text, width, break_on_hyphens=False, **indents)
+
+
+def remarks(setting: Setting) -> list[str]:
+    """Return what follows the table: how long each check took, and the measured fields of `Hardware`."""
+    found = ["Seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in setting.seconds.items()) + "."]
+    if setting.figures:
+        name = setting.card.name if setting.card else "this card"
+        fields = ", ".join(f"{name}={value}" for name, value in setting.figures.items())
+        found.append(f"For the row of `{name}` in `config/hardware.py`: `{fields}`")
+    return found
 
 
 def function_doc(run: Callable[..., object]) -> str:
@@ -125,10 +148,8 @@ def visible_devices() -> str:
 def run_checks(chosen: dict[str, Check], setting: Setting) -> Iterator[Row]:
     """Run checks one after another; yield their rows, with the verdicts that this machine allows."""
     for name, check in chosen.items():
-        setting.check, setting.deadline = (
-            name,
-            time.monotonic() + check.limit_s * (1 if setting.on_gpu else CPU_PATIENCE),
-        )
+        started, limit_s = time.monotonic(), check.limit_s * (1 if setting.on_gpu else CPU_PATIENCE)
+        setting.check, setting.deadline = name, started + limit_s
         if setting.on_gpu and setting.many < check.gpus:
             yield Row(name, "not run", f"needs {check.gpus} GPUs")
             continue
@@ -139,6 +160,7 @@ def run_checks(chosen: dict[str, Check], setting: Setting) -> Iterator[Row]:
                 traceback.print_exc(file=log)
             text = one_line(error)
             rows = [Row(name, "", f"failed: {text}", str(setting.log))]
+        setting.seconds[name] = time.monotonic() - started
         yield from (as_known(row, setting) for row in rows)
 
 
@@ -154,12 +176,12 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:300]
 
 
-def write_table(path: Path, rows: list[Row], heading: str) -> None:
+def write_table(path: Path, rows: list[Row], heading: str, after: list[str]) -> None:
     """Write the table as the last section of a Markdown file, and keep what is before that section."""
     before = path.read_text().partition(HEADING)[0] if path.exists() else ""
     lines = [f"| {row.what} | {row.figure} | {row.verdict} | {row.note} |" for row in rows]
     table = "\n".join(["| what | found | verdict | remark |", "| --- | --- | --- | --- |", *lines])
-    path.write_text(f"{before}{HEADING}\n\n{heading}\n\n{table}\n")
+    path.write_text("\n\n".join([f"{before}{HEADING}", heading, table, *after]) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,10 @@ class Cpu:
     def busy_seconds(self, events: list[Any]) -> float:
         """Return the seconds in which at least one kernel of a profile ran."""
         spans = [
-            (event.time_range.start, event.time_range.end) for event in events if event.device_type == self.kernels
+            (event.time_range.start, event.time_range.end)
+            for event in events
+            # Annotations of the device, such as `nccl:_all_gather_base`, last longer than their kernels.
+            if event.device_type == self.kernels and not event.is_user_annotation
         ]
         return union(spans) / 1e6
 

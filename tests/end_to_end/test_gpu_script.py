@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT, environment
+
+from fsdptrain.config.hardware import KNOWN
+from fsdptrain.text import GIB
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
@@ -120,9 +124,10 @@ def test_verdicts(script: Any) -> None:
     assert checks.equal_events("what", two, [two[0]], "").verdict == "WRONG"
     assert checks.equal_events("what", two, [two[0], two[1] | {"loss": 1.1}], "").verdict == "WRONG"
     assert checks.equal_events("what", [], [], "").verdict == "WRONG"
-    hang = "fsdptrain: the run hung after step 4: rank 0 waits in all-gather of the head; rank 1 does not respond: …"
-    assert checks.judge_hang(5, hang, 20, 15).verdict == "ok"
-    assert checks.judge_hang(5, "fsdptrain: the run hung", 20, 15).verdict == "WRONG"
+    hang, wanted = "fsdptrain: the run hung after step 4: rank 0 is in corpus.batch", {"where": "rank 0 is in corpus"}
+    assert checks.judge_hang("what", 5, hang, 20.0, wanted).verdict == "ok"
+    assert checks.judge_hang("what", 1, hang, 20.0, wanted).verdict == "WRONG"
+    assert checks.judge_hang("what", 5, "fsdptrain: the run hung", 20.0, wanted).verdict == "WRONG"
     memory = (
         "fsdptrain: restarting\nfsdptrain: rank 0 failed before the first step: out of memory in the forward\n"
         "forecast: 400 GiB of 79.1 GiB, the peak in the loss\n"
@@ -132,6 +137,48 @@ def test_verdicts(script: Any) -> None:
     assert checks.judge_out_of_memory(5, memory).verdict == "ok"
     assert checks.judge_out_of_memory(5, memory.replace("would fit", "need less")).verdict == "WRONG"
     assert checks.judge_out_of_memory(1, "Traceback …: CUDA out of memory").verdict == "WRONG"
+
+
+def test_the_measured_fields_of_a_card_can_be_put_into_its_row(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = a_setting(script, tmp_path, gpus=8)
+    rates = {"kernel": "flash", "forward": 3e14, "backward": 2e14}
+    made: dict[str, Any] = {
+        "rates": {"flops": 7e14, "bytes": 3e12},
+        "attention_rates": [
+            rates | {"kind": "causal"}, rates | {"kind": "masked", "forward": 1e14},
+            rates | {"kernel": "varlen", "kind": "varlen"}, {"kernel": "cudnn", "kind": "causal", "why": "not built"},
+            rates | {"kernel": "new", "kind": "causal"},
+        ],
+        "step": {"idle": 0.1, "memory": {"allocated": 2 * GIB, "reserved": 3 * GIB, "outside": GIB}},
+        "bandwidths": {"all-gather": 3e11, "reduce-scatter": 3.2e11, "all-reduce": 3.4e11},
+    }  # fmt: skip
+    card = KNOWN["h100-80gb"]
+    forecast = {"peak_bytes": 2 * GIB, "reserved_bytes": 3 * GIB, "overhead_bytes": card.context, "step_s": 1.0}
+    monkeypatch.setattr(script.Setting, "job", lambda self, name, *_, **__: made[name])
+    monkeypatch.setattr(script.Setting, "command", lambda *_: (0, json.dumps(forecast)))
+    names = ["rates", "attention", "forecast-1B", "bandwidths"]
+    rows = {row.what: row for row in script.run_checks({name: script.CHECKS[name] for name in names}, setting)}
+    assert rows["1B, idle share of the GPU"].verdict == rows["1B, memory outside torch"].verdict == "WRONG"
+    assert rows["1B, memory allocated"].verdict == rows["all-gather, bus bandwidth"].verdict == "ok"
+    seconds, figures = script.remarks(setting)
+    assert seconds.startswith("Seconds: rates ") and "`h100-80gb`" in figures
+    fields = eval(f"dict({figures.split('`')[-2]})", {"int": int, "GIB": GIB})
+    assert fields == {
+        "memory_share": 0.9, "attention_share": {"flash": (0.3, 0.2), "varlen": (0.3, 0.2)}, "context": GIB,
+        "intra_bw": 3.2e11,
+    }  # fmt: skip
+    assert dataclasses.replace(card, **fields).attention_share["varlen"] == (0.3, 0.2)
+
+
+def test_rows_fit_the_terminal(script: Any) -> None:
+    row = script.Row("curve, compiled, to eager", "largest difference " * 6, "needs a GPU", "equal to the last bit")
+    for width in (60, 120):
+        lines = script.shown(row, width).splitlines()
+        assert lines[0].startswith("needs a GPU   curve, compiled, to eager: largest")
+        assert max(map(len, lines)) <= width and all(line.startswith(" " * 14) for line in lines[1:])
+    assert script.shown(script.Row("hang", "", "failed: ValueError: no"), 60) == "failed        hang: ValueError: no"
 
 
 def test_what_only_cuda_has_is_read_from_torch(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
