@@ -212,7 +212,8 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
     """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
     if plan.topology.nnodes > 1 or plan.topology.joined:
-        set_gloo_interface(os.environ["MASTER_ADDR"])
+        if plan.topology.nnodes > 1:
+            set_gloo_interface(os.environ["MASTER_ADDR"])
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
