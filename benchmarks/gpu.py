@@ -97,7 +97,7 @@ def main() -> None:
     print(f"{machine}\n{folder}: recipes, runs and logs\n", flush=True)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     rows = []
-    for row in run_checks({name: CHECKS[name] for name in options.only or CHECKS}, setting):
+    for row in run_checks({name: CHECKS[name] for name in CHECKS if name in (options.only or CHECKS)}, setting):
         rows.append(row)
         print(shown(row, width), flush=True)
     minutes = (time.monotonic() - started) / 60
