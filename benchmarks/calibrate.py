@@ -5,30 +5,36 @@
 `published_runs.csv` holds 160 runs of llm-foundry (MPT models, FSDP, 2023; Apache-2.0, MosaicML). Each is written as a
 recipe of a GPT-2 of the same shape: tied embeddings, learned positions, an MLP of 4·H without a gate. One step of it is
 simulated at two depths, and the time of the whole depth follows on a line. One figure of a card family is fitted, on
-the rows of at most 2,048 tokens: what matrix products reach of the peak. The share of attention is not fitted: these
-runs had FlashAttention 1, which takes twice the time of FlashAttention 2 (Dao, arXiv:2307.08691), so that the shares of
-`config.hardware` are halved for them.
+the rows of at most 2,048 tokens: what matrix products reach of the peak.
+
+What those runs had and ours has not is a stated factor, not fitted: FlashAttention 1 in Triton (`FLASH_1`), and for the
+runs of torchtitan its recomputation and its cards.
 
 For the errors a model size is left out, the figure is fitted on the other sizes, and the rows of this size are
-forecast. Traces take about 15 minutes on one core; with `--traces` they are kept.
+forecast. Traces take about 20 minutes on one core; with `--traces` they are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import csv
 import dataclasses
+import functools
 import math
 import pickle
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig
 
 from fsdptrain.config.hardware import KNOWN, Hardware
@@ -37,12 +43,15 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.timing import recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
+from fsdptrain.parallel import shard
 from fsdptrain.simulate.step import simulate
 
-DEPTHS = (3, 6)
 FITTED = ("product_share",)
 FITTED_TOKENS = 2048  # longer rows are dominated by attention, whose kernel was another one
-FLASH_1 = 0.5  # of the rate of FlashAttention 2
+# Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton, which llm-foundry's benchmark used, reaches in
+# forward and backward: "around 1.3-1.5× faster in the forward pass and around 2× in the backward pass" (Dao,
+# arXiv:2307.08691, section 4.1).
+FLASH_1 = (1 / 1.4, 1 / 2)
 FAMILIES = {"h100-80gb": "H100", "a100-80gb": "A100", "a100-40gb": "A100"}
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -50,6 +59,15 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+LLAMA2_13B = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
+    "num_attention_heads": 40, "num_key_value_heads": 40, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA2_70B = LLAMA_70B | {"vocab_size": 32000}
+# torchtitan's H100: "96GB HBM2e with 2.4 TB/sec", and a peak "between SXM and NVL": the mean of the two.
+META_H100 = dataclasses.replace(
+    KNOWN["h100-80gb"], memory_bw=2.4e12, flops=(KNOWN["h100-80gb"].flops + KNOWN["h100-nvl-94gb"].flops) / 2
+)
 
 
 @dataclass(frozen=True)
@@ -65,16 +83,35 @@ class Run:
     micro_batch: int
     accumulation: int
     step_s: float
-    recompute: str = "none"
+    recompute: Any = "none"
     strategy: str = "FULL_SHARD"
     master: str = "float32"
     reduce: str = "float32"
     flash_1: bool = False
+    every_second: bool = False  # `selective` as in torchtitan, which keeps every second product
+    card: Hardware | None = None  # if it is not that of the table
 
     @property
     def nodes(self) -> int:
         """Machines of up to 8 GPUs."""
         return max(1, self.gpus // 8)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The card, as far as it is published."""
+        return self.card or KNOWN[self.gpu]
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Numbers of layers that are simulated: even ones where every second is recomputed."""
+        return (4, 8) if isinstance(self.recompute, dict) else (3, 6)
+
+    @property
+    def recomputed(self) -> str:
+        """What backward recomputes, for a table."""
+        if isinstance(self.recompute, dict):
+            return f"every {self.recompute['every']} blocks"
+        return self.recompute + (", every second product kept" if self.every_second else "")
 
     def recipe(self, depth: int, folder: Path) -> dict[str, Any]:
         """Return the recipe of this run with so many layers."""
@@ -120,29 +157,71 @@ def _mpt(row: dict[str, str]) -> Run:
 
 
 def field_runs() -> list[Run]:
-    """Return other published runs, none of them fitted: torchtitan (Dec 2024) and accelerate, tokens/s a GPU.
+    """Return other published runs, none of them fitted, with their tokens/s a GPU.
 
-    torchtitan saves every second product under its selective recomputation, and `selective` here every one. Of the last
-    it is not known whether it recomputes.
+    torchtitan: `docs/performance.md` of 2024 (A100) and `benchmarks/llama3_h100_202412_torchtitan.md`. Of accelerate's
+    run it is not known whether it recomputes.
     """
 
-    def run(name: str, gpu: str, gpus: int, config: Any, layers: int, rows: int, rate: float, recompute: str) -> Run:
-        return Run(name, gpu, gpus, config, layers, 8192, rows, 1, rows * 8192 / rate, recompute)
+    def run(
+        name: str, gpu: str, gpus: int, config: Any, layers: int, rows: int, seq_len: int, rate: float, recompute: Any,
+        **other: Any,
+    ) -> Run:  # fmt: skip
+        return Run(name, gpu, gpus, config, layers, seq_len, rows, 1, rows * seq_len / rate, recompute, **other)
 
+    titan: dict[str, Any] = {"every_second": True}
+    meta: dict[str, Any] = {"every_second": True, "card": META_H100}
+    h100, a100 = "h100-80gb", "a100-80gb"
     return [
-        run("torchtitan 8B", "h100-80gb", 8, LLAMA_8B, 32, 2, 5762, "selective"),
-        run("torchtitan 8B", "h100-80gb", 128, LLAMA_8B, 32, 2, 5605, "selective"),
-        run("torchtitan 8B", "a100-80gb", 64, LLAMA_8B, 32, 1, 2973, "selective"),
-        run("torchtitan 70B", "a100-80gb", 64, LLAMA_70B, 80, 1, 331, "full"),
-        run("accelerate 8B", "h100-80gb", 8, LLAMA_8B, 32, 1, 8000, "full"),
-        run("accelerate 8B", "h100-80gb", 8, LLAMA_8B, 32, 1, 8000, "none"),
+        run("torchtitan 8B", h100, 8, LLAMA_8B, 32, 2, 8192, 5762, "selective", **meta),
+        run("torchtitan 8B", h100, 128, LLAMA_8B, 32, 2, 8192, 5605, "selective", **meta),
+        run("torchtitan 8B", a100, 64, LLAMA_8B, 32, 1, 8192, 2973, "selective", **titan),
+        run("torchtitan 8B", a100, 64, LLAMA_8B, 32, 1, 8192, 2904, {"every": 2}),
+        run("torchtitan 70B", a100, 64, LLAMA_70B, 80, 1, 8192, 331, "full"),
+        run("torchtitan 13B", a100, 64, LLAMA2_13B, 40, 2, 4096, 2162, "none"),
+        run("torchtitan 13B", a100, 64, LLAMA2_13B, 40, 2, 4096, 1904, "selective", **titan),
+        run("torchtitan 13B", a100, 64, LLAMA2_13B, 40, 2, 4096, 1914, {"every": 2}),
+        run("torchtitan 70B (Llama 2)", a100, 64, LLAMA2_70B, 80, 2, 4096, 353, "full"),
+        run("torchtitan 70B (Llama 2)", a100, 64, LLAMA2_70B, 80, 1, 4096, 355, "selective", **titan),
+        run("accelerate 8B", h100, 8, LLAMA_8B, 32, 1, 8192, 8000, "full"),
+        run("accelerate 8B", h100, 8, LLAMA_8B, 32, 1, 8192, 8000, "none"),
     ]
 
 
+def save_every_second_product(blocks: list[Any], kind: Any) -> None:
+    """Apply torchtitan's selective AC: keep the outputs of attention and of every second `mm`, from the first on."""
+    mm, attention = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def contexts() -> Any:
+        seen: collections.Counter[bool] = collections.Counter()
+
+        def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            seen[context.is_recompute] += operator is mm
+            keep = operator is attention or (operator is mm and seen[context.is_recompute] % 2 == 1)
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+@contextlib.contextmanager
+def recomputing(run: Run) -> Iterator[None]:
+    """Recompute meanwhile what the run's own software recomputes."""
+    usual = shard.recompute
+    if run.every_second:
+        shard.recompute = save_every_second_product
+    try:
+        yield
+    finally:
+        shard.recompute = usual
+
+
 def traces(run: Run, number: str, folder: Path) -> list[Trace]:
-    """Simulate one step of a run at each of DEPTHS, or read what an earlier call left in `folder`."""
+    """Simulate one step of a run at each of its depths, or read what an earlier call left in `folder`."""
     found = []
-    for depth in DEPTHS:
+    for depth in run.depths:
         path = folder / f"{number}-{depth}.pickle"
         if not path.exists():
             (folder / "text.txt").write_text("any text\n")
@@ -150,7 +229,8 @@ def traces(run: Run, number: str, folder: Path) -> list[Trace]:
             recipe.write_text(yaml.safe_dump(run.recipe(depth, folder)))
             plan = make_plan(load(recipe), Topology("cuda", run.nodes, run.gpus // run.nodes))
             config = dict(plan.recipe.model.config)
-            trace = simulate(plan, AutoConfig.for_model(config.pop("model_type"), **config), pretend=True)
+            with recomputing(run):
+                trace = simulate(plan, AutoConfig.for_model(config.pop("model_type"), **config), pretend=True)
             events: list[Event] = [event for event in trace.events if not isinstance(event, Alloc | Free)]
             path.write_bytes(pickle.dumps(Trace([], events)))
             print(f"simulated {run.name}, {run.gpus} × {run.gpu}, {run.seq_len} tokens, {depth} layers", flush=True)
@@ -161,7 +241,7 @@ def traces(run: Run, number: str, folder: Path) -> list[Trace]:
 def forecast_s(run: Run, shallow: Sequence[Trace], hardware: Hardware) -> float:
     """Return the forecast seconds of a step: linear in the micro-batches beyond two, and in the layers."""
     if run.flash_1:
-        flash_1 = [share * FLASH_1 for share in hardware.attention_share["flash"]]
+        flash_1 = [share * part for share, part in zip(hardware.attention_share["flash"], FLASH_1, strict=True)]
         hardware = dataclasses.replace(hardware, attention_share={"flash": flash_1})
     at_depth = []
     for trace in shallow:
@@ -170,7 +250,7 @@ def forecast_s(run: Run, shallow: Sequence[Trace], hardware: Hardware) -> float:
             for count in (2, 3)
         )
         at_depth.append(two + max(0, run.accumulation - 2) * (three - two))
-    low, high = DEPTHS
+    low, high = run.depths
     return at_depth[0] + (run.layers - low) * (at_depth[1] - at_depth[0]) / (high - low)
 
 
@@ -183,7 +263,7 @@ class Measured:
 
     def log_error(self, figures: Sequence[float]) -> float:
         """Return log(forecast / published) with these values of FITTED."""
-        return math.log(forecast_s(self.run, self.shallow, _with(KNOWN[self.run.gpu], figures)) / self.run.step_s)
+        return math.log(forecast_s(self.run, self.shallow, _with(self.run.hardware, figures)) / self.run.step_s)
 
 
 def _with(hardware: Hardware, figures: Sequence[float]) -> Hardware:
@@ -233,7 +313,7 @@ def draw(errors: dict[str, dict[Measured, float]], path: Path) -> None:
         for name in sorted({row.run.name for row in found}, key=lambda name: _billions(name)):
             rows = [row for row in found if row.run.name == name]
             panel.plot([row.run.seq_len for row in rows], [1 + found[row] for row in rows], "o", ms=4, label=name)
-        panel.axhspan(0.8, 1.2, color="0.92", zorder=0)
+        panel.axhspan(1 / 1.2, 1 / 0.8, color="0.92", zorder=0)  # published within ±20% of the forecast
         panel.axhline(1, color="0.5", lw=1)
         panel.set(xscale="log", title=f"{family}, model size left out of the fit", xlabel="tokens a sequence")
         panel.set_xscale("log", base=2)
@@ -287,11 +367,10 @@ def main() -> None:
         print(f"{family}: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(FITTED, figures, strict=True)))
     print("\n| published run, not fitted | published | forecast | error |\n| --- | --- | --- | --- |")
     for row in field:
-        run, figures = row.run, [getattr(KNOWN[row.run.gpu], name) for name in FITTED]
-        tokens = run.seq_len * run.micro_batch
-        seconds = forecast_s(run, row.shallow, _with(KNOWN[run.gpu], figures))
+        run, tokens = row.run, row.run.seq_len * row.run.micro_batch
+        seconds = forecast_s(run, row.shallow, run.hardware)
         print(
-            f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recompute} | "
+            f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed} | "
             f"{tokens / run.step_s:,.0f} tok/s | {tokens / seconds:,.0f} | {run.step_s / seconds - 1:+.0%} |"
         )
     if options.plot:

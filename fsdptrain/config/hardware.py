@@ -32,16 +32,12 @@ MEASURED = "measured on this machine"
 SPREADS = {CALIBRATED: 0.2, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # of the printed range of time, ±
 
 
-# Shares of the bf16 peak that attention reaches at 2,048 to 8,192 tokens, causal, heads of 128: forward, backward. The
-# keys are parts of the kernels' names. They are approximate, from published figures, and not fitted; `make gpu`
-# measures those of a card:
-# FlashAttention 2 on the A100, arXiv:2307.08691, figures 5 and 6; the memory-efficient kernel there, figures 4 and 5.
-AMPERE = {"flash": (0.6, 0.5), "efficient": (0.32, 0.26)}
-# cuDNN 9 and FlashAttention 2 (35% of the peak) on the H100, arXiv:2407.08608, figures 5 and 6. The memory-efficient
-# kernel uses the instructions of Ampere there, as FlashAttention 2 does: half of its rate.
-HOPPER = {"cudnn": (0.52, 0.42), "flash": (0.35, 0.3), "efficient": (0.16, 0.13)}
-# Estimated: cuDNN as on Hopper, the others at Hopper's FLOP/s.
-BLACKWELL = {"cudnn": (0.5, 0.4), "flash": (0.16, 0.13), "efficient": (0.08, 0.06)}
+# Shares of the bf16 peak that attention reaches in forward and in backward: means of published TFLOP/s at 2,048, 4,096
+# and 8,192 tokens, causal, heads of 128. The keys are parts of the kernels' names. None is fitted; `make gpu` measures
+# those of a card. docs/calibration.md has the figures and where they are from.
+AMPERE = {"flash": (0.64, 0.51), "efficient": (0.32, 0.26)}
+HOPPER = {"cudnn": (0.58, 0.47), "flash": (0.32, 0.26), "efficient": (0.16, 0.13)}
+BLACKWELL = {"cudnn": (0.53, 0.44), "flash": (0.14, 0.11), "efficient": (0.07, 0.055)}
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,8 @@ KNOWN = {
         _hopper("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9),  # NVLink connects pairs only
         _hopper("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, product_share=0.62, basis=SAME_CHIP),
         _hopper("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
-        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.75, basis=CALIBRATED),
-        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.75, basis=CALIBRATED),
+        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
+        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
         _gpu("l40s-48gb", 44.4, 362e12, 91.6e12, 864e9, 18e9, 10e9),
         _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
         _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import json
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import TESTS, environment, python_path, write_recipe
+from support import ROOT, TESTS, environment, python_path, write_recipe
 
 from fsdptrain.config.schema import Optim
 from fsdptrain.forecast.allocator import (
@@ -322,6 +320,9 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     import torch
     from transformers import AutoConfig
 
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from calibrate import save_every_second_product
+
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
     from fsdptrain.config.topology import Topology
@@ -373,27 +374,6 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
         "reserved": fixed.peak_reserved / GIB,
         "expandable": expandable.peak_reserved / GIB,
     }
-
-
-def save_every_second_product(blocks: list[Any], kind: Any) -> None:
-    """Apply torchtitan's selective AC: keep the outputs of attention and of every second `mm`, from the first on."""
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-    mm, attention = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default
-
-    def contexts() -> Any:
-        seen: collections.Counter[bool] = collections.Counter()
-
-        def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-            seen[context.is_recompute] += operator is mm
-            keep = operator is attention or (operator is mm and seen[context.is_recompute] % 2 == 1)
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 if __name__ == "__main__":
