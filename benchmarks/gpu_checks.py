@@ -571,7 +571,7 @@ def hang_recipe(setting: Setting, name: str, world: int) -> Path:
     """Write a recipe that does not end by itself, with a short `launch.timeout_s`."""
     changes = {
         "launch.nproc_per_node": world, "launch.timeout_s": 6 if setting.tiny else 15, "train.steps": 10**6,
-        "train.global_batch_size": 2 * world,
+        "train.global_batch_size": 2 * world, "train.compile": False,  # which may take longer than the timeout
     }  # fmt: skip
     return setting.recipe(name, SMALL, changes)
 

@@ -262,7 +262,8 @@ def step(device: str, recipe: str, steps: int) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     at: Cpu = device_of(device)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    # On a GPU its kernels only: to record the host's calls as well would slow the host down.
+    activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
     with fresh_trainer(recipe) as run:
         for number in range(WARM_UP):
             run.step(number)
@@ -293,8 +294,8 @@ def bandwidths(device: str, tiny: bool) -> dict[str, float]:
     at, size = device_of(device), 2**16 if tiny else 2**27
     start_ranks(device)
     world = dist.get_world_size()
-    whole = torch.ones(size, device=device)
     part = torch.ones(size // world, device=device)
+    whole = torch.ones(world * len(part), device=device)
     works = {
         "all-gather": (1, lambda: dist.all_gather_into_tensor(whole, part)),
         "reduce-scatter": (1, lambda: dist.reduce_scatter_tensor(part, whole)),
