@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -150,6 +151,14 @@ def allow_graphs(count: int) -> None:
     """Let torch.compile make so many graphs of one function: above its limit, 8, a function runs uncompiled."""
     config = torch._dynamo.config  # a setting, not a function: nothing to read
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def leave_open(arguments: Sequence[str]) -> None:
+    """Let torch.compile keep numbers and shapes of these keyword arguments as symbols; all others are static."""
+    config = torch.compiler.config  # a setting: patterns of dynamo's names, as `L['kwargs']['documents']`
+    patterns = [pattern for pattern in config.dynamic_sources.split(",") if pattern]
+    patterns += [f".*'{name}'.*" for name in arguments]
+    config.dynamic_sources = ",".join(dict.fromkeys(patterns))
 
 
 def adopt_parameters(model: nn.Module) -> None:

@@ -25,7 +25,14 @@ from fsdptrain.model.patches import VARLEN_FORWARD, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
-from fsdptrain.parallel.patches import allow_graphs, first_row, keep_float32, name_collectives, takes_two_dtypes
+from fsdptrain.parallel.patches import (
+    allow_graphs,
+    first_row,
+    keep_float32,
+    leave_open,
+    name_collectives,
+    takes_two_dtypes,
+)
 from fsdptrain.parallel.world import World
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-GRAPHS = 64  # of one kind of block: as many as there are shapes of document bounds, see `data.corpus`
+GRAPHS = 64  # of all kinds of blocks that share a `forward`: with and without gradients, with and without a mask
 
 
 KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
@@ -194,9 +201,11 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
 def compile_blocks(blocks: list[nn.Module]) -> None:
     """Compile the `forward` of every block when it first runs; equal blocks share one graph.
 
-    All micro-batches have one shape. Only the bounds of packed documents have a few, each of which is compiled for.
+    All micro-batches have one shape, except for the bounds of packed documents, which only attention reads: their
+    number and the longest of them are symbols in the graph, so that other documents do not compile again.
     """
     allow_graphs(GRAPHS)
+    leave_open(["documents", "longest_document"])
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 

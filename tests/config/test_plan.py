@@ -48,6 +48,7 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
         plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size == recipe.train.global_batch_size
     )
     assert plan.topology.device == ("cpu" if on_cpu else "cuda")
+    assert plan.compiles == (not on_cpu)  # train.compile: auto
     assert Plan.from_json(plan.to_json()) == plan
     if path.stem in LAYERS:
         config = load_config(plan, vocab_size=2)

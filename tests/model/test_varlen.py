@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from simulated import config_of, plan_of
 from support import TESTS, environment, on_ranks, python_path, write_recipe
 from test_attention import Made, differentiated, inputs
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
@@ -27,7 +29,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
 from fsdptrain.model.skeleton import choose_attention, skeleton
-from fsdptrain.parallel.shard import KEPT
+from fsdptrain.parallel.shard import KEPT, compile_blocks, recompute
 
 # --- the operator ---------------------------------------------------------------------------------------------------
 
@@ -278,9 +280,12 @@ def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["none", "full", "selective"])
-def test_compiled_blocks_are_one_graph_each_and_few(kind: str, no_masks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other documents give another graph once, with symbols for what they change, and then no more."""
+@pytest.mark.parametrize(
+    "kind", ["none", "selective", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("full", "inductor"))]
+)
+def test_all_compiled_blocks_are_one_graph_for_any_documents(
+    kind: str, no_masks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("__init__", "__setstate__"):  # compilation replaces them for good
         monkeypatch.setattr(torch.nn.Module, name, getattr(torch.nn.Module, name))
     expected = [trained(model_of("llama", varlen.NAME), **called(lengths)) for lengths in DOCUMENTS]
@@ -290,21 +295,22 @@ def test_compiled_blocks_are_one_graph_each_and_few(kind: str, no_masks: None, m
 
     def backend(graph: Any, example_inputs: Any) -> Any:
         graphs.append(graph)
-        return graph.forward
+        return compile_fx(graph, example_inputs) if kind == "inductor" else graph.forward
 
-    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
-    for block in model.model.layers:
-        forward = block.forward if kind == "none" else in_checkpoint(block.forward, options)
-        block.forward = torch.compile(forward, backend=backend, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+    recompute([*model.model.layers], "none" if kind == "inductor" else kind)
     counts = []
-    for lengths, wanted in zip(DOCUMENTS, expected, strict=True):
-        assert worst(trained(model, **called(lengths)), wanted) < 1e-6
-        counts.append(len(graphs))
-    assert counts[2:] == [counts[2]] * len(counts[2:]), counts
-    print(f"{kind}: graphs after each micro-batch: {counts}")
+    with torch.compiler.config.patch(dynamic_sources=""):
+        compile_blocks([*model.model.layers])
+        for lengths, wanted in zip(DOCUMENTS, expected, strict=True):
+            assert worst(trained(model, **called(lengths)), wanted) < (1e-5 if kind == "inductor" else 1e-6)
+            counts.append(len(graphs))
+    assert counts == [1] * len(DOCUMENTS)
+    symbols = [node for node in graphs[0].graph.nodes if node.op == "placeholder" and node.type is torch.SymInt]
+    assert len(symbols) == 2, symbols  # all else is static
 
 
-DOCUMENTS = [PACKED, [[1] * 200, [2] * 100], [[200], [3, 197]], [[20] * 10] * 2, [[140, 60], [5] * 40]]
+DOCUMENTS = [PACKED, [[1] * 20 + [180], [2] * 20 + [160]], [[200], [3, 197]], [[20] * 10] * 2, [[140, 60], [5] * 40]]
 
 
 # --- in the engine --------------------------------------------------------------------------------------------------
