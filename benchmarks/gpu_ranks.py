@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from common import exit_with_result
 from gpu_device import Cpu, device_of
+from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
+from fsdptrain.model import flash
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.setup import Session
@@ -96,19 +98,37 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
         masked = functools.partial(scaled_dot_product_attention, q, k, v, mask[None, None])
         works[name, "masked"] = functools.partial(_in_kernel, KERNELS[name], masked)
     works["varlen", "varlen"] = functools.partial(_varlen, q, k, v, bounds)
-    found = []
-    for (name, kind), work in works.items():
-        row: dict[str, Any] = {"kernel": name, "kind": kind}
+
+    def measured(name: str, kind: str, work: Callable[[], torch.Tensor]) -> dict[str, Any]:
         flops = 4 * heads * size * pairs[kind]
+        row: dict[str, Any] = {"kernel": name, "kind": kind}
         try:
             row["forward"] = flops / at.seconds(work)
             out = work()
             of_out = grad.detach().view_as(out)
-            backward_s = at.seconds(lambda out=out, of_out=of_out: torch.autograd.grad(out, (q, k, v), of_out, True))
-            row["backward"] = 2.5 * flops / backward_s
+            row["backward"] = 2.5 * flops / at.seconds(lambda: torch.autograd.grad(out, (q, k, v), of_out, True))
         except (RuntimeError, NotImplementedError, ImportError) as error:
             row["why"] = f"{error}".splitlines()[0][:100]
-        found.append(row)
+        return row
+
+    found = [measured(name, kind, work) for (name, kind), work in works.items()]
+    with_others = _in_other_implementations(
+        device, lambda name: measured(f"varlen {name}", "varlen", works["varlen", "varlen"])
+    )
+    return found + with_others
+
+
+def _in_other_implementations(device: str, measure: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row of `measure` for each other implementation of flash attention that is installed and runs here."""
+    found = []
+    for name in flash.installed(torch.cuda.get_device_capability()[0] if device == "cuda" else 0):
+        try:
+            attention.activate_flash_attention_impl(name)
+            found.append(measure(name))
+        except Exception as error:  # whatever the package raises
+            found.append({"kernel": f"varlen {name}", "kind": "varlen", "why": f"{error!r}"[:100]})
+        if attention.current_flash_attention_impl():
+            attention.restore_flash_attention_impl()
     return found
 
 
@@ -147,8 +167,14 @@ def kernels(device: str, recipe: str, variants: dict[str, list[str]]) -> dict[st
     for name, overrides in variants.items():
         with fresh_trainer(recipe, *overrides) as run, AttentionNames() as seen:
             run.engine.accumulate(0, [run.stream.corpus.batch([0])], 1)
-        found[name] = ", ".join(sorted(seen.names)) or "matrix products and softmax"
+        found[name] = ", ".join([*sorted(seen.names), *_implementation()]) or "matrix products and softmax"
     return found
+
+
+def _implementation() -> list[str]:
+    """Return the name of the implementation of flash attention, if it is not the one that torch has built in."""
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return [current] if current else []
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

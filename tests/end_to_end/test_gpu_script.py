@@ -172,6 +172,28 @@ def test_the_measured_fields_of_a_card_can_be_put_into_its_row(
     assert dataclasses.replace(card, **fields).attention_share["varlen"] == (0.3, 0.2)
 
 
+def test_other_implementations_of_flash_attention_are_measured(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, active = importlib.import_module("gpu_ranks"), []
+    monkeypatch.setattr(ranks.flash, "installed", lambda major: ["FA3", "FA4"])
+
+    def activate(name: str) -> None:
+        if name == "FA3":
+            raise OSError("no such symbol")
+        active.append(name)
+
+    monkeypatch.setattr(ranks.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(ranks.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    monkeypatch.setattr(ranks.attention, "restore_flash_attention_impl", active.pop)
+    monkeypatch.setattr(ranks, "KERNELS", {})
+    monkeypatch.setattr(
+        ranks, "device_of", lambda name: SimpleNamespace(seconds=lambda work: float(work() is not None))
+    )
+    built_in, third, fourth = ranks.attention_rates("cpu", tiny=True)
+    assert third == {"kernel": "varlen FA3", "kind": "varlen", "why": "OSError('no such symbol')"}
+    assert fourth["kernel"] == "varlen FA4" and fourth.keys() == built_in.keys() and fourth["backward"] > 0
+    assert not active and ranks._implementation() == []
+
+
 def test_rows_fit_the_terminal(script: Any) -> None:
     row = script.Row("curve, compiled, to eager", "largest difference " * 6, "needs a GPU", "equal to the last bit")
     for width in (60, 120):
