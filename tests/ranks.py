@@ -15,18 +15,25 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from reference import library_optimizers
 from safetensors import safe_open
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint.export import export_live
+from fsdptrain.checkpoint.shards import named_parts, shards_of
+from fsdptrain.config.optimizers import OptimizerKind, padded_columns
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
 from fsdptrain.model import loss, varlen, weights
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
@@ -35,7 +42,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.train.nonfinite import find_sources
-from fsdptrain.train.optim import learning_rate
+from fsdptrain.train.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
@@ -104,6 +111,44 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
     return {"first": first, "curve": curve(run, steps, first), "samples": samples}
+
+
+def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps: int) -> dict[str, Any]:
+    """For each variant: save in the middle, go on, resume, and make a step that is not finite.
+
+    Returns the whole `curve`, the curve `resumed`, the bytes of the checkpoint and those in the plan, and whether the
+    step that was not finite left weights and state as they were.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        made = curve(run, at)
+        run.checkpointer.save(at, run.engine.model, run.engine.optimizer, wait=True)
+        made += curve(run, steps, at)
+        files = sorted(run.checkpointer.rundir.checkpoint(at).glob("*.safetensors"))
+        stored = 0
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                stored += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
+        resumed = build(recipe, overrides)
+        rest = curve(resumed, steps, resumed.engine.steps_made)
+        before, whole = digest_of(resumed), resumed.engine.loss
+        resumed.engine.loss = lambda *batch, whole=whole: whole(*batch) * float("nan")  # type: ignore[method-assign]
+        for step in (steps, steps + 1):  # queued before the first is read, as on an accelerator
+            batches = [resumed.stream.batch(micro) for micro in resumed.plan.micro_batches(step, resumed.world.rank)]
+            resumed.engine.step(step, batches, 1, 1e-3)
+            resumed.engine.loss = whole  # type: ignore[method-assign]
+        planned = run.plan.state_bytes(weights_of(run.inputs.prepared.bare).values())
+        found[name] = {
+            "curve": made, "resumed": rest, "first": steps - len(rest), "stored": stored, "planned": planned,
+            "unchanged": digest_of(resumed) == before,
+        }  # fmt: skip
+    return found
+
+
+def resumes(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Resume each variant; return its curve."""
+    return {name: resume(recipe, overrides, steps)["curve"] for name, overrides in variants.items()}
 
 
 def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
@@ -216,6 +261,75 @@ def recorded() -> list[str]:
     """Return the collectives of this rank in the flight recorder, in order, with their units."""
     entries = named(recorded_collectives()["gloo"]["entries"], ISSUED)
     return [entry["collective"] for entry in entries if not entry["side"]]
+
+
+class Shapes(torch.nn.Module):
+    """Parameters of many kinds: with rows that no number of ranks divides, one row, and rows of less than a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(11, 512), torch.nn.LayerNorm(512)
+        self.wide, self.tall = torch.nn.Linear(512, 7), torch.nn.Linear(300, 513, bias=False)
+        self.narrow, self.row = torch.nn.Linear(6, 9, bias=False), torch.nn.Linear(256, 1, bias=False)
+        self.equal, self.experts = torch.nn.Linear(260, 260), torch.nn.Parameter(torch.zeros(5, 3, 256))
+
+
+def updates(kinds: list[str], steps: int) -> dict[str, Any]:
+    """Return how far parameters and state are from those of the libraries on whole tensors, by optimizer and mesh.
+
+    The distances are relative to the change; `saved` says whether the bytes of a checkpoint are as the registry says.
+    """
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    meshes = {"shard": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
+    if world == 4:
+        meshes["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, Any] = {}
+    for kind in map(OptimizerKind, kinds):
+        for name, mesh in meshes.items():
+            found[f"{kind} {name}"] = compare_updates(kind, mesh, steps)
+    return found
+
+
+def compare_updates(kind: OptimizerKind, mesh: DeviceMesh, steps: int) -> dict[str, float]:
+    """Make steps with the optimizer of a recipe on shards, and with those of the libraries on whole tensors."""
+    torch.manual_seed(0)
+    model = Shapes()
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    before = {name: param.clone() for name, param in whole.items()}
+    # The library quantises rows of 260 and 300 values only as part of longer ones.
+    padded = {name: padded_columns(tuple(p.shape)) - p.shape[-1] for name, p in whole.items()}
+    if kind == "adamw_8bit":
+        whole = {name: pad(p, (0, max(0, padded[name]))) for name, p in whole.items()}
+    undecayed = {"embedding.weight", "norm.weight", "norm.bias", "wide.bias", "equal.bias", "row.weight"}
+    decayed = [param for name, param in whole.items() if name not in undecayed]
+    others = [param for name, param in whole.items() if name in undecayed]
+    references = library_optimizers(kind, decayed, others, [param for param in decayed if param.ndim == 2])
+    model = fully_shard(model, mesh=mesh)
+    optim = dataclasses.replace(Optim(name=kind, lr=1e-2), **kind.facts.settings)
+    optimizer = make_optimizer(model, optim)
+    start_state(optimizer)
+    set_step(optimizer, 0)
+    parts = named_parts(optimizer)
+    for step in range(steps):
+        torch.manual_seed(step)
+        for name, param in model.named_parameters():
+            gradient = torch.randn(param.shape) * 10.0 ** (step % 3 - 2)
+            whole[name].grad = pad(gradient, (0, whole[name].shape[-1] - gradient.shape[-1]))
+            parts[name].grad = distribute_tensor(gradient, mesh, param.placements).to_local()
+        for each in (optimizer, *references):
+            each.step()
+    distances = {}
+    for name, param in model.named_parameters():
+        made, wanted = param.full_tensor(), whole[name][..., : param.shape[-1]]
+        distances[name] = float((made - wanted).norm() / (wanted - before[name]).norm())
+    shards = shards_of(model, optimizer, kind)
+    listed = {name: kind.facts.state(weight, "float32") for name, weight in weights_of(model).items()}
+    shapes = {f"optim.{name}.{tensor.key}": tensor.shape for name, state in listed.items() for tensor in state}
+    assert {name: shard.shape for name, shard in shards.items() if name.startswith("optim.")} == shapes
+    return distances
 
 
 def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
@@ -331,7 +445,7 @@ def digest_of(run: Trainer, counters: float | None = None) -> str:
     """Return a digest of this rank's weights and optimizer state; `counters` replaces the numbers of counted steps."""
     digest = hashlib.sha256()
     for part, state in run.engine.optimizer.state.items():
-        for tensor in (part, *state.values()):
+        for tensor in filter(torch.is_tensor, (part, *state.values())):
             shown = torch.full_like(tensor, counters) if tensor.ndim == 0 and counters is not None else tensor
             digest.update(shown.numpy().tobytes())
     return digest.hexdigest()

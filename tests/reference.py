@@ -53,3 +53,37 @@ def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[floa
     left, right = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((left - right).abs() / right.abs()).amax(dim=0)
     return worst[0].item(), worst[1].item()
+
+
+def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrices: list[Any]) -> list[Any]:
+    """Return optimizers of the libraries on whole tensors, which together do what `optim.name` should do.
+
+    `matrices` are those of `decayed` that are hidden matrices. The weight decay is 0.1, the learning rate 1e-2.
+    """
+    from bitsandbytes import optim as bnb
+    from transformers.optimization import Adafactor
+
+    lr, adam = 1e-2, {"betas": (0.9, 0.95), "eps": 1e-8}
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "adamw":
+        return [torch.optim.AdamW(groups, lr=lr, fused=True, **adam)]
+    if name == "sgd":
+        return [torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)]
+    if name == "lion":
+        return [bnb.Lion(groups, lr=lr, betas=(0.9, 0.99))]
+    if name == "adafactor":
+        return [Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)]
+    if name == "muon":
+        groups[0]["params"] = [p for p in decayed if not any(p is m for m in matrices)]
+        settings = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+        return [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, **settings),
+            torch.optim.AdamW(groups, lr=lr, fused=True, **adam),
+        ]  # fmt: skip
+    assert name == "adamw_8bit"
+    made = []
+    for smallest, chosen in ((0, True), (10**9, False)):  # matrices with whole blocks in 8 bits, the rest in float32
+        mine = [[p for p in group["params"] if (p.ndim > 1 and p.shape[-1] % 256 == 0) == chosen] for group in groups]
+        kept = [{"params": p, "weight_decay": g["weight_decay"]} for p, g in zip(mine, groups, strict=True) if p]
+        made += [bnb.AdamW8bit(kept, lr=lr, min_8bit_size=smallest, **adam)] if kept else []
+    return made

@@ -93,7 +93,7 @@ def members_mentioned(path: Path, kind: str, words: set[str]) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == kind:
             found |= {node.attr} & words
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(text := node.value.strip("_")) > 4:
-            found |= {text for word in words if word.startswith(text) or word.endswith(text)}
+            found |= {text for word in words if f"_{text}_" in f"_{word}_"}
     return found
 
 

@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdptrain.checkpoint.manifest import fsync
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
 from fsdptrain.ownership import remove_checkpoint
@@ -20,7 +21,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
 
 
-def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]:
+def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, Any]:
     """Return the bytes that checkpoints and export need on the disk of output_dir, and the bytes free there.
 
     A checkpoint holds master weights and optimizer state. While one is written there is one more than is kept.
@@ -30,7 +31,8 @@ def disk_facts(plan: Plan, parameters: int, steps: int | None) -> dict[str, Any]
     every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
     if steps is not None:
         copies = min(copies, -(-steps // every) if every else 1)
-    checkpoint = plan.state_bytes(parameters)
+    checkpoint = plan.state_bytes(weights)
+    parameters = sum(weight.numel for weight in weights)
     export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
     existing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
     held = sum(path.stat().st_size for folder in existing for path in folder.glob("*") if path.is_file())

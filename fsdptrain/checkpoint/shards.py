@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.optimizers import OptimizerKind, StateTensor, Weight
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.units import saved_state
 from fsdptrain.parallel.patches import first_row
 
@@ -32,17 +33,27 @@ class Shard:
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
     """Return all that a checkpoint holds: parameters and persistent buffers as `model.NAME`, state as `optim.NAME.KEY`.
 
-    `kind` says which tensors of the optimizer's state are saved.
+    `kind` says which tensors of the optimizer's state are saved, and which of them have the rows of the weights.
     """
     shards = {f"model.{name}": shard_of(tensor) for name, tensor in saved_state(model).items()}
-    parts = named_parts(optimizer)
+    parts, weights = named_parts(optimizer), weights_of(model)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"
-        weights = shard_of(param)
-        for key, value in optimizer.state[parts[name]].items() if name in parts else ():
-            if key in kind.saved:  # the same rows as of the weights
-                shards[f"optim.{name}.{key}"] = dataclasses.replace(weights, local=torch.atleast_1d(value))
+        rows = shard_of(param)
+        for tensor in state_of(kind, weights[name], parts[name]) if name in parts else ():
+            value = optimizer.state[parts[name]][tensor.key]
+            if tensor.whole:
+                shard = Shard(value, 0, tensor.shape)
+            else:  # some libraries keep a tensor flat
+                shard = Shard(value.view(len(rows.local), *tensor.shape[1:]), rows.first, tensor.shape)
+            shards[f"optim.{name}.{tensor.key}"] = shard
     return shards
+
+
+def state_of(kind: OptimizerKind, weight: Weight, part: torch.Tensor) -> list[StateTensor]:
+    """Return the tensors that an optimizer keeps for a parameter, of which it updates the rows `part`."""
+    master: Any = str(part.dtype).removeprefix("torch.")
+    return kind.facts.state(weight, master)
 
 
 def named_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

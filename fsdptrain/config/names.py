@@ -182,7 +182,7 @@ FOREIGN_NAMES = {
     "optim.betas": "adam_beta1 adam_beta2",
     "optim.eps": "adam_epsilon",
     "optim.max_grad_norm": "gradient_clipping clip_grad_norm gradient_clip_val",
-    "not supported (yet): training uses plain AdamW, with one learning rate for all parameters": (
+    "not supported (yet): training uses one learning rate for all parameters": (
         "optimizer_in_bwd optim_target_modules embedding_lr embedding_lr_scale lr_groups loraplus_* galore_* "
         "use_galore use_badam neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor"
     ),
@@ -273,7 +273,7 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
         "alpaca": "prompt_completion", "instruction": "prompt_completion", "completion": "text",
     },
     "data.train_on": {"assistant": "completion", "assistant_only": "completion", "prompt": "all", True: "all"},
-    "optim.name": {alias: kind.value for kind in OptimizerKind for alias in kind.aliases},
+    "optim.name": {alias: kind.value for kind in OptimizerKind for alias in kind.facts.aliases},
     "schedule.name": {
         "constant_with_warmup": "constant", "cosine_with_warmup": "cosine", "cosine_with_min_lr": "cosine",
         "linear_with_warmup": "linear", "warmup_stable_decay": "wsd",

@@ -6,81 +6,222 @@ To add an optimizer, add a row to `OptimizerKind`. Its parameter groups (which p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from fsdptrain.config.dtypes import BYTES, Dtype
 
+BLOCK = 256  # values of an 8-bit moment that share one scale: what the kernels of bitsandbytes support
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What an optimizer knows of a parameter: its whole shape, and what it is.
+
+    `matrix`: a weight of a matrix product inside the model, so neither embedding nor head. `decays`: weight decay
+    applies, which it does to all but norms, biases, scales and embeddings.
+    """
+
+    shape: tuple[int, ...]
+    decays: bool = True
+    matrix: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that an optimizer keeps for each parameter, by its key in the optimizer's state and in a checkpoint.
+    """A tensor that an optimizer keeps for a parameter, by its key in the optimizer's state and in a checkpoint.
 
-    It has the parameter's shape; `dtype` None is the parameter's dtype. A `counter` is instead one number, the steps
-    made: it is not saved, because a checkpoint's manifest has the step.
+    It is sharded along dimension 0 with the rows of the parameter, or `whole` on every rank. Numbers of counted steps
+    are not listed: they are not saved, because a checkpoint's manifest has the step.
     """
 
     key: str
-    dtype: Dtype | None = None
-    counter: bool = False
+    shape: tuple[int, ...]
+    dtype: str
+    whole: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * {**BYTES, "uint8": 1}[self.dtype]
 
 
-class OptimizerKind(StrEnum):
-    """An optimizer; its name and value are the word in the recipe.
+StateOf = Callable[[Weight, Dtype], list[StateTensor]]  # (a parameter, the dtype of its master weights) → its state
 
-    `torch_class` is called with the values of the keys `settings` of the recipe's `optim` section, and with `options`.
-    Its step does nothing, and is not counted, when its attribute `found_inf` is a tensor of 1.0: torch's fused ones do.
-    `aliases` are names that other tools use.
+
+def _moments(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return AdamW's two moments, in the dtype of the master weights."""
+    return [StateTensor(key, weight.shape, master) for key in ("exp_avg", "exp_avg_sq")]
+
+
+def _momentum(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return one moment, in the dtype of the master weights."""
+    return [StateTensor("momentum_buffer", weight.shape, master)]
+
+
+def _momentum_of_matrices(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return one moment of a hidden matrix, else AdamW's two."""
+    return (_momentum if is_orthogonalised(weight) else _moments)(weight, master)
+
+
+def _moment_in_float32(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return one moment, in float32 whatever the master weights are."""
+    return [StateTensor("state1", weight.shape, "float32")]
+
+
+def _moments_in_8_bits(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return two moments with a byte a value and a scale a block if there are whole blocks, else in float32."""
+    columns = padded_columns(weight.shape)
+    if not columns:
+        return [StateTensor(key, weight.shape, "float32") for key in ("state1", "state2")]
+    rows = weight.shape[:-1]
+    return [
+        tensor
+        for number in (1, 2)
+        for tensor in (
+            StateTensor(f"state{number}", (*rows, columns), "uint8"),
+            StateTensor(f"absmax{number}", (*rows, columns // BLOCK), "float32"),
+        )
+    ]
+
+
+def _factors(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return the second moment: its means over the rows and over the columns of a matrix, else itself."""
+    shape = weight.shape
+    if len(shape) < 2:
+        return [StateTensor("exp_avg_sq", shape, "float32")]
+    return [
+        StateTensor("exp_avg_sq_row", shape[:-1], "float32"),
+        StateTensor("exp_avg_sq_col", (*shape[:-2], shape[-1]), "float32", whole=len(shape) == 2),
+    ]
+
+
+def padded_columns(shape: tuple[int, ...]) -> int:
+    """Return the columns of the 8-bit moments of a parameter, a multiple of `BLOCK`; 0 if they are kept in float32.
+
+    A block never crosses the border of a row, so that its scale does not depend on which rank has which rows. Rows of
+    other lengths are padded. Vectors, and matrices whose rows are shorter than a block, keep float32 moments. Neither
+    depends on the number of rows, of which a rank has only a part.
+    """
+    return -(-shape[-1] // BLOCK) * BLOCK if len(shape) > 1 and shape[-1] >= BLOCK else 0
+
+
+def is_orthogonalised(weight: Weight) -> bool:
+    """Return whether Muon updates a parameter. AdamW updates the rest: also stacks of matrices, such as experts."""
+    return weight.matrix and len(weight.shape) == 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the engine knows of an optimizer.
+
+    `torch_class` is called with the parameter groups, with `lr` and the values of the keys `settings` of the recipe's
+    `optim` section, and with `options`. `settings` has the default of each key for this optimizer.
+
+    `found_inf`: a step does nothing, and is not counted, when the attribute `found_inf` is a tensor of 1.0. Without it
+    the host waits for the numbers of a step before the update, and skips the update itself.
+
+    `needs_ranks`: the class takes as `ranks` the mesh of the ranks that have the other rows of the parameters,
+    and communicates in its step. `splits`: parameters that it treats otherwise are groups of their own.
     """
 
     torch_class: str
-    settings: tuple[str, ...]
-    options: dict[str, Any]
-    state: tuple[StateTensor, ...]
-    aliases: tuple[str, ...]
+    settings: dict[str, Any]
+    state: StateOf
+    options: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # names that other tools use
+    found_inf: bool = False
+    needs_ranks: bool = False
+    splits: Callable[[Weight], bool] | None = None
+    library: str | None = None  # a library that is not always installed, and the extra of fsdptrain that installs it
+
+
+ADAM_SETTINGS: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8}
+
+
+class OptimizerKind(StrEnum):
+    """An optimizer; its name and value are the word in the recipe."""
+
+    facts: Facts
 
     adamw = (
         "adamw",
-        "torch.optim.AdamW",
-        ("lr", "betas", "eps"),
-        {"fused": True},  # a foreach step would need another temporary as large as the shard
-        (StateTensor("exp_avg"), StateTensor("exp_avg_sq"), StateTensor("step", "float32", counter=True)),
-        ("adam", "adamw_torch", "adamw_torch_fused"),
+        Facts(
+            "torch.optim.AdamW",
+            ADAM_SETTINGS,
+            _moments,
+            {"fused": True},  # a foreach step would need another temporary as large as the shard
+            ("adam", "adamw_torch", "adamw_torch_fused"),
+            found_inf=True,
+        ),
+    )
+    adamw_8bit = (
+        "adamw_8bit",
+        Facts(
+            "fsdptrain.train.blockwise.RowwiseAdamW8bit",
+            ADAM_SETTINGS,
+            _moments_in_8_bits,
+            aliases=("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "adamw8bit", "adam8bit"),
+            library="bitsandbytes",
+        ),
+    )
+    adafactor = (
+        "adafactor",
+        Facts("fsdptrain.train.factored.ShardedAdafactor", {}, _factors, needs_ranks=True),
+    )
+    muon = (
+        "muon",
+        Facts(
+            "fsdptrain.train.orthogonal.ShardedMuon",
+            ADAM_SETTINGS | {"momentum": 0.95, "nesterov": True},
+            _momentum_of_matrices,
+            needs_ranks=True,
+            splits=is_orthogonalised,
+        ),
+    )
+    lion = (
+        "lion",
+        Facts(
+            "fsdptrain.train.blockwise.RowwiseLion",
+            {"betas": [0.9, 0.99]},
+            _moment_in_float32,
+            aliases=("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+            library="bitsandbytes",
+        ),
+    )
+    sgd = (
+        "sgd",
+        Facts(
+            "torch.optim.SGD",
+            {"momentum": 0.9, "nesterov": False},
+            _momentum,
+            {"fused": True},
+            found_inf=True,
+        ),
     )
 
-    def __new__(
-        cls,
-        word: str,
-        torch_class: str,
-        settings: tuple[str, ...],
-        options: dict[str, Any],
-        state: tuple[StateTensor, ...],
-        aliases: tuple[str, ...] = (),
-    ) -> OptimizerKind:
+    def __new__(cls, word: str, facts: Facts) -> OptimizerKind:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
-        member.torch_class, member.settings, member.options = torch_class, settings, options
-        member.state, member.aliases = state, aliases
+        member.facts = facts
         return member
 
-    @property
-    def saved(self) -> list[str]:
-        """The keys of the state that a checkpoint holds."""
-        return [tensor.key for tensor in self.state if not tensor.counter]
-
-    @property
-    def counters(self) -> list[str]:
-        """The keys of the state that count steps."""
-        return [tensor.key for tensor in self.state if tensor.counter]
-
-    def state_bytes(self, parameters: int, master: str) -> int:
-        """Return the bytes of the state of so many parameters with master weights in dtype `master`.
-
-        Counters are not included: a few bytes for each tensor of the model.
-        """
-        return parameters * sum(BYTES[tensor.dtype or master] for tensor in self.state if not tensor.counter)
+    def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
+        """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""
+        tensors = [tensor for weight in weights for tensor in self.facts.state(weight, master)]
+        return sum(tensor.nbytes if tensor.whole else tensor.nbytes / ranks for tensor in tensors)
 
 
 DEFAULT_OPTIMIZER = OptimizerKind.adamw
+
+
+SETTINGS = sorted({key for kind in OptimizerKind for key in kind.facts.settings})  # keys that not every optimizer reads

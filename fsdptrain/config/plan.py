@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from fsdptrain import __version__
 from fsdptrain.config.dtypes import BYTES
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
@@ -94,13 +95,14 @@ class Plan:
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 
-    def state_bytes(self, parameters: int) -> int:
-        """Return the bytes of the master weights and the optimizer state of so many parameters.
+    def state_bytes(self, weights: Collection[Weight]) -> int:
+        """Return the bytes of the master weights and the optimizer state of these parameters.
 
         All ranks of one copy hold them together, and so does a checkpoint.
         """
         master = self.recipe.model.dtype
-        return BYTES[master] * parameters + self.recipe.optim.name.state_bytes(parameters, master)
+        parameters = sum(weight.numel for weight in weights)
+        return BYTES[master] * parameters + int(self.recipe.optim.name.state_bytes(weights, master))
 
     def hub_names(self) -> list[str]:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
@@ -254,7 +256,7 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
 ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
 
 
-def fastest_on_one_gpu(plan: Plan, parameters: int, memory: int) -> Plan:
+def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
     """Return the plan that does the same as a FULL_SHARD plan on one GPU of `memory` bytes, in less time.
 
     One rank gathers from nobody, but FSDP copies the weights of a unit whenever it gathers them, and its gradients in
@@ -266,7 +268,8 @@ def fastest_on_one_gpu(plan: Plan, parameters: int, memory: int) -> Plan:
         return plan
     copies = BYTES[fsdp.mixed_precision.param_dtype] + BYTES[fsdp.mixed_precision.reduce_dtype]
     strategy = fsdp.strategy.fastest_alone
-    if strategy is fsdp.strategy or plan.state_bytes(parameters) + copies * parameters > ROOM * memory:
+    needed = plan.state_bytes(weights) + copies * sum(weight.numel for weight in weights)
+    if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
 

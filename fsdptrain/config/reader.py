@@ -6,6 +6,7 @@ The stages: YAML text → nodes (for the line numbers) → values → an OmegaCo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -117,7 +118,13 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     ]
     if problems:
         raise RecipeError(_readable(problems))
-    return LoadedRecipe(recipe, where, text, path.resolve().parent)
+    return LoadedRecipe(_with_optimizer_defaults(recipe, where), where, text, path.resolve().parent)
+
+
+def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
+    """Return the recipe with the defaults of its optimizer in place of those of the schema."""
+    unset = {name: value for name, value in recipe.optim.name.facts.settings.items() if f"optim.{name}" not in where}
+    return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
 
 
 def _read_text(path: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
 from fsdptrain.config.values import value_text
@@ -21,6 +23,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _model_problems(recipe, where)
     yield from _data_problems(recipe, where)
     yield from _fsdp_problems(recipe, where)
+    yield from _optim_problems(recipe, where)
     if recipe.train.steps is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
     if recipe.train.on_nonfinite == "stop" and "train.max_skipped" in where:
@@ -100,6 +103,20 @@ def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         )
     if data.separator and data.format != "prompt_completion":
         yield Problem(f"has no effect with format {data.format}: only prompt_completion uses it", "data.separator")
+
+
+def _optim_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each key that the optimizer does not read, and one if its library is not installed."""
+    kind = recipe.optim.name
+    for name in SETTINGS:
+        if name not in kind.facts.settings and f"optim.{name}" in where:
+            users = ", ".join(other for other in OptimizerKind if name in other.facts.settings)
+            yield Problem(f"has no effect with optim.name: {kind}; only {users} use it", f"optim.{name}")
+    library = kind.facts.library
+    if library is not None and importlib.util.find_spec(library) is None:
+        yield Problem(
+            f'{kind} needs {library}, which is not installed: pip install "fsdptrain[{library}]"', "optim.name"
+        )
 
 
 def _fsdp_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:

@@ -143,11 +143,24 @@ class Fsdp:
 class Optim:
     """The optimizer."""
 
-    name: OptimizerKind = key(DEFAULT_OPTIMIZER, "the optimizer: AdamW, fused where the device has a kernel")
+    name: OptimizerKind = key(
+        DEFAULT_OPTIMIZER,
+        "the optimizer; muon orthogonalises the updates of hidden matrices and uses AdamW for the rest",
+    )
     lr: float = key(2e-5, "peak learning rate", at_least=0)
-    betas: list[float] = key([0.9, 0.95], "decay of the first and second moments")
-    eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = key(0.1, "decoupled decay of matrices; none for norms, biases and embeddings", at_least=0)
+    betas: list[float] = key(
+        DEFAULT_OPTIMIZER.facts.settings["betas"],
+        "decay of the first and second moments; lion: weights of its momentum in the update and in itself, by default "
+        "[0.9, 0.99]",
+    )
+    eps: float = key(DEFAULT_OPTIMIZER.facts.settings["eps"], "added to the root of the second moment", above=0)
+    momentum: float = key(0.9, "sgd and muon: decay of the momentum; muon: by default 0.95", above=0, at_most=0.9999)
+    nesterov: bool = key(False, "sgd and muon: Nesterov's momentum; muon: by default true")
+    weight_decay: float = key(
+        0.1,
+        "decay of matrices, none for norms, biases and embeddings; decoupled, but sgd adds it to the gradient",
+        at_least=0,
+    )
     max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
 
 

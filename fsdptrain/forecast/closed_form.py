@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config.dtypes import BYTES
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, loss_chunks, loss_rows
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.memory import Level
@@ -74,6 +75,15 @@ class Shape:
         """All parameters."""
         return self.layers * self.block + self.embedding + self.head
 
+    def weights(self) -> list[Weight]:
+        """Return all parameters, each with its shape."""
+        h, norm = self.hidden, Weight((self.hidden,), decays=False, matrix=False)
+        queries, keys = [Weight((self.queries, h)), Weight((h, self.queries))], [Weight((self.keys, h))] * 2
+        mlp = [Weight((self.inner, h)), Weight((self.inner, h)), Weight((h, self.inner))]
+        ends = [Weight((self.vocab, h), decays=False, matrix=False)]
+        ends += [] if self.tied else [Weight((self.vocab, h), matrix=False)]
+        return [*queries, *keys, *mlp, norm, norm] * self.layers + [*ends, norm]
+
 
 def shape_of(config: Any) -> Shape:
     """Return the shape that a configuration describes. Raises FsdptrainError if it is not Llama-like."""
@@ -105,7 +115,6 @@ class _MicroBatch:
             )
         self.device = plan.topology.device
         self.master = BYTES[recipe.model.dtype]
-        self.optimizer_bytes = recipe.optim.name.state_bytes(self.shape.all, recipe.model.dtype)
         self.compute = BYTES[fsdp.mixed_precision.param_dtype]
         self.reduce = BYTES[fsdp.mixed_precision.reduce_dtype]
         self.rows, self.length = recipe.train.micro_batch_size, recipe.data.seq_len
@@ -120,6 +129,7 @@ class _MicroBatch:
         # On a CPU the tiled kernel uses the mask as it is, and saves no logarithms of sums: see `model.attention`.
         self.tiled = not on_gpu and (self.masked or self.compute == 2)
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1
+        self.state = recipe.optim.name.state_bytes(self.shape.weights(), recipe.model.dtype, self.ranks)
         self.accumulates, self.earlier, self.last = plan.accumulation > 1, earlier, last
         self.holds = self.accumulates and fsdp.accumulation == "hold"
         self.offload, self.reshards = fsdp.cpu_offload, fsdp.strategy.reshards
@@ -147,7 +157,7 @@ class _MicroBatch:
         sums: Counter[Category] = Counter()
         always: Parts = {
             "parameter shards": 0 if self.offload else self.shard(self.shape.all),
-            "optimizer state": 0 if self.offload else self.optimizer_bytes / self.ranks,
+            "optimizer state": 0 if self.offload else self.state,
             "inputs and buffers": 3 * 8 * self.tokens,
             "temporaries": self.cublas,
         }

@@ -20,6 +20,7 @@ from typing import Any
 
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
@@ -48,6 +49,9 @@ ROUNDS = 3  # how often that is repeated when the full simulation makes other pl
 
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+TYPICAL = Weight((4096, 4096))
 
 
 SHALLOW_BLOCKS = 4  # of the shallower copy: two at each end differ from those between them
@@ -261,7 +265,8 @@ def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
     The rest of what a step needs is not counted, so False does not mean that the plan fits.
     """
     recipe = plan.recipe
-    state = 0 if recipe.fsdp.cpu_offload else plan.state_bytes(parameters) // plan.shard_size
+    each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of anything else
+    state = 0 if recipe.fsdp.cpu_offload else each * parameters / plan.shard_size
     copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
     gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * parameters if copies else 0
     return state + gathered > memory

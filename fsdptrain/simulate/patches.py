@@ -50,6 +50,7 @@ RELIES_ON = {
     "torch.distributed._tools.fake_collectives.collective_ops": {"2.13.0": "cb0bd99ab6d8"},
     "torch.distributed._tools.fake_collectives.sync_ops": {"2.13.0": "a9268f10e093"},
     "torch._C._current_graph_task_id": {"2.13.0": "dc937b598926"},  # -1 outside of a backward pass
+    "torch.ops.aten._fused_sgd_.default": {"2.13.0": "83be3b57b859"},
     "torch._ops.OpOverload.__init__": {"2.13.0": "21636d4724aa"},  # `_schema`, `_overloadpacket`
 }
 
@@ -122,6 +123,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 KERNELS = torch.library.Library("aten", "IMPL")
+# What fake tensors need of an operator that changes its arguments: nothing. torch has this for `_fused_adamw_` only.
+KERNELS.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
 
 
 Attention = Callable[..., Any]

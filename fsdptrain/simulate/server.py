@@ -24,6 +24,7 @@ from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Trace
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.simulate.device import PRETEND
@@ -40,8 +41,9 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
     bare = models.skeleton(plan)
-    parameters = sum(param.numel() for param in bare.parameters())
-    suited = fastest_on_one_gpu(plan, parameters, hardware.memory)
+    weights = weights_of(bare).values()
+    parameters = sum(weight.numel for weight in weights)
+    suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:
         fsdp = suited.recipe.fsdp
         notes.append(

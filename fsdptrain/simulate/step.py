@@ -30,7 +30,7 @@ from fsdptrain.simulate.device import pretend_accelerator, pretend_world, trace_
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
-from fsdptrain.train.optim import make_optimizer, start_state
+from fsdptrain.train.optim import make_optimizer, optimizer_class, start_state
 from fsdptrain.train.step import Engine
 
 
@@ -41,6 +41,7 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
     `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing.
     """
     plan = varied(plan, {"train.compile": False})  # the compiler cannot run on fake tensors
+    optimizer_class(plan.recipe.optim.name)  # imported here, because its module may compute tables
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
         fake_tensor_patches(
@@ -77,7 +78,8 @@ def record_step(recorder: Recorder, engine: Engine, units: list[Unit], plan: Pla
         recorder.tag(param.detach(), "parameter shards")
     for state in engine.optimizer.state.values():
         for value in state.values():
-            recorder.tag(value, "optimizer state")
+            if isinstance(value, torch.Tensor):
+                recorder.tag(value, "optimizer state")
     for buffer in engine.model.buffers():
         recorder.tag(buffer, "inputs and buffers")
     trace.before, trace.events = [e for e in trace.events if isinstance(e, Alloc)], []

@@ -4,64 +4,68 @@ from __future__ import annotations
 
 import math
 import pkgutil
-import re
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Optim, Recipe, Schedule
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.parallel.patches import adopt_parameters
 
 WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Return the optimizer of a sharded model with weights: one group of parameters with weight decay, one without.
+    """Return the optimizer of a sharded model with weights. Parameters with and without weight decay are two groups.
 
     It updates this rank's part of each parameter, a plain tensor: with DTensors, a step takes the host four times as
-    long. `named_parts` finds them by the names of the parameters.
+    long. `named_parts` finds them by the names of the parameters. Each group has the whole `shapes` of its parameters.
     """
     adopt_parameters(model)
-    kind = optim.name
-    undecayed = undecayed_ids(model)
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    parts = [(name, part_of(param.detach())) for name, param in params.items()]
-    groups = [
-        {"params": [p for p in parts if id(params[p[0]]) not in undecayed], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parts if id(params[p[0]]) in undecayed], "weight_decay": 0.0},
-    ]
-    settings = {key: getattr(optim, key) for key in kind.settings}
-    make = pkgutil.resolve_name(kind.torch_class)
-    return make([group for group in groups if group["params"]], **settings, **kind.options)
+    facts, weights = optim.name.facts, weights_of(model)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    groups: dict[tuple[bool, bool], list[str]] = {}  # (treated otherwise by this optimizer, decays) → names
+    for name in trained:
+        weight = weights[name]
+        groups.setdefault((bool(facts.splits and facts.splits(weight)), weight.decays), []).append(name)
+    settings = {key: getattr(optim, key) for key in ("lr", *facts.settings)}
+    if facts.needs_ranks:
+        settings["ranks"] = ranks_of_shards(next(iter(trained.values())))
+    return optimizer_class(optim.name)(
+        [
+            {
+                "params": [(name, part_of(trained[name].detach())) for name in names],
+                "weight_decay": optim.weight_decay if decays else 0.0,
+                "shapes": [weights[name].shape for name in names],
+                "split": split,
+            }
+            for (split, decays), names in sorted(groups.items(), reverse=True)
+        ],
+        **settings,
+        **facts.options,
+    )
+
+
+def optimizer_class(kind: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class of an optimizer. Its module is imported now, because it may need a library of its own."""
+    return cast(Callable[..., torch.optim.Optimizer], pkgutil.resolve_name(kind.facts.torch_class))
+
+
+def ranks_of_shards(param: torch.Tensor) -> DeviceMesh | None:
+    """Return the ranks that together have all rows of a parameter; None if it is not sharded."""
+    return param.device_mesh["shard"] if isinstance(param, DTensor) else None
 
 
 @torch.no_grad()
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# The last three: parameters of state space models, and scales of norms whose class is not called a norm.
-UNDECAYED_NAMES = re.compile(r"bias|norm|^(A_log|D|scale)$")
-
-
-def undecayed_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters without weight decay: norms, biases, scales and embeddings.
-
-    What a parameter is depends on class and name, not on its number of dimensions: biases of experts and norms of heads
-    have two dimensions, and some vectors have dimensions of size 1. A head that is tied to an embedding counts as one.
-    """
-    return {
-        id(param)
-        for module in model.modules()
-        for name, param in module.named_parameters(recurse=False)
-        if isinstance(module, nn.Embedding)
-        or any("Norm" in cls.__name__ for cls in type(module).__mro__)
-        or UNDECAYED_NAMES.search(name)
-        or sum(size > 1 for size in param.shape) < 2
-    }
 
 
 def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> float:
@@ -87,23 +91,25 @@ def warmup_steps(total: int, schedule: Schedule) -> int:
 
 
 def start_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, all zeros, by one step whose learning rate and gradients are 0."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Make the optimizer create its state, all zeros, by one step whose learning rate, decay and gradients are 0."""
+    settings = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group.update(lr=0.0, weight_decay=0.0)
         for part in group["params"]:
             part.grad = torch.zeros_like(part)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
 
 
-def set_step(optimizer: torch.optim.Optimizer, kind: OptimizerKind, step: int) -> None:
+def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Set the number of steps that a started optimizer has made; Adam corrects the bias of its moments by it."""
     for state in optimizer.state.values():
-        for key in kind.counters:
-            state[key].fill_(step)
+        if isinstance(counter := state.get("step"), torch.Tensor):
+            counter.fill_(step)
+        elif counter is not None:
+            state["step"] = step
 
 
 def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -113,12 +119,12 @@ def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Re
     """
     master = getattr(torch, recipe.model.dtype)
     wrong = {param.dtype for param in model.parameters()} - {master, torch.float32}
-    for part, state in optimizer.state.items():
-        for tensor in recipe.optim.name.state:
-            wanted = getattr(torch, tensor.dtype) if tensor.dtype else part.dtype
-            wrong |= {state[tensor.key].dtype} - {wanted}
+    parts = named_parts(optimizer)
+    for name, weight in weights_of(model).items():
+        for tensor in state_of(recipe.optim.name, weight, parts[name]) if name in parts else ():
+            wrong |= {optimizer.state[parts[name]][tensor.key].dtype} - {getattr(torch, tensor.dtype)}
     if wrong:
         raise RuntimeError(
-            f"internal error: master weights and optimizer state should be {master}, but some are {wrong} (please "
-            "report it)"
+            f"internal error: master weights should be {master}, and optimizer state as config/optimizers.py lists it, "
+            f"but some are {', '.join(sorted(map(str, wrong)))} (please report it)"
         )

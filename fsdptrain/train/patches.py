@@ -30,10 +30,23 @@ RELIES_ON = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": {"2.13.0": "3c8bf9dee0f5"},
     # by `recorded_collectives`,
     "torch._C._distributed_c10d._dump_fr_trace_json": {"2.13.0": "eaafe7d69bd1"},
-    # by step.
+    # by step,
     "torch.ops.aten._foreach_norm.Scalar": {"2.13.0": "ff49023321db"},
     "torch.optim.adam._fused_adam": {"2.13.0": "dd842506bfd8"},  # what it does with `found_inf`
     "torch.ops.aten._foreach_mul_.Tensor": {"2.13.0": "818f5da5f297"},
+    "torch.optim.sgd._fused_sgd": {"2.13.0": "a3b1ca925fe7"},  # the same
+    # by orthogonal,
+    "torch.optim._muon._zeropower_via_newtonschulz": {"2.13.0": "99e2359a95e1"},
+    "torch.optim._muon._adjust_lr": {"2.13.0": "20fecc26382e"},
+    "torch.optim._muon._single_tensor_muon": {"2.13.0": "44fba01f0798"},  # what `ShardedMuon` does instead, on rows
+    # by factored: what it calls where, and in which order.
+    "transformers.optimization.Adafactor.step": {"5.23.0": "b30d8fbb8972"},
+    "transformers.optimization.Adafactor._approx_sq_grad": {"5.23.0": "f116ba7cb74e"},
+    "transformers.optimization.Adafactor._rms": {"5.23.0": "285047b9f0d7"},
+    # by blockwise: public methods, but what they do with each other.
+    "bitsandbytes.optim.optimizer.Optimizer8bit.step": {"0.50.2": "1ff73e315716"},
+    "bitsandbytes.optim.optimizer.Optimizer2State.init_state": {"0.50.2": "5e0ba3874f96"},
+    "bitsandbytes.optim.optimizer.Optimizer2State.update_step": {"0.50.2": "8ac7975db6c0"},
 }
 
 Watcher = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]

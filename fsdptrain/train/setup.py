@@ -14,6 +14,7 @@ import transformers
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
@@ -28,6 +29,7 @@ from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.shard import copy_own_rows
@@ -79,6 +81,7 @@ class Inputs:
 class Sizes:
     """Sizes that depend on plan, model and data together."""
 
+    weights: list[Weight]
     parameters: int
     total_steps: int
     state_bytes: int  # of this rank's part of a checkpoint
@@ -89,11 +92,12 @@ class Sizes:
         """Compute the sizes of a run."""
         recipe, bare = plan.recipe, inputs.prepared.bare
         positions = recipe.train.global_batch_size * recipe.data.seq_len
-        parameters = sum(param.numel() for param in bare.parameters())
+        weights = [*weights_of(bare).values()]
         return cls(
-            parameters=parameters,
+            weights=weights,
+            parameters=sum(weight.numel for weight in weights),
             total_steps=plan.total_steps(len(inputs.stream)),
-            state_bytes=plan.state_bytes(parameters) // plan.shard_size,
+            state_bytes=plan.state_bytes(weights) // plan.shard_size,
             flops_per_step=model_flops(bare, positions, recipe.data.seq_len),
         )
 
@@ -150,8 +154,8 @@ def prepare_inputs(session: Session) -> Inputs:
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
     """Return the inputs with the plan that is the fastest if this rank is the only one; see `fastest_on_one_gpu`."""
-    parameters = sum(param.numel() for param in inputs.prepared.bare.parameters())
-    plan = fastest_on_one_gpu(inputs.prepared.plan, parameters, world.device_memory())
+    weights = weights_of(inputs.prepared.bare).values()
+    plan = fastest_on_one_gpu(inputs.prepared.plan, weights, world.device_memory())
     return dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
 
 
@@ -194,7 +198,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
     if newest < sizes.total_steps:
         problem = None
         if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
-            problem = next(disk_problems(plan, disk_facts(plan, sizes.parameters, sizes.total_steps)), None)
+            problem = next(disk_problems(plan, disk_facts(plan, sizes.weights, sizes.total_steps)), None)
         checkpointer.raise_on_every_rank(problem)
 
 
@@ -225,7 +229,7 @@ def load_state(
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
-    set_step(optimizer, plan.recipe.optim.name, steps_made)
+    set_step(optimizer, steps_made)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has cached is of other sizes than a step needs
     leave_if_stopped(world, session.stop)

@@ -1,8 +1,9 @@
 """One optimizer step: accumulate, normalise, reduce, clip, check, update; the same on every strategy and world size.
 
 The host does not wait for the device in a step: it queues the work, and the device itself computes how much to clip and
-whether to update. `Engine.read` waits for the numbers of a step. On an accelerator this is done after the next step was
-queued. So the next step does not change anything either if a step was not finite.
+whether to update (an optimizer without `Facts.found_inf` makes the host wait for that). `Engine.read` waits for the
+numbers of a step. On an accelerator this is done after the next step was queued. So the next step does not change
+anything either if a step was not finite.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Engine:
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
         self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
+        self._found_inf = plan.recipe.optim.name.facts.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
         self._blocked = torch.zeros((), device=self._home)
         self._read_at = 0.0  # when the last step was read
@@ -128,7 +130,7 @@ class Engine:
         began, self._read_at = max(queued.began, self._read_at), time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             # If the run skips this step, it counts, as it does after a resume.
-            set_step(self.optimizer, self.plan.recipe.optim.name, queued.step + 1)
+            set_step(self.optimizer, queued.step + 1)
             self._blocked = torch.zeros_like(self._blocked)
             raise NonFiniteError(f"step {queued.step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         return StepStats(
@@ -225,8 +227,11 @@ class Engine:
             group["lr"] = lr
         for param, part in self._params:
             part.grad = None if param.grad is None else part_of(param.grad)
-        self.optimizer.found_inf = self._blocked  # type: ignore[attr-defined]  # see OptimizerKind
-        self.optimizer.step()
+        if self._found_inf:
+            self.optimizer.found_inf = self._blocked  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif self.world.host_copy(1 - self._blocked).read() > 0:  # the host waits for the numbers of this step
+            self.optimizer.step()
         self.drop_gradients()
         if not self._checked:
             self._check()

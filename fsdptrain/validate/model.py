@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.model import flash, varlen
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
 from fsdptrain.text import size
@@ -46,7 +47,7 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     facts = model_facts(ready.plan, ready.bare, ready.units)
     findings.add_facts("model", facts, HEADING, *model_lines(facts))
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))
-    disk = disk_facts(plan, facts["parameters"], steps)
+    disk = disk_facts(plan, weights_of(ready.bare).values(), steps)
     findings.add_facts("model", {"disk": disk}, "Disk", disk_summary(disk))
     for error in disk_problems(plan, disk):
         findings.add_problem(error, this_machine_only=True)

@@ -10,6 +10,8 @@ import pytest
 from reference import largest_difference
 from support import TINY, events, on_ranks, write_recipe
 
+from fsdptrain.config.optimizers import OptimizerKind
+
 AT, STEPS = 5, 10
 
 
@@ -78,3 +80,22 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: A
     assert not newest.exists() and newest.with_name(newest.name + ".damaged").exists()
     event = events(tmp_path / "run", "set_aside")[0]
     assert event["path"] == f"{newest}.damaged" and any("checksum differs" in problem for problem in event["problems"])
+
+
+@pytest.mark.parametrize(
+    "kinds", [["adamw_8bit", "adafactor"], pytest.param(list(OptimizerKind), marks=pytest.mark.soak)]
+)
+def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(kinds: list[str], tmp_path: Path) -> None:
+    recipe = write_recipe(  # rows of 256 and 300 values: some are whole blocks of 8-bit values
+        tmp_path, model__config={"model_type": "llama", **TINY, "hidden_size": 256, "intermediate_size": 300},
+        optim__lr=1e-3, train__steps=4, train__global_batch_size=6,
+    )  # fmt: skip
+    variants = {str(kind): [f"optim.name={kind}", f"output_dir={tmp_path / kind}"] for kind in kinds}
+    saved = on_ranks(2, "saved_optimizers", tmp_path / "two", recipe=str(recipe), variants=variants, at=2, steps=4)[0]
+    others = on_ranks(3, "resumes", tmp_path / "three", recipe=str(recipe), variants=variants, steps=4)[0]
+    for name, found in saved.items():
+        assert found["first"] == 2 and found["resumed"] == found["curve"][2:], name
+        assert found["unchanged"], name
+        assert found["stored"] == found["planned"], name
+        assert max(largest_difference(others[name], found["curve"][2:])) < 1e-5, name
+    assert len({str(found["curve"]) for found in saved.values()}) == len(kinds)

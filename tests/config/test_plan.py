@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support import ROOT, SHAKESPEARE, write_recipe
 
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, fastest_on_one_gpu, make_plan, seed_of
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import all_paths
@@ -86,7 +87,9 @@ def test_strategies_become_meshes(tmp_path: Path) -> None:
 def test_one_gpu_with_room_keeps_its_weights_gathered(tmp_path: Path) -> None:
     def suited(*overrides: str, device: Any = "cuda", ranks: int = 1, billions: float = 3) -> tuple[str, str]:
         written = load(write_recipe(tmp_path, train__global_batch_size=8), overrides)
-        plan = fastest_on_one_gpu(make_plan(written, Topology(device, 1, ranks)), int(billions * 1e9), 80 * 2**30)
+        plan = fastest_on_one_gpu(
+            make_plan(written, Topology(device, 1, ranks)), [Weight((int(billions * 1e6), 1000))], 80 * 2**30
+        )
         return plan.recipe.fsdp.strategy, plan.recipe.fsdp.accumulation
 
     bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"

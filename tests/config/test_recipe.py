@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -25,6 +26,7 @@ from fsdptrain.config.names import (
     replacement_message,
     replacement_of,
 )
+from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
 from fsdptrain.config.versions import TESTED, untested_versions
@@ -156,7 +158,8 @@ def test_the_tested_versions_are_those_that_are_installed() -> None:
 def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
     # `format: text` with an explicit `train_on: completion` is refused, so the format is checked separately below.
     designed = read(tmp_path, DESIGN, "data.format=chat")
-    assert set(designed.where) == set(all_paths())
+    others = {f"optim.{name}" for name in SETTINGS if name not in designed.recipe.optim.name.facts.settings}
+    assert set(designed.where) == set(all_paths()) - others
     values, defaults = flat(designed.recipe), flat(Recipe())
     for path in set(all_paths()) - EXAMPLES - {"data.format"}:
         assert values[path] == defaults[path], path
@@ -447,6 +450,8 @@ def test_a_wrong_type_is_refused(tmp_path: Path, path: str, value: str) -> None:
         ("optim.betas", "[-0.1, 0.9]"),
         ("optim.betas", "[.nan, 0.9]"),
         ("optim.betas", "[0.9, 0.95, 0.99]"),
+        ("optim.momentum", "0"),
+        ("optim.momentum", "1"),
         ("optim.weight_decay", "-0.1"),
         ("optim.max_grad_norm", "0"),
         ("schedule.warmup", "-1"),
@@ -485,7 +490,7 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
             if (
                 limit in spec.metadata
                 and limit != "above"
-                and not path.startswith(("eval.", "fsdp.shard_size", "train.max_skipped"))
+                and not path.startswith(("eval.", "fsdp.shard_size", "optim.momentum", "train.max_skipped"))
             ):
                 read(tmp_path, with_key(path, str(spec.metadata[limit])))
     assert checked > 20
@@ -589,6 +594,32 @@ def test_a_wrong_value_gets_the_likely_one(tmp_path: Path, path: str, value: str
     for problems in (refused(tmp_path, with_key(path, value)), refused(tmp_path, BASE, f"{path}={value}")):
         assert [p.field for p in problems] == [path]
         assert problems[0].message.endswith(f"; did you mean {hint}?")
+
+
+def test_an_optimizer_has_its_own_defaults_and_refuses_the_keys_that_it_does_not_read(tmp_path: Path) -> None:
+    for kind in OptimizerKind:
+        optim = read(tmp_path, BASE, f"optim.name={kind}").recipe.optim
+        assert {key: getattr(optim, key) for key in kind.facts.settings} == kind.facts.settings
+        for name in SETTINGS:
+            value = {"betas": "[0.8,0.9]", "nesterov": "true"}.get(name, "0.5")
+            if name in kind.facts.settings:
+                written = read(tmp_path, BASE, f"optim.name={kind}", f"optim.{name}={value}").recipe.optim
+                assert str(getattr(written, name)).replace(" ", "").lower() == value
+            else:
+                problems = refused(tmp_path, BASE, f"optim.name={kind}", f"optim.{name}={value}")
+                assert [p.field for p in problems] == [f"optim.{name}"]
+                assert f"has no effect with optim.name: {kind}; only " in problems[0].message
+    assert read(tmp_path, BASE, "optim.name=lion").recipe.optim.betas == [0.9, 0.99]
+    assert Recipe().optim.betas == [0.9, 0.95]
+
+
+def test_an_optimizer_whose_library_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for kind in ("adamw_8bit", "lion"):
+        problems = refused(tmp_path, BASE, f"optim.name={kind}")
+        assert [p.field for p in problems] == ["optim.name"]
+        assert problems[0].message.endswith('not installed: pip install "fsdptrain[bitsandbytes]"')
+    assert read(tmp_path, BASE, "optim.name=muon").recipe.optim.momentum == 0.95
 
 
 def test_every_suggested_value_is_one_that_is_taken() -> None:

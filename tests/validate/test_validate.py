@@ -19,6 +19,7 @@ from support import ROOT, TINY, fsdptrain, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint import disk
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
@@ -142,12 +143,12 @@ def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch:
 
 def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path))
-    before = disk.disk_facts(plan, 1000, None)
+    before = disk.disk_facts(plan, [Weight((10, 100))], None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
-    assert disk.disk_facts(plan, 1000, None)["needed_bytes"] == 10 * 12000 + 4000
+    assert disk.disk_facts(plan, [Weight((10, 100))], None)["needed_bytes"] == 10 * 12000 + 4000
 
 
 def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a_note(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Muon on a rank's rows of each matrix: one rank gathers a matrix, orthogonalises it, and returns their rows to all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
+
+
+class ShardedMuon(torch.optim.Optimizer):
+    """Muon as in `torch.optim.Muon` for groups with `split`, and fused AdamW for all others.
+
+    Its learning rate is scaled so that an update is as large as one of AdamW (`match_rms_adamw`): both share one.
+    """
+
+    def __init__(
+        self, params: Any, lr: float, betas: list[float], eps: float, momentum: float, nesterov: bool,
+        ranks: DeviceMesh | None,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr})
+        self.momentum, self.nesterov, self.ranks = momentum, nesterov, ranks
+        others = [group for group in self.param_groups if not group["split"]]
+        # The same groups and the same state, so that who sets or reads them sees one optimizer.
+        self._adamw = (
+            torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True) if others else None
+        )
+        if self._adamw:
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; collective."""
+        if self._adamw:
+            self._adamw.step()
+        for group in self.param_groups:
+            if group["split"]:
+                self._update_matrices(group)
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        """Update the matrices of a group: as many at a time as there are ranks, the largest first.
+
+        So those at the same time are of about equal size, and no rank waits long for another.
+        """
+        matrices = [
+            (part, shape) for part, shape in zip(group["params"], group["shapes"], strict=True) if part.grad is not None
+        ]
+        matrices.sort(key=lambda matrix: math.prod(matrix[1]), reverse=True)
+        step = self.ranks.size() if self.ranks else 1
+        for first in range(0, len(matrices), step):
+            some = matrices[first : first + step]
+            updates = orthogonalised(
+                [self._direction(part) for part, _ in some], [shape for _, shape in some], self.ranks
+            )
+            for (part, shape), update in zip(some, updates, strict=True):
+                part.mul_(1 - group["lr"] * group["weight_decay"])
+                part.add_(update, alpha=-_adjust_lr(group["lr"], "match_rms_adamw", torch.Size(shape)))
+
+    def _direction(self, part: torch.Tensor) -> torch.Tensor:
+        """Add the gradient of a part to its momentum; return the rows to orthogonalise."""
+        state = self.state[part]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(part)
+        momentum = state["momentum_buffer"].lerp_(part.grad, 1 - self.momentum)
+        if not self.nesterov:
+            return momentum.clone()  # torch's function changes a bfloat16 matrix
+        return part.grad.lerp(momentum, self.momentum)  # type: ignore[union-attr]
+
+
+def orthogonalised(
+    parts: list[torch.Tensor], shapes: list[tuple[int, ...]], ranks: DeviceMesh | None
+) -> list[torch.Tensor]:
+    """Return, in bfloat16, this rank's rows of the orthogonalised matrices of which it has the rows `parts`.
+
+    There are at most as many matrices as ranks; matrix i is computed on rank i, on the device of the mesh (not on the
+    host, where the parts are with fsdp.cpu_offload). Every rank sends its rows to the ranks that compute, and gets the
+    same rows back.
+    """
+    if ranks is None or ranks.size() == 1:
+        return [newton_schulz(part) for part in parts]
+    rank, count = ranks.get_local_rank(), ranks.size()
+    # What this rank sends to each rank, and what it receives from each: rows of its own matrix, if it has one.
+    sizes = [part.numel() for part in parts] + [0] * (count - len(parts))
+    shape = shapes[rank] if rank < len(shapes) else (0, 0)
+    own_sizes = [rows * shape[1] for rows in rows_of_ranks(shape[0], count)]
+    sent = torch.cat([part.bfloat16().flatten() for part in parts]).to(ranks.device_type)
+    own = sent.new_empty(sum(own_sizes))
+    dist.all_to_all_single(own, sent, own_sizes, sizes, group=ranks.get_group())
+    if own.numel():
+        own = newton_schulz(own.view(shape)).flatten()
+    dist.all_to_all_single(sent, own, sizes, own_sizes, group=ranks.get_group())
+    return [rows.view_as(part) for rows, part in zip(sent.to(parts[0].device).split(sizes), parts, strict=False)]
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in bfloat16 whose singular values are all about 1, with the settings of `torch.optim.Muon`."""
+    return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+
+
+def rows_of_ranks(rows: int, ranks: int) -> list[int]:
+    """Return how many rows of a matrix each rank has: FSDP2 gives each ⌈rows / ranks⌉, as long as there are any."""
+    chunk = -(-rows // ranks)
+    return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
