@@ -317,7 +317,6 @@ LARGE = {  # fake tensors of any size cost the same, and segments of 20 MiB are 
 def test_shallow_copies_predict_what_the_model_needs(tmp_path: Path) -> None:
     large = [f"model.config.{name}={value}" for name, value in LARGE.items()]
     base = (*large, "data.packing=none", "data.seq_len=2048", "fsdp.mixed_precision.param_dtype=bfloat16")
-    base += ("train.compile=false",)  # otherwise there is a note
     shallow = Shallow("num_hidden_layers", 12, {})
     with Forecaster() as forecaster:
         for words in (
