@@ -15,7 +15,7 @@ import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import core_model_loading
+from transformers import core_model_loading, masking_utils
 from transformers.integrations import hub_kernels
 
 RELIES_ON = {
@@ -23,6 +23,7 @@ RELIES_ON = {
     "torch.nn.Module.register_parameter": {"2.13.0": "eefb7990f204"},
     "transformers.core_model_loading._dtensor_from_local_like": {"5.23.0": "9eb29ea0e054"},
     "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"5.23.0": "906fc60c30b3"},
+    "transformers.masking_utils.find_packed_sequence_indices": {"5.23.0": "ebd2ac7ca795"},
     # Used as they are: by skeleton and weights,
     "torch.nn.Module.__init__": {"2.13.0": "eac5af286a7d"},  # `_parameters`, `_buffers`, `_modules` are plain dicts
     # `_initialize_weights` reads the flag `_is_hf_initialized`.
@@ -104,6 +105,25 @@ def torch_operators() -> Iterator[None]:
         yield
     finally:
         hub_kernels.is_torchdynamo_exporting = original
+
+
+def find_documents_without_waiting(packed: bool) -> None:
+    """Build masks without waiting for the device from now on, in this process; `packed` as in `documents_of`.
+
+    Replaces `transformers.masking_utils.find_packed_sequence_indices`. The original reads the position ids of every
+    micro-batch to find out whether any row has several documents.
+    """
+    masking_utils.find_packed_sequence_indices = functools.partial(documents_of, packed=packed)
+
+
+def documents_of(position_ids: torch.Tensor, packed: bool) -> torch.Tensor | None:
+    """Return the number of the document of each token [B, S], from 0 in each row; None if rows are one document each.
+
+    `packed` is whether rows may have several documents. `position_ids` is [B, S]: each document begins again at 0.
+    """
+    if not packed:
+        return None
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 VARLEN_FORWARD, VARLEN_BACKWARD = (

@@ -21,7 +21,7 @@ from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.loss import compute_in_chunks
-from fsdptrain.model.patches import VARLEN_FORWARD, use_torch_operators
+from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
@@ -63,8 +63,10 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()
-    elif recipe.model.attn_implementation == "sdpa":
-        varlen.avoid_wrong_kernel(recipe.data.seq_len)
+    else:
+        find_documents_without_waiting(recipe.data.packing != "none")
+        if recipe.model.attn_implementation == "sdpa":
+            varlen.avoid_wrong_kernel(recipe.data.seq_len)
     units = units_of(model, recipe.fsdp.wrap)
     if recipe.train.loss == "chunked":
         compute_in_chunks(model, plan.compiles)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from transformers import masking_utils
 
-from fsdptrain.model.patches import torch_operators
+from fsdptrain.model.patches import documents_of, torch_operators
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -30,7 +31,6 @@ RELIES_ON = {
     },
     f"{FSDP}._fsdp_param._chunk_with_empty": {"2.13.0": "62bed30ba222"},
     f"{FSDP}._fsdp_param.FSDPParam._init_sharded_param": {"2.13.0": "a88ffe8f21b4"},  # takes chunk 0
-    "transformers.masking_utils.find_packed_sequence_indices": {"5.23.0": "ebd2ac7ca795"},
     "torch.Tensor.is_pinned": {"2.13.0": "f02d809a3545"},
     "torch.Tensor.pin_memory": {"2.13.0": "9e2f6a284150"},
     "torch.UntypedStorage.resize_": {"2.13.0": "b82b8609ba58"},
@@ -56,38 +56,30 @@ RELIES_ON = {
 
 
 @contextlib.contextmanager
-def fake_tensor_patches(
-    packed: bool, unrecorded: Callable[[], AbstractContextManager[None]], wait: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def fake_tensor_patches(packed: bool, unrecorded: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Let torch and transformers do the same on fake tensors as on real ones.
 
     `packed`: whether micro-batches have several documents in a row. `unrecorded` hides what a recorder must not see.
 
     - `ShardingPropagator._propagate_tensor_meta_non_cached` runs operators at *global* shape, to learn the shapes of
       results: this is not part of the step.
-    - `find_packed_sequence_indices` cannot read fake position ids, and reports all of them as packed. `wait` is
-      called where it reads real ones: the host waits for the device there.
+    - `find_packed_sequence_indices` cannot read fake position ids, and reports all of them as packed.
     - Fake memory of the host cannot be pinned: it counts as pinned.
     - `_chunk_with_empty` splits a parameter for all ranks, of which only rank 0's part is used: 512 fake chunks take
       a while.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    find_packed = masking_utils.find_packed_sequence_indices
 
     def propagate_unrecorded(self: Any, schema: Any) -> Any:
         with unrecorded():
             return propagate(self, schema)
-
-    def find_if_packed(position_ids: torch.Tensor) -> torch.Tensor | None:
-        wait()
-        return find_packed(position_ids) if packed else None
 
     def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
         return [tensor.narrow(dim, 0, min(tensor.size(dim), -(-tensor.size(dim) // count)))]
 
     with (
         _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded),
-        _replaced(masking_utils, "find_packed_sequence_indices", find_if_packed),
+        _replaced(masking_utils, "find_packed_sequence_indices", partial(documents_of, packed=packed)),
         _replaced(_fsdp_param, "_chunk_with_empty", first_chunk),
         _replaced(torch.Tensor, "is_pinned", lambda tensor, *_: True),
         _replaced(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),

@@ -21,12 +21,12 @@ from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.timing import COMPUTE_STREAM
-from fsdptrain.forecast.trace import HOST, Alloc, Storage, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
-from fsdptrain.simulate.device import pretend_accelerator, pretend_world, trace_event
+from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
@@ -44,9 +44,7 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
     optimizer_class(plan.recipe.optim.name)  # imported here, because its module may compute tables
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
-        fake_tensor_patches(
-            plan.recipe.data.packing != "none", Recorder.unrecorded, lambda: trace_event(Synchronize())
-        ),
+        fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
         pretend_world(plan, device) as world,
         on_card(card),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -21,13 +21,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.masking_utils import find_packed_sequence_indices
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
-from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
+from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.parallel.shard import KEPT, compile_blocks, recompute
 
@@ -225,6 +226,17 @@ def no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", fail)
     for name in ("sdpa", "eager"):
         monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, fail)
+
+
+def test_documents_are_found_without_reading_the_position_ids() -> None:
+    """With masks, on an accelerator: the recipe says whether rows are packed, so the host need not look."""
+    for position_ids in (torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 0], [0, 1, 0]])):
+        found = documents_of(position_ids, packed=True)
+        assert found is not None and torch.equal(found, find_packed_sequence_indices(position_ids))
+        assert documents_of(position_ids.to("meta"), packed=True).shape == position_ids.shape
+    rows = torch.arange(6).expand(2, 6)
+    assert documents_of(rows, packed=False) is find_packed_sequence_indices(rows) is None
+    assert not documents_of(rows, packed=True).any(), "as transformers does with one document, apart from the mask"
 
 
 @pytest.mark.parametrize("kind", MODELS)
