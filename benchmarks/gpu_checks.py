@@ -374,7 +374,10 @@ def check_syncs(setting: Setting) -> list[Row]:
         "recomputed": ["fsdp.activation_checkpointing=selective"],
         "compiled": ["train.compile=true"],
         "offloaded": ["fsdp.cpu_offload=true"],
-    }
+        "offloaded, accumulated": [
+            "fsdp.cpu_offload=true", "fsdp.accumulation=hold_shards", "train.micro_batch_size=1"
+        ],
+    }  # fmt: skip
     steps = 2 if setting.tiny else 8
     if setting.tiny:
         variants = {"packed": []}

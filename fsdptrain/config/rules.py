@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
+from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem
 
@@ -125,3 +126,14 @@ def _fsdp_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     for key in strategy.unused_keys():
         if key.path in where and value_at(recipe, key.path) != key.unset:
             yield Problem(f"has no effect with {strategy}: {key.reason}", key.path)
+    if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
+        yield Problem(
+            f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: each rank's shard of the gradients "
+            "stays on its device anyway; use reduce",
+            "fsdp.accumulation",
+        )
+
+
+def may_hold_shards(strategy: Strategy, offload: bool) -> bool:
+    """Return whether anything follows the reduction of gradients to shards that `hold_shards` could put off."""
+    return strategy.replicates or offload

@@ -127,9 +127,11 @@ class Fsdp:
         "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
     )
     forward_prefetch: int = key(0, "extra units to gather ahead in forward", at_least=0, at_most=16)
-    accumulation: Literal["reduce", "hold"] = key(
+    accumulation: Literal["reduce", "hold", "hold_shards"] = key(
         "reduce",
-        "reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least traffic)",
+        "reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least traffic); "
+        "hold_shards: reduce them to shards in every one, and sum these over copies (HYBRID_*, NO_SHARD) and copy them "
+        "to the host (cpu_offload) only in the last",
     )
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(

@@ -128,10 +128,12 @@ class _MicroBatch:
         self.keys = self.shape.queries if repeated else self.shape.keys
         # On a CPU the tiled kernel uses the mask as it is, and saves no logarithms of sums: see `model.attention`.
         self.tiled = not on_gpu and (self.masked or self.compute == 2)
-        self.ranks, self.copied = plan.shard_size, plan.replicas > 1
+        self.holds_shards = fsdp.accumulation == "hold_shards"
+        self.ranks, self.copied = plan.shard_size, plan.replicas > 1 or self.holds_shards
         self.state = recipe.optim.name.state_bytes(self.shape.weights(), recipe.model.dtype, self.ranks)
         self.accumulates, self.earlier, self.last = plan.accumulation > 1, earlier, last
         self.holds = self.accumulates and fsdp.accumulation == "hold"
+        self.holds_until_last = self.accumulates and fsdp.accumulation != "reduce"
         self.offload, self.reshards = fsdp.cpu_offload, fsdp.strategy.reshards
         self.gathers = self.ranks > 1 and not (earlier and fsdp.strategy.gathers_once)  # in forward
         self.ahead = fsdp.backward_prefetch == "BACKWARD_PRE"
@@ -175,17 +177,18 @@ class _MicroBatch:
     def gradients(self, done: float) -> float:
         """Return the bytes of gradients when backward has passed the units of `done` parameters."""
         left = self.shape.all - done
-        if self.holds and not self.last:
-            return (self.shape.all if self.earlier else done) * self.reduce
-        if self.holds:
-            return left * self.reduce + (0 if self.offload else self.shard(done)) + self.copies(done)
+        held = self.reduce / self.ranks if self.holds_shards else self.reduce  # bytes a parameter
+        if self.holds_until_last and not self.last:
+            return (self.shape.all if self.earlier else done) * held
+        if self.holds_until_last:
+            return left * held + (0 if self.offload else self.shard(done)) + self.copies(done)
         if self.offload:
             return self.copies(done)
         return self.shard(self.shape.all if self.earlier else done) + self.copies(done)
 
     def copies(self, done: float) -> float:
         """Return the bytes reduced over replicas that are kept to the end of backward; 0 if they are the gradients."""
-        itself = self.master == self.reduce and not self.offload and (self.holds or not self.accumulates)
+        itself = self.master == self.reduce and not self.offload and (self.holds_until_last or not self.accumulates)
         return done * self.reduce / self.ranks if self.copied and not itself else 0
 
     def gathered(self, block: int, freed: bool = False) -> Parts:

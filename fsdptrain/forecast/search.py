@@ -22,6 +22,7 @@ from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.rules import may_hold_shards
 from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
@@ -222,6 +223,8 @@ def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micr
     if ladder.strategy.in_groups:
         same = fsdp.strategy.in_groups and plan.shard_size == ranks
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
+    if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
+        wanted["fsdp.accumulation"] = "reduce"
     unused_before = fsdp.strategy.unused_keys()
     wanted |= {key.path: key.unset for key in ladder.strategy.unused_keys() if key not in unused_before}
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
@@ -249,7 +252,8 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
         (most, world, "full", 1),
         (offloaded, world, "full", 1),
     ]
-    if fsdp.accumulation == "hold" and plan.accumulation > 1:
+    holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
+    if holds_more and plan.accumulation > 1:
         yield {"fsdp.accumulation": "reduce"}
     seen: list[dict[str, Any]] = [{}]
     for ladder, ranks, recomputation, size in choices:

@@ -118,10 +118,13 @@ def is_lookup(unit: Unit) -> bool:
 def begin_micro_batch(model: ShardedModel, fsdp: Fsdp, last: bool) -> None:
     """Set what the backward of a micro-batch does; `last` says that no other micro-batch of the step follows.
 
-    With `accumulation: hold` only the last one reduces gradients. Weights that are gathered once a step stay
-    until the last.
+    With `accumulation: hold` only the last one reduces gradients. With `hold_shards` each one does, and the sums over
+    ranks are added on the device; the last one sums them over copies and, with cpu_offload, sends them to the host.
+    Weights that are gathered once a step stay until the last.
     """
-    model.set_requires_gradient_sync(last or fsdp.accumulation == "reduce")
+    model.set_requires_gradient_sync(last or fsdp.accumulation != "hold")
+    if fsdp.accumulation == "hold_shards":
+        model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or not fsdp.strategy.gathers_once)
 
 

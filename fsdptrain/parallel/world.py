@@ -164,8 +164,11 @@ class World:
 
 
 def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Return the device mesh of the plan's strategy: ("shard",), or ("replicate", "shard")."""
-    if plan.recipe.fsdp.strategy.replicates:
+    """Return the device mesh of the plan's strategy: ("shard",), or ("replicate", "shard").
+
+    FSDP2 holds shards of gradients only where they are summed over copies afterwards: one copy counts too.
+    """
+    if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
 

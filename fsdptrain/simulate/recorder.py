@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import (
     HOST,
     HOST_STREAM,
@@ -187,6 +188,9 @@ class Recorder(TorchDispatchMode):
         elif func is c10d.alltoall_base_.default:
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "communication buffers")
+        elif func is aten.add_.Tensor and pretend.current_stream() != COMPUTE_STREAM:
+            for tensor in args[:2]:  # FSDP2 adds shards of gradients of several micro-batches
+                self.tag(tensor, "gradients")
         elif func is aten.sum.IntList_out and args[0].numel() > kwargs["out"].numel() > 1:
             self.tag(kwargs["out"], "gradients")
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.plan import Plan, fastest_on_one_gpu, varied
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.trace import HOST, Collective, Trace
+from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.parameters import weights_of
@@ -29,6 +30,7 @@ from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
+from fsdptrain.text import size
 
 
 def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, drawing: Path | None = None) -> Forecast:
@@ -61,6 +63,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
     useful_flops = model_flops(bare, tokens, plan.recipe.data.seq_len)
+    notes += accumulation_notes(plan, trace, parameters)
     return Forecast(
         **memory(trace, device, hardware),
         **communication(plan, trace, parameters),
@@ -70,6 +73,26 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         method="pretended accelerator" if pretend else "fake CPU",
         notes=notes,
     )
+
+
+def accumulation_notes(plan: Plan, trace: Trace, parameters: int) -> list[str]:
+    """Return what `fsdp.accumulation: reduce` costs a plan in several micro-batches on GPUs, if it can be avoided."""
+    fsdp, count = plan.recipe.fsdp, plan.accumulation
+    if fsdp.accumulation != "reduce" or count == 1 or plan.topology.device == "cpu":
+        return []
+    held = size(parameters * BYTES[fsdp.mixed_precision.reduce_dtype] // plan.shard_size)
+    if fsdp.cpu_offload:
+        waits = sum(isinstance(event, Synchronize) for event in trace.repeated(count))
+        return [
+            f"fsdp.cpu_offload: gradients of {count} micro-batches are added in host memory, for which the host waits "
+            f"for the GPU {waits:,} times a step; fsdp.accumulation=hold_shards adds them in {held} of GPU memory"
+        ]
+    if plan.replicas > 1:
+        return [
+            f"{fsdp.strategy}: gradients are summed over {plan.replicas} copies in each of {count} micro-batches; "
+            f"fsdp.accumulation=hold_shards does it once a step"
+        ]
+    return []
 
 
 def measured_cpu(hardware: Hardware, plan: Plan) -> Hardware:

@@ -755,6 +755,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         (["fsdp.shard_size=8"], "fsdp.shard_size", "no effect with FULL_SHARD"),
         (["fsdp.shard_size=8", "fsdp.strategy=SHARD_GRAD_OP"], "fsdp.shard_size", "no effect with SHARD_GRAD_OP"),
         (["fsdp.shard_size=8", "fsdp.strategy=NO_SHARD"], "fsdp.shard_size", "no effect with NO_SHARD"),
+        (["fsdp.accumulation=hold_shards"], "fsdp.accumulation", "no effect with FULL_SHARD without fsdp.cpu_offload"),
         (["fsdp.strategy=NO_SHARD", "fsdp.forward_prefetch=1"], "fsdp.forward_prefetch", "no parameters are gathered"),
         (
             ["fsdp.strategy=NO_SHARD", "fsdp.backward_prefetch=BACKWARD_PRE"],

@@ -366,6 +366,20 @@ def test_the_ways_out_of_a_plan_that_does_not_fit_are_not_set_in_it(tmp_path: Pa
     assert ways(full, "fsdp.strategy=NO_SHARD") == f"fsdp.strategy=FULL_SHARD, {offload}, more ranks"
 
 
+def test_shards_are_held_only_by_plans_in_which_that_has_an_effect(tmp_path: Path) -> None:
+    held, offload = "fsdp.accumulation=hold_shards", "fsdp.cpu_offload=true"
+    plan = plan_of(tmp_path, held, offload)
+    changes = [*changes_that_save_memory(plan)]
+    assert changes[0] == {"fsdp.accumulation": "reduce"}, "shards that were held in GPU memory are sent to the host"
+    assert all("fsdp.accumulation" not in change for change in changes[1:]), "offload stays"
+    hybrid = plan_of(tmp_path, held, "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")
+    for change in changes_that_save_memory(hybrid):
+        words = override_words(change)
+        sharded = "fsdp.strategy=FULL_SHARD" in words and "fsdp.cpu_offload=true" not in words
+        assert ("fsdp.accumulation=reduce" in words) == sharded
+        load(tmp_path / "recipe.yaml", [held, "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2", *words])
+
+
 def test_out_of_memory_shows_the_forecast_and_three_overrides_that_fit(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.micro_batch_size=8")
     ask = FakeForecaster(activations=200)

@@ -41,6 +41,8 @@ def test_a_gpu_gives_the_same_curve_as_the_cpu(tmp_path: Path) -> None:
 def test_offload_and_recomputation_do_not_change_the_curve(tmp_path: Path) -> None:
     plain = losses(tmp_path, "plain")
     assert losses(tmp_path, "offload", "fsdp.cpu_offload=true") == pytest.approx(plain, rel=1e-5)
+    held = ["fsdp.cpu_offload=true", "fsdp.accumulation=hold_shards", "train.micro_batch_size=1"]
+    assert losses(tmp_path, "held", *held) == pytest.approx(plain, rel=1e-5)
     selective = "fsdp.activation_checkpointing=selective"
     assert losses(tmp_path, "selective", selective) == pytest.approx(plain, rel=1e-5)
 

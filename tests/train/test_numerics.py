@@ -80,7 +80,18 @@ def some_variants(world: int) -> dict[str, list[str]]:
     strategies = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
     names = [f"{strategy} × {world} / 2 held float32" for strategy in strategies]
     made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
-    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")])
+    return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")]) | (shards_held() if world == 2 else {})
+
+
+def shards_held() -> dict[str, list[str]]:
+    """Return variants on two ranks whose shards of gradients are held, between copies and on their way to the host."""
+    held = "fsdp.accumulation=hold_shards"
+    _, copies = variant(2, "HYBRID_SHARD", 4, False, "float32")
+    _, offloaded = variant(2, "FULL_SHARD", 4, False, "bfloat16")
+    return {
+        "HYBRID_SHARD × 2 / 4 shards held float32": [*copies, "fsdp.shard_size=1", held],
+        "FULL_SHARD × 2 / 4 shards held, offloaded bfloat16": [*offloaded, "fsdp.cpu_offload=true", held],
+    }
 
 
 def assert_curves_agree(
