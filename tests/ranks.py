@@ -41,6 +41,7 @@ from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
+from fsdptrain.train import trainer
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
@@ -70,7 +71,7 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
         batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
-        stats = run.engine.read(run.engine.step(step, batches, tokens, lr))
+        [stats] = run.engine.read([run.engine.step(step, batches, tokens, lr)])
         made.append([stats.loss, stats.grad_norm])
     return made
 
@@ -158,8 +159,6 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     start` is what a full disk raises before the first step, `resumed` the step that a resume takes up at the end.
     """
     import broken_saves as injected
-
-    from fsdptrain.train import trainer
 
     found: dict[str, Any] = {}
     # The full disk must be refused before any state is loaded, so `load_state` is not callable.
@@ -381,7 +380,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
         run.engine.loss = loss
         try:
-            run.engine.read(run.engine.step(1, batches, tokens, 1e-3))
+            list(run.engine.read([run.engine.step(1, batches, tokens, 1e-3)]))
         except NonFiniteError as error:
             after = [p.detach().to_local() for p in params]
             unchanged = all(map(torch.equal, before, after)) and not any(p.grad is not None for p in params)
@@ -391,31 +390,33 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Train with a NaN in the loss of step 3, on the last rank, reading each step at once and one step late.
+    """Train with a NaN in the loss of step 3, on the last rank, reading each step at once, one step late, and 4 steps
+    together.
 
-    Returns for both what was reported, and digests of weights and state at the end; and what is left by the step with
-    the NaN and the step after it when the run ends there.
+    Returns for each what was reported, how many steps were read together, and digests of weights and state at the end;
+    and what is left by the step with the NaN and three steps after it when the run ends there.
     """
     found: dict[str, Any] = {}
-    for name in ("at once", "late", "late, but read before a save"):
-        run, events = build(recipe, [*overrides, "train.on_nonfinite=skip"]), []
-        watch(run, events, late=name != "at once")
+    for name in ("at once", "late", "late, but read before a save", "4 together"):
+        logged = ["log.every=100"] if name == "4 together" else []
+        run, events = build(recipe, [*overrides, *logged, "train.on_nonfinite=skip"]), []
+        together = watch(run, events, late=name != "at once", most_unread=4 if name == "4 together" else 1)
         for step in range(6):
             run.step(step)
             if step == 2 and name == "late, but read before a save":
-                run.read_step()
-        run.read_step()
+                run.read_steps()
+        run.read_steps()
         run.prefetch.close()
-        found[name] = {"events": events, "state": digest_of(run)}
-    run = build(recipe, overrides)
-    watch(run, [], late=True)
-    run.step(0), run.step(1), run.read_step()
+        found[name] = {"events": events, "state": digest_of(run), "together": together}
+    run = build(recipe, [*overrides, "log.every=100"])
+    watch(run, [], late=True, most_unread=3)
+    run.step(0), run.step(1), run.read_steps()
     before, error = digest_of(run), ""
-    run.step(2)
     try:
-        run.step(3)
+        for step in range(2, 6):
+            run.step(step)
     except NonFiniteError as raised:
-        error = str(raised)
+        error = f"{raised} [in step {step + 1}]"
     counters = {float(state["step"]) for state in run.engine.optimizer.state.values()}
     run.prefetch.close()
     return found | {
@@ -423,9 +424,14 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def watch(run: Trainer, events: list[Any], late: bool) -> None:
-    """Collect the events of a trainer, and make the loss of step 3 NaN on the last rank, also when it is repeated."""
-    run.reads_late = late
+def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1) -> list[int]:
+    """Collect the events of a trainer, and make the loss of step 3 NaN on the last rank, also when it is repeated.
+
+    Returns a list to which the number of steps is added whenever some are read together.
+    """
+    run.reads_late, run.most_unread, together = late, most_unread, []
+    read, trainer.count_within = run.engine.read, lambda *_: most_unread
+    run.engine.read = lambda queued: together.append(len(queued)) or read(queued)  # type: ignore
     shown = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "total_tokens", "what")
     run.reporter.event = lambda kind, **facts: events.append([kind, *(facts.get(key) for key in shown)])  # type: ignore
     whole, seed, at = run.engine.loss, run.engine.seed, [0]
@@ -439,6 +445,7 @@ def watch(run: Trainer, events: list[Any], late: bool) -> None:
         return whole(batch, divisor) * (float("nan") if bad else 1.0)
 
     run.engine.seed, run.engine.loss = seeded, loss  # type: ignore[method-assign]
+    return together
 
 
 def digest_of(run: Trainer, counters: float | None = None) -> str:
@@ -469,7 +476,7 @@ def masked(recipe: str, overrides: list[str]) -> dict[str, Any]:
         run.engine.accumulate(0, batches, tokens)
         grads.append([g.clone() for g in run.engine.local_grads()])
     run.engine.drop_gradients()
-    stats = run.engine.read(run.engine.step(0, [empty], 0, 0.0))  # a whole window without a label
+    [stats] = run.engine.read([run.engine.step(0, [empty], 0, 0.0)])  # a whole window without a label
     return {"equal": all(map(torch.equal, *grads)), "nothing": [stats.loss, stats.grad_norm]}
 
 
@@ -487,7 +494,7 @@ def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     run.engine.accumulate(0, batches, tokens)
     whole = [p.grad.full_tensor().double() for p in run.engine.model.parameters()]
     run.engine.drop_gradients()
-    stats = run.engine.read(run.engine.step(0, batches, tokens, 0.0))
+    [stats] = run.engine.read([run.engine.step(0, batches, tokens, 0.0)])
     return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
 
 
@@ -681,8 +688,6 @@ def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, 
 
 def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str | None]:
     """Flip a bit in a weight or a buffer of the last rank; return the error that each variant raises, or None."""
-    from fsdptrain.train import trainer
-
     load_state, found = trainer.load_state, {}
     for name, overrides in variants.items():
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdptrain.config.hardware import card
 from fsdptrain.config.network import set_gloo_interface
 from fsdptrain.config.plan import Plan
+from fsdptrain.data.corpus import send
 from fsdptrain.errors import Stopped
 from fsdptrain.parallel.issued import SIDE
 from fsdptrain.processes import StopRequest
@@ -28,7 +29,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class HostCopy:
-    """A copy of a tensor in host memory. It may still be under way: only `read` waits for it."""
+    """A copy of a tensor in host memory. It may still be under way: only `wait` and `read` wait for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True)  # into pinned memory, so that the host does not wait
@@ -37,10 +38,14 @@ class HostCopy:
             self._copied = torch.get_device_module(tensor.device).Event()
             self._copied.record()
 
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+
     def read(self) -> Floats:
         """Wait for the copy, and return it."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.wait()
         return self._numbers()
 
     def _numbers(self) -> Floats:
@@ -106,7 +111,7 @@ class World:
 
         The result is on the device, and the host does not wait for it.
         """
-        local = values.to(self.device, torch.float64)
+        local = send(values.double(), self.device)
         ranks = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(ranks, local)
         return torch.stack(ranks)

@@ -42,6 +42,7 @@ class PretendStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.number = PretendStream.numbers
         PretendStream.numbers += 1
+        self.waited_for = 0  # the newest event on this stream for which the host has waited
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event on this stream."""
@@ -64,7 +65,7 @@ class PretendStream:
 
 
 class DeviceEvent:
-    """An event of the pretended accelerator."""
+    """An event of the pretended accelerator. It happens when the host waits for it or for a later one of its stream."""
 
     numbers = 0
 
@@ -74,8 +75,8 @@ class DeviceEvent:
     def record(self, stream: PretendStream | None = None) -> DeviceEvent:
         """Record this event on a stream, by default the current one."""
         DeviceEvent.numbers += 1
-        self.number = DeviceEvent.numbers
-        trace_event(RecordEvent(self.number, (stream or PretendStream.current[-1]).number))
+        self.number, self.stream = DeviceEvent.numbers, stream or PretendStream.current[-1]
+        trace_event(RecordEvent(self.number, self.stream.number))
         return self
 
     def wait(self, stream: PretendStream | None = None) -> None:
@@ -83,12 +84,14 @@ class DeviceEvent:
         (stream or PretendStream.current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait for this event."""
-        trace_event(Synchronize(self.number))
+        """Let the host wait for this event. If it has happened already, that is no wait."""
+        if self.number is not None and not self.query():
+            self.stream.waited_for = self.number
+            trace_event(Synchronize(self.number))
 
     def query(self) -> bool:
-        """Return that the event has happened."""
-        return True
+        """Return whether the event has happened."""
+        return self.number is None or self.number <= self.stream.waited_for
 
     def elapsed_time(self, end: DeviceEvent) -> float:
         """Return 0 ms: nothing computes."""

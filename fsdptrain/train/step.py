@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before the wait for data. `numbers` is float64 [ranks, 6].
+    `began` is in seconds of `time.perf_counter`, before the wait for data. `numbers` is float64 [ranks, 9].
     """
 
     step: int
@@ -51,10 +51,11 @@ class QueuedStep:
 class StepStats:
     """What one optimizer step measured. All fields but `step_s` are equal on every rank.
 
-    `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes; `alloc_retries` those of the allocator
-    since the process began, again the most of all ranks. `step_s` are this rank's seconds, its wait for data included,
-    from the later of the beginning of this step and the end of the one before. `data_s` (the wait for data) and
-    `compute_s` (the forward passes of the blocks) are seconds, one for each rank.
+    `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes. `step_s` are this rank's seconds, its
+    wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
+    read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
+    for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data) and
+    `compute_s` (the forward passes of the blocks) in seconds.
     """
 
     loss: float
@@ -62,8 +63,9 @@ class StepStats:
     stop: bool
     peak_memory: int
     reserved_memory: int
-    alloc_retries: int
     step_s: float
+    usual_step_s: float
+    alloc_retries: list[int]
     data_s: list[float]
     compute_s: list[float]
 
@@ -90,7 +92,8 @@ class Engine:
         self._found_inf = plan.recipe.optim.name.facts.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
         self._blocked = torch.zeros((), device=self._home)
-        self._read_at = 0.0  # when the last step was read
+        self._read_at = 0.0  # when a step was last read
+        self._step_s = 0.0  # of the steps that were read then, on average
         self._checked = False
 
     def step(
@@ -110,7 +113,7 @@ class Engine:
         square = torch.stack(norms).double().square().sum()
         # One collective for all numbers. Every rank sums them in the same order, so all get equal results.
         memory = (self.world.peak_memory(), *self.world.allocator_counts())
-        measured = [stop, *memory, data_s, self._clock.seconds()]
+        measured = [stop, *memory, data_s, self._clock.seconds(), self._step_s]
         numbers = [loss.double()[None], square[None], torch.tensor(measured, dtype=torch.float64)]
         ranks = self.world.all_gather(torch.cat([send(part, self.world.device) for part in numbers]))
         # With shards in host memory the host updates them: it waits for the numbers here.
@@ -118,16 +121,22 @@ class Engine:
         self.update(grads, ranks, lr)
         return QueuedStep(step, began, self.world.host_copy(ranks))
 
-    def read(self, queued: QueuedStep) -> StepStats:
-        """Wait for a step and return what it measured; steps are read in the order in which they were queued.
+    def read(self, queued: Sequence[QueuedStep]) -> Iterator[StepStats]:
+        """Wait for some steps and yield what each measured; steps are read in the order in which they were queued.
 
-        Raises NonFiniteError on every rank if loss or gradient of any rank was not finite. Neither this step nor any
-        step that was queued since then has changed anything: those must be queued again.
+        The host waits once, for the last of them. Raises NonFiniteError on every rank at a step in which loss or
+        gradient of any rank was not finite. Neither this step nor any step that was queued since then has changed
+        anything: those must be queued again.
         """
-        ranks = queued.numbers.read()
-        losses, squares, stops, peaks, reserved, retries, data_seconds, compute_seconds = ranks.T
+        queued[-1].numbers.wait()  # the device makes steps in order: the others are complete too
+        began, self._read_at = max(queued[0].began, self._read_at), time.perf_counter()
+        self._step_s = (self._read_at - began) / len(queued)
+        yield from map(self._stats, queued)
+
+    def _stats(self, queued: QueuedStep) -> StepStats:
+        """Return what a step measured. Raises NonFiniteError as `read` does."""
+        losses, squares, stops, peaks, reserved, retries, data_seconds, compute_seconds, usual = queued.numbers.read().T
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
-        began, self._read_at = max(queued.began, self._read_at), time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             # If the run skips this step, it counts, as it does after a resume.
             set_step(self.optimizer, queued.step + 1)
@@ -139,8 +148,9 @@ class Engine:
             stop=bool(stops.any()),
             peak_memory=int(peaks.max()),
             reserved_memory=int(reserved.max()),
-            alloc_retries=int(retries.max()),
-            step_s=self._read_at - began,
+            step_s=self._step_s,
+            usual_step_s=float(usual.max()),
+            alloc_retries=[*map(int, retries)],
             data_s=data_seconds.tolist(),
             compute_s=compute_seconds.tolist(),
         )

@@ -37,6 +37,7 @@ from fsdptrain.train.setup import (
     use_best_flash,
 )
 from fsdptrain.train.step import Engine, QueuedStep, StepStats
+from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 
 GC_EVERY = 500  # steps
@@ -59,7 +60,7 @@ class Totals:
     positions: int = 0
     seconds: float = 0.0
     skipped: int = 0  # non-finite steps since the last finite one
-    alloc_retries: int = 0  # of the allocator, on the rank with the most, up to the last `step` event
+    alloc_retries: list[int] = field(default_factory=list)  # of each rank's allocator, up to the last `step` event
     pace: Pace = field(default_factory=Pace)
 
     def add(self, tokens: int, positions: int, seconds: float) -> None:
@@ -91,7 +92,8 @@ class Trainer:
         self.prefetch = Prefetch(self.plan, self.stream, self.world.rank, self.world.device, sizes.total_steps)
         # An accelerator needs the next step in its queue before the host waits for the numbers of this one.
         self.reads_late = self.world.device.type != "cpu"
-        self.unread: MadeStep | None = None
+        self.unread: list[MadeStep] = []
+        self.most_unread = 1  # steps, besides the newest
 
     @classmethod
     def set_up(cls, session: Session) -> Trainer:
@@ -158,9 +160,9 @@ class Trainer:
         done, stop = resumed, False
         while True:
             last = done >= self.sizes.total_steps
-            # An evaluation or a save needs the last step read: it may have to be skipped or to end the run.
+            # An evaluation or a save needs all steps read: one may have to be skipped or to end the run.
             if last or stop or due(done, recipe.eval.every) or due(done, recipe.checkpoint.every):
-                stop |= self.read_step()
+                stop |= self.read_steps()
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
                 stop = self.evaluate(done)
@@ -178,18 +180,17 @@ class Trainer:
     def step(self, step: int) -> bool:
         """Make optimizer step number `step` (from 0). Return whether any rank has a stop request, as far as it is read.
 
-        On an accelerator this step is queued, and then the step before is read and reported.
+        On an accelerator this step is queued. The steps before it are read when one of them is logged, and at the
+        latest after NOTICED_S seconds, which the ranks count in steps (see `stops`).
         """
         # The wait for data is measured by itself, to tell slow input from slow compute.
         started = time.perf_counter()
         inputs = self.prefetch.get(step)
-        made = self.queue_step(inputs, time.perf_counter() - started)
-        skipped = self.totals.skipped
-        stop = self.read_step()
-        if self.totals.skipped > skipped:  # the step before was not finite, so this one changed nothing
-            made = self.queue_step(inputs)
-        self.unread = made
-        return stop if self.reads_late else self.read_step()
+        self.unread.append(self.queue_step(inputs, time.perf_counter() - started))
+        if not self.reads_late:
+            return self.read_steps()
+        read = due(step, self.plan.recipe.log.every) or len(self.unread) > self.most_unread
+        return self.read_steps(keep=1) if read else False
 
     def queue_step(self, inputs: StepInputs, data_s: float = 0.0) -> MadeStep:
         """Queue a step; nothing waits for the device. `data_s` are the seconds that this rank waited for the inputs."""
@@ -199,23 +200,32 @@ class Trainer:
         stop = bool(self.session.stop.count)
         return MadeStep(inputs, lr, self.engine.step(step, inputs.batches, inputs.label_tokens, lr, stop, data_s))
 
-    def read_step(self) -> bool:
-        """Wait for the step that was queued and not read, if there is one, and report it.
+    def read_steps(self, keep: int = 0) -> bool:
+        """Wait for the queued steps, except the newest `keep`, and report them.
 
-        Returns whether any rank had a stop request when it was queued.
+        Returns whether any rank had a stop request when one of them was queued.
         """
-        made, self.unread = self.unread, None
-        if made is None:
-            return False
-        try:
-            stats = self.engine.read(made.queued)
-        except NonFiniteError as error:
-            return self.skip_or_raise(made.inputs, error)
+        stop = False
+        while ready := self.unread[: len(self.unread) - keep]:
+            try:
+                for made, stats in zip(ready, self.engine.read([made.queued for made in ready]), strict=True):
+                    del self.unread[0]
+                    self.add_step(made, stats)
+                    stop |= stats.stop
+            except NonFiniteError as error:
+                nonfinite, *later = self.unread
+                self.unread = []
+                stop |= self.skip_or_raise(nonfinite.inputs, error)
+                self.unread = [self.queue_step(made.inputs) for made in later]  # they have changed nothing
+        return stop
+
+    def add_step(self, made: MadeStep, stats: StepStats) -> None:
+        """Count a finite step, and report it."""
         self.session.watchdog.beat(step_done=True)
         positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
         self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
+        self.most_unread = count_within(NOTICED_S, stats.usual_step_s)
         self.report_step(made, stats)
-        return stats.stop
 
     def report_step(self, made: MadeStep, stats: StepStats) -> None:
         """Write the `step` event if it is due, and a `straggler` event if a rank slows the others down."""
@@ -245,11 +255,15 @@ class Trainer:
             self.reporter.event("straggler", step=step + 1, **dataclasses.asdict(straggler))
 
     def allocator_fields(self, stats: StepStats) -> dict[str, int]:
-        """Return the fields of a `step` event on GPUs: reserved bytes, and allocator retries since the last event."""
+        """Return the fields of a `step` event on GPUs: reserved bytes, and allocator retries since the last event.
+
+        Of both, those of the rank with the most.
+        """
         if self.world.device.type != "cuda":
             return {}
-        retries = stats.alloc_retries - self.totals.alloc_retries
+        before = self.totals.alloc_retries or [0] * self.world.size
         self.totals.alloc_retries = stats.alloc_retries
+        retries = max(now - earlier for now, earlier in zip(stats.alloc_retries, before, strict=True))
         return {"reserved_memory_bytes": stats.reserved_memory, "alloc_retries": retries}
 
     def skip_or_raise(self, inputs: StepInputs, error: NonFiniteError) -> bool:
@@ -292,7 +306,8 @@ class Trainer:
     def evaluate(self, done: int) -> bool:
         """Report the loss over all held-out blocks. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
-        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, self.any_stop)
+        stops = StopPoll(self.world, self.session.stop)
+        result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)
         if result is not None:
             loss, tokens = result
             self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)

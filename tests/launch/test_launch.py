@@ -201,10 +201,12 @@ def test_a_slow_rank_is_named_with_its_cause_once_it_costs_a_tenth(
 def test_the_events_have_the_allocator_s_retries_since_the_last_event() -> None:
     trainer = Trainer.__new__(Trainer)
     trainer.totals = Totals()
-    trainer.world = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    stats = StepStats(1.0, 1.0, False, 5, 7, 2, 1.0, [], [])
-    assert trainer.allocator_fields(stats) == {"reserved_memory_bytes": 7, "alloc_retries": 2}
-    assert trainer.allocator_fields(dataclasses.replace(stats, alloc_retries=3))["alloc_retries"] == 1
+    trainer.world = SimpleNamespace(device=torch.device("cuda"), size=2)  # type: ignore[assignment]
+    stats = StepStats(1.0, 1.0, False, 5, 7, 1.0, 1.0, [0, 5], [], [])
+    assert trainer.allocator_fields(stats) == {"reserved_memory_bytes": 7, "alloc_retries": 5}
+    # The rank with the most in all is not the one with the most since the last event.
+    for retries, since in (([3, 6], 3), ([3, 6], 0), ([3, 7], 1)):
+        assert trainer.allocator_fields(dataclasses.replace(stats, alloc_retries=retries))["alloc_retries"] == since
     trainer.world = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     assert trainer.allocator_fields(stats) == {}
 

@@ -260,13 +260,20 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_update(edges: list[dict[s
 
 
 def test_steps_that_are_read_late_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    """On an accelerator a step is read after the next one was queued: a NaN and its successor change nothing."""
+    """On an accelerator steps are read after the next one was queued: a NaN and its successors change nothing."""
     found = on_ranks(2, "late", tmp_path, recipe=str(recipe), overrides=["train.steps=6", "train.micro_batch_size=2"])
     for rank in found:
-        assert rank["late"] == rank["at once"] == rank["late, but read before a save"]
-        assert [event[0] for event in rank["late"]["events"]] == ["step", "step", "skip", "step", "step", "step"]
+        once, *others = (rank[name] for name in ("at once", "late", "late, but read before a save", "4 together"))
+        assert all(other["state"] == once["state"] for other in others)
+        assert [other["events"] for other in others] == [
+            once["events"],
+            once["events"],
+            [once["events"][i] for i in (2, 5)],
+        ]
+        assert [event[0] for event in once["events"]] == ["step", "step", "skip", "step", "step", "step"]
+        assert once["together"] == [1] * 6 and others[-1]["together"] == [4, 1, 2]
         assert rank["stopped"]["unchanged"] and rank["stopped"]["counted"]
-        assert "step 3: the loss is nan" in rank["stopped"]["error"]
+        assert "step 3: the loss is nan" in rank["stopped"]["error"] and "[in step 6]" in rank["stopped"]["error"]
         assert "the loss is nan on rank 1 (samples " in rank["stopped"]["error"]
 
 

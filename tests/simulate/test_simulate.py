@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import SMALL, config_of, named, on_fake, plan_of
-from support import TESTS, environment, on_ranks, python_path, write_recipe
+from support import ROOT, TESTS, environment, on_ranks, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import KNOWN
@@ -24,7 +24,7 @@ from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
-from fsdptrain.forecast.trace import HOST
+from fsdptrain.forecast.trace import HOST, Moment, Synchronize, Trace
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import pretend_world
@@ -124,6 +124,12 @@ RANKED = {
     "grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.mixed_precision.param_dtype=bfloat16"],
     "hold": ["fsdp.accumulation=hold", "train.global_batch_size=8"],
     "no shard": ["fsdp.strategy=NO_SHARD"],
+    "shards held": [
+        "fsdp.strategy=HYBRID_SHARD",
+        "fsdp.shard_size=1",
+        "fsdp.accumulation=hold_shards",
+        "train.global_batch_size=12",
+    ],
     "grad op, accumulated": ["fsdp.strategy=SHARD_GRAD_OP", "train.global_batch_size=16"],
 }
 
@@ -192,73 +198,76 @@ def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path)
 
 WAITS = """
 import json, sys
-from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
-from simulated import SMALL, config_of, plan_of
-from fsdptrain.forecast.trace import Collective, Kernel, Moment, Synchronize
-from fsdptrain.simulate import device, step
-from fsdptrain.train.step import Engine
+from simulated import SMALL, plan_of
+from waits import recorded, waits
+from fsdptrain.forecast.trace import Collective, Kernel
 
-def queue(engine, *arguments, real=Engine.step):
-    read.append(lambda queued=real(engine, *arguments): engine.read(queued))
-
-found, folder = [], Path(sys.argv[1])
+found = []
 for changes in json.load(sys.stdin):
-    read, events = [], []
-    plan = plan_of(folder, device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
-    with patch.object(Engine, "step", queue):
-        trace = step.simulate(plan, config_of(plan), pretend=True)
-    waits, moment = Counter(), ""
-    for event in trace.repeated(plan.accumulation):
-        moment = event.name.split()[0] if isinstance(event, Moment) else moment
-        waits[moment] += isinstance(event, Synchronize)
-    device.listeners.append(events.append)
-    read[0]()
-    device.listeners.clear()
-    products = {event.stream for event in trace.events if isinstance(event, Kernel) and event.flops}
-    units = {event.stream for event in trace.events if isinstance(event, Collective) and event.size > 1000}
-    beside = bool(units) and not units & products
-    shown = {name: count for name, count in waits.items() if count}
-    found.append({**shown, "read": [event.event is not None for event in events], "beside": beside})
+    plan = plan_of(Path(sys.argv[1]), device="cuda", model__config=SMALL | {"num_hidden_layers": 1}, **changes)
+    steps, evaluation = recorded(plan, 2)
+    products = {event.stream for event in steps if isinstance(event, Kernel) and event.flops}
+    units = {event.stream for event in steps if isinstance(event, Collective) and event.size > 1000}
+    found.append({**waits(steps, evaluation, 2), "beside": bool(units) and not units & products})
 print(json.dumps(found))
 """
 WAITING = [
     {
         "fsdp__strategy": strategy, "fsdp__accumulation": mode, "train__global_batch_size": 8 * count,
-        "data__packing": packing, "fsdp__cpu_offload": offload, "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
+        "data__packing": packing, "log__every": every, "fsdp__cpu_offload": offload,
+        "fsdp__mixed_precision": {"param_dtype": dtype},
     }
     | ({"fsdp__shard_size": 2} if strategy.startswith("HYBRID") else {})
-    for strategy, (count, mode), packing, offload in itertools.product(
-        STRATEGIES, ACCUMULATIONS, ["none", "bfd"], [False, True]
+    for strategy, (count, mode), offload, (packing, every, dtype) in itertools.product(
+        STRATEGIES, [*ACCUMULATIONS, (4, "hold_shards")], [False, True],
+        [("none", 1, "float32"), ("bfd", 2, "bfloat16"), ("bfd", 1, "float32")],
     )
+    if mode != "hold_shards" or offload or "HYBRID" in strategy
 ]  # fmt: skip
 
 
 def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
+    """A step waits only for the numbers of logged steps, an evaluation for its first exchange of stops and its result.
+
+    With offload the host also waits for gradients and for the numbers of all ranks: it updates the weights.
+    """
     done = subprocess.run(
         [sys.executable, "-c", WAITS, str(tmp_path)], input=json.dumps(matrix), text=True, capture_output=True,
-        env=environment(PYTHONPATH=python_path(TESTS)),
+        env=environment(PYTHONPATH=python_path(TESTS, ROOT / "benchmarks")),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
         print(named(changes), found)
         assert found.pop("beside"), "the collectives of units run in the stream of the matrix products"
-        # The mask of attention, which transformers searches for the ends of documents in each micro-batch.
-        assert found.pop("forward", 0) <= changes["train__global_batch_size"] // 8, (changes, found)
-        if changes["fsdp__cpu_offload"]:  # FSDP2 waits for each gradient on its way to the host, which then updates
-            assert found.pop("backward") and found.pop("gradient") == 1, (changes, found)
-            assert found == {"read": []}, (changes, found)
-        else:
-            assert found == {"read": [True]}, (changes, found)
+        expected = {"read": 1 / changes["log__every"], "evaluation": 2}
+        if changes["fsdp__cpu_offload"]:
+            # FSDP2 adds to gradients in host memory: it waits for each of the 12 in every micro-batch but the first.
+            adding = changes["train__global_batch_size"] // 8 - 1 if changes["fsdp__accumulation"] == "reduce" else 0
+            expected = {"backward": 1 + 12 * adding, "gradient": 1, "evaluation": 2}
+        assert found == expected, (changes, found)
 
 
-def test_the_host_waits_for_the_device_only_to_read_a_step(tmp_path: Path) -> None:
-    check_waits(tmp_path, WAITING[::7])
+def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
+    trace = Trace(events=[Moment("forward of embedding"), *[Synchronize()] * 7])
+    accumulated = {"device": "cuda", "train__global_batch_size": 24}
+    offloaded = accumulated | {"fsdp__cpu_offload": True}
+    [note] = server.accumulation_notes(plan_of(tmp_path, **offloaded), trace, 2**20)
+    assert "waits for the GPU 7 times a step; fsdp.accumulation=hold_shards adds them in 1.0 MiB" in note
+    hybrid = accumulated | {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2}
+    [note] = server.accumulation_notes(plan_of(tmp_path, **hybrid), trace, 2**20)
+    assert "summed over 2 copies in each of 3 micro-batches; fsdp.accumulation=hold_shards" in note
+    held = {"fsdp__accumulation": "hold_shards"}
+    for changes in (accumulated, offloaded | held, offloaded | {"train__global_batch_size": 8}, hybrid | held):
+        assert not server.accumulation_notes(plan_of(tmp_path, **changes), trace, 2**20)
+
+
+def test_the_host_waits_for_the_device_only_to_read_a_logged_step(tmp_path: Path) -> None:
+    check_waits(tmp_path, WAITING[13::19])
 
 
 @pytest.mark.soak
-def test_the_host_waits_only_to_read_a_step_in_every_configuration(tmp_path: Path) -> None:
+def test_the_host_waits_only_to_read_a_logged_step_in_every_configuration(tmp_path: Path) -> None:
     check_waits(tmp_path, WAITING)
 
 

@@ -1,0 +1,154 @@
+"""Count the waits of the host for the device, in training steps and in an evaluation, on the pretended accelerator.
+
+    python benchmarks/waits.py
+
+Prints a row for each strategy, accumulation and offload; packing and the attention kernel do not change the counts.
+`Trainer.step` runs as in a run, on fake tensors. A wait is an operator whose result the host needs (`.item()`, a
+blocking copy), or a wait for an event that has not happened yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
+
+from fsdptrain.config.hardware import KNOWN
+from fsdptrain.config.plan import Plan, make_plan, varied
+from fsdptrain.config.reader import load
+from fsdptrain.config.strategy import Strategy
+from fsdptrain.config.topology import Topology
+from fsdptrain.forecast.trace import Event, Moment, Synchronize
+from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.simulate.device import PretendCopy, pretend_accelerator, pretend_world
+from fsdptrain.simulate.kernels import on_card
+from fsdptrain.simulate.patches import fake_tensor_patches
+from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.simulate.step import batch_of_zeros, make_engine, mark_moments
+from fsdptrain.train import stops, trainer
+from fsdptrain.train.prefetch import StepInputs
+from fsdptrain.train.setup import Sizes
+from fsdptrain.train.step import Engine
+from fsdptrain.train.trainer import Trainer
+
+STEPS = 4
+EVALUATED = 12  # micro-batches of a rank
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+RECIPE = """
+model: {config: CONFIG, tokenizer: {train: 512}, init: random}
+data: {path: data.txt, seq_len: 256}
+train: {steps: 1000, global_batch_size: 4}
+"""
+
+
+def main() -> None:
+    print(f"{'waits a step':20}{'micro-batches':>15}{'offload':>9}{'log.every 1':>13}{'log.every 4':>13}  evaluation")
+    accumulations = [(1, "reduce"), (4, "reduce"), (4, "hold_shards"), (4, "hold")]
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy, (count, mode), offload in itertools.product(Strategy, accumulations, [False, True]):
+            plans = [plan_of(Path(folder), strategy, count, mode, offload, [f"log.every={every}"]) for every in (1, 4)]
+            found = [waits(*recorded(plan, STEPS), STEPS) for plan in plans]
+            columns = "".join(f"{sum(each.values()) - each['evaluation']:13g}" for each in found)
+            micro_batches = f"{count} ({mode})" if count > 1 else "1"
+            shown = "yes" if offload else "no"
+            print(f"{strategy:20}{micro_batches:>15}{shown:>9}{columns}{found[0]['evaluation']:12g}")
+
+
+def plan_of(folder: Path, strategy: str, count: int, mode: str, offload: bool, overrides: list[str]) -> Plan:
+    """Return a plan for four GPUs, with `count` micro-batches a step; hybrid strategies shard over two."""
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("CONFIG", json.dumps(LLAMA)))
+    (folder / "data.txt").touch()
+    fsdp = {"strategy": strategy, "accumulation": mode, "cpu_offload": offload}
+    fsdp |= {"shard_size": 2} if Strategy(strategy).in_groups else {}
+    words = [f"fsdp.{key}={json.dumps(value).strip(chr(34))}" for key, value in fsdp.items()]
+    return make_plan(load(path, [f"train.global_batch_size={4 * count}", *words, *overrides]), Topology("cuda", 1, 4))
+
+
+def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
+    """Return the events of `steps` steps, after a first one that has nothing to read, and those of an evaluation."""
+    config: Any = dict(plan.recipe.model.config)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    plan, _ = choose_attention(varied(plan, {"train.compile": False}), config)  # fake tensors are not compiled
+    with contextlib.ExitStack() as entered:
+        enter = entered.enter_context
+        enter(fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded))
+        world = enter(pretend_world(plan, pretend_accelerator()))
+        enter(on_card(KNOWN["h100-80gb"]))
+        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        enter(torch.autograd.set_multithreading_enabled(False))
+        # No rank requests a stop. Steps of fake tensors take no time that could be exchanged: they count as short.
+        enter(mock.patch.object(PretendCopy, "_numbers", lambda copy: np.zeros(copy._copy.shape)))
+        enter(mock.patch.object(trainer, "count_within", lambda *_: stops.MOST))
+        enter(mock.patch.object(stops, "count_within", lambda *_: stops.MOST))
+        engine, units = make_engine(plan, config, world)
+        run = trainer_of(engine)
+        recorder = enter(Recorder(world.device.type, config.vocab_size))
+        mark_moments(recorder, engine, units)
+        read = engine.read
+        enter(mock.patch.object(engine, "read", lambda queued: recorder.begin("read") or read(queued)))
+        run.step(0)
+        made: list[Event] = []
+        evaluated: list[Event] = []
+        recorder.trace.events = made
+        for step in range(1, 1 + steps):
+            run.step(step)
+        recorder.trace.events = []
+        run.read_steps()
+        recorder.trace.events = evaluated
+        run.evaluate(0)
+    return made, evaluated
+
+
+def waits(made: Iterable[Event], evaluated: Iterable[Event], steps: int) -> Counter[str]:
+    """Return the waits a step by the kind of moment (`backward`, `gradient`, `read`, …), as means over `steps` steps.
+
+    `evaluation` is the waits of the whole evaluation.
+    """
+    found: Counter[str] = Counter()
+    moment = ""
+    for event in made:
+        moment = event.name.split()[0] if isinstance(event, Moment) else moment
+        found[moment] += isinstance(event, Synchronize)
+    means = Counter({kind: count / steps for kind, count in found.items() if count})
+    return means + Counter({"evaluation": sum(isinstance(event, Synchronize) for event in evaluated)})
+
+
+def trainer_of(engine: Engine) -> Trainer:
+    """Return a trainer of this engine whose data is zeros, which reports to nobody."""
+    plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **facts: None, progress=lambda *_: None)
+    session: Any = SimpleNamespace(
+        plan=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
+        watchdog=SimpleNamespace(beat=lambda **_: None),
+    )  # fmt: skip
+    labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
+    corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
+    stream = SimpleNamespace(digest=lambda positions: "")
+    inputs: Any = SimpleNamespace(stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
+    run = Trainer(session, inputs, engine, None, Sizes(1, 1000, 0, 1.0), 1.0)  # type: ignore[arg-type]
+    run.most_unread = stops.MOST
+    run.prefetch = SimpleNamespace(get=lambda step: inputs_of(plan, step))  # type: ignore[assignment]
+    return run
+
+
+def inputs_of(plan: Plan, step: int) -> StepInputs:
+    return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Stop requests are exchanged rarely, and by all ranks at the same call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptrain.train import stops
+from fsdptrain.train.stops import MOST, StopPoll, count_within
+
+RANKS, CALLS = 2, 60
+
+
+@pytest.mark.parametrize(
+    ("each_s", "count"), [(0.0, 1), (100.0, 1), (5.1, 1), (2.5, 2), (1.0, 5), (0.001, MOST), (1e-12, MOST)]
+)
+def test_steps_between_two_reads_take_at_most_the_time_in_which_a_stop_is_noticed(each_s: float, count: int) -> None:
+    assert count_within(5.0, each_s) == count
+
+
+class Ranks:
+    """A world of threads: `gather` waits for all of them, and notes at which call of its rank it was made."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.barrier = threading.Barrier(RANKS, timeout=20)
+        self.values: dict[int, Any] = {}
+        self.calls = [0] * RANKS
+        self.exchanged: list[list[int]] = [[] for _ in range(RANKS)]
+        self.stopped_at = [0] * RANKS
+
+    def of(self, rank: int) -> Any:
+        return SimpleNamespace(device=self.device, gather=lambda mine: self.gather(rank, mine))
+
+    def gather(self, rank: int, mine: torch.Tensor) -> Any:
+        self.values[rank] = mine.numpy()
+        self.exchanged[rank].append(self.calls[rank])
+        self.barrier.wait()
+        found = np.stack([self.values[other] for other in range(RANKS)])
+        self.barrier.wait()
+        return found
+
+    def work(self, rank: int) -> None:
+        """Make calls, of which the second rank's take longer; it wants to stop from call 40 on."""
+        request = SimpleNamespace(count=0)
+        poll = StopPoll(self.of(rank), request)  # type: ignore[arg-type]
+        for call in range(1, CALLS + 1):
+            self.calls[rank] = call
+            request.count = int(rank == 1 and call >= 40)
+            if poll():
+                self.stopped_at[rank] = call
+                return
+            time.sleep(0.002 * rank)
+
+
+def made(device: str) -> Ranks:
+    ranks = Ranks(device)
+    threads = [threading.Thread(target=ranks.work, args=(rank,)) for rank in range(RANKS)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return ranks
+
+
+def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stops, "NOTICED_S", 0.01)
+    ranks = made("meta")
+    first, second = ranks.exchanged
+    assert first == second and first[:2] == [1, 2]
+    assert len(first) < 35, "most calls exchange nothing"
+    assert ranks.stopped_at == [first[-1]] * RANKS and 40 <= first[-1] <= 40 + MOST
+
+
+def test_on_a_cpu_every_call_exchanges() -> None:
+    ranks = made("cpu")
+    assert ranks.exchanged == [[*range(1, 41)]] * RANKS and ranks.stopped_at == [40] * RANKS
