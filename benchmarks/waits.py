@@ -140,7 +140,8 @@ def trainer_of(engine: Engine) -> Trainer:
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
     stream = SimpleNamespace(digest=lambda positions: "")
     inputs: Any = SimpleNamespace(stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
-    run = Trainer(session, inputs, engine, None, Sizes(1, 1000, 0, 1.0), 1.0)  # type: ignore[arg-type]
+    sizes = Sizes(weights=[], parameters=1, total_steps=1000, state_bytes=0, flops_per_step=1.0)
+    run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = stops.MOST
     run.prefetch = SimpleNamespace(get=lambda step: inputs_of(plan, step))  # type: ignore[assignment]
     return run
