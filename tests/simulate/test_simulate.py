@@ -20,11 +20,14 @@ from support import ROOT, TESTS, environment, on_ranks, python_path, write_recip
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import KNOWN
+from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
-from fsdptrain.forecast.trace import HOST, Moment, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Alloc, Moment, Synchronize, Trace
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import skeleton
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import pretend_world
@@ -40,7 +43,8 @@ def on_real(plan: Plan) -> int:
         engine, _ = simulate.make_engine(plan, config_of(plan), world)
         step(engine, plan, packed)  # so that the profiled step is not the first one
         held = [*engine.model.parameters(), *engine.model.buffers()]
-        held += [value for state in engine.optimizer.state.values() for value in state.values()]
+        values = [value for state in engine.optimizer.state.values() for value in state.values()]
+        held += filter(torch.is_tensor, values)
         storages = {s.data_ptr(): s.nbytes() for s in map(storage_of, held)}
         with torch.profiler.profile(profile_memory=True) as profiler:
             step(engine, plan, packed)
@@ -88,6 +92,20 @@ MATRIX = [
 def test_the_peak_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, **changes)
     assert math.isclose(peak(on_fake(plan), HOST).allocated, on_real(plan), rel_tol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak if kind != "adamw_8bit" else ()) for kind in OptimizerKind]
+)
+def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: OptimizerKind) -> None:
+    shape = {**SMALL, "hidden_size": 384}
+    plan = plan_of(tmp_path, world=2, model__config=shape, optim__name=kind.value, train__global_batch_size=4)
+    trace = on_fake(plan)
+    assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
+    weights = weights_of(skeleton(config_of(plan), plan.recipe.model)).values()
+    held = sum(e.size for e in trace.before if isinstance(e, Alloc) and e.storage.category == "optimizer state")
+    others = 4 * len(weights) + 2 * 256 * 4  # counters, and the tables of 8-bit values
+    assert 0 <= held - kind.state_bytes(weights, "float32", ranks=2) <= others
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
