@@ -95,8 +95,9 @@ class Screen:
             self.last.pop(kind, None)
         self._resumed.append(0)
         self._label_tokens.append(0)
+        trained = f" ({record['trainable']:,} trained)" if "trainable" in record else ""
         self.say(
-            f"{record['parameters']:,} parameters on {record['device']}, attention {record['attention']} · "
+            f"{record['parameters']:,} parameters{trained} on {record['device']}, attention {record['attention']} · "
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
             f"{record['seq_len']:,} tokens ({1 - record['fill']:.1%} padding)"
         )
@@ -158,7 +159,9 @@ class Screen:
         self.say(f"checkpoint: {Path(record['path']).name} ({size(record['bytes'])}, {record['seconds']:.1f} s)")
 
     def _on_export(self, record: Record) -> None:
-        self.say(f"export: {record['path']} ({size(record['bytes'])}, {record['dtype']})")
+        kinds = {"separate": "the adapter, ", "merged": "merged, ", "both": "merged, and the adapter, "}
+        what = kinds.get(record.get("adapter", ""), "")
+        self.say(f"export: {record['path']} ({what}{size(record['bytes'])}, {record['dtype']})")
         if "kept" in record:
             self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
@@ -168,10 +171,15 @@ class Screen:
         if "step" in self.last:
             self.say("\n" + self._trained(seconds))
         if "export" in self.last:
+            record = self.last["export"]
+            name, imports = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
+            if record.get("adapter") == "separate":
+                name = "AutoPeftModelForCausalLM"  # loads the model that the adapter belongs to, too
+                imports = f"from peft import {name}\nfrom transformers import AutoTokenizer"
             snippet = (
-                "\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-                f"folder = {json.dumps(self.last['export']['path'], ensure_ascii=False)}\n"
-                "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+                f"\n{imports}\n"
+                f"folder = {json.dumps(record['path'], ensure_ascii=False)}\n"
+                f"model = {name}.from_pretrained(folder)\n"
                 "tokenizer = AutoTokenizer.from_pretrained(folder)"
             )
             self.console.print(Text(snippet), soft_wrap=True)  # not wrapped, so that it can be copied

@@ -33,6 +33,7 @@ from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
 from fsdptrain.model import loss, varlen, weights
+from fsdptrain.model.adapter import base_name
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
@@ -79,6 +80,36 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+
+
+def adapted(recipe: str, variants: dict[str, list[str]], steps: int, start: str) -> dict[str, Any]:
+    """Train adapters; return of each variant the curve, facts about the model, and whether the base is as in its file.
+
+    Rank 0 writes the first weights of what is trained, whole, to the file `start`-NAME of each variant.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        params = dict(run.engine.model.named_parameters())
+        first = {n: p.detach().full_tensor() for n, p in params.items() if p.requires_grad}
+        if run.world.rank == 0:
+            torch.save(first, f"{start}-{name}")
+        base = {n: p for n, p in params.items() if not p.requires_grad}
+        made = curve(run, steps)
+        with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
+            whole = {n: p.detach().full_tensor() for n, p in base.items()}
+            same = all(
+                torch.equal(tensor, file.get_tensor(base_name(n)).to(tensor.dtype))
+                for n, tensor in whole.items()
+                if base_name(n) in file.keys()  # noqa: SIM118
+            )
+        found[name] = {
+            "curve": made,
+            "base_is_unchanged": same,
+            "base": sorted({str(p.dtype) for p in base.values()}),
+            "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
+        }
+    return found
 
 
 def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:

@@ -87,3 +87,55 @@ def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrice
         kept = [{"params": p, "weight_decay": g["weight_decay"]} for p, g in zip(mine, groups, strict=True) if p]
         made += [bnb.AdamW8bit(kept, lr=lr, min_8bit_size=smallest, **adam)] if kept else []
     return made
+
+
+def peft_curve(
+    folder: str,
+    config: Any | None,
+    start: dict[str, torch.Tensor],
+    batches: Sequence[dict[str, torch.Tensor]],
+    rates: Sequence[float],
+    compute: torch.dtype,
+    whole: Sequence[str] = (),
+) -> list[list[float]]:
+    """[loss, gradient norm] a step of a plain loop over peft's model; `start` are the adapter's first weights by name.
+
+    The base is in `compute`, what is trained in float32: matrices decay, vectors and embeddings do not. Parameters
+    with a part of their name in `whole` are trained, too. No `config`: there are no adapters.
+    """
+    from peft import get_peft_model
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prefix = "base_model.model." if config else ""
+    if config:
+        model = get_peft_model(model, config)
+    model.train()
+    params = {name.removeprefix(prefix): param for name, param in model.named_parameters()}
+    embedding = model.get_input_embeddings()
+    undecayed = {id(param) for param in embedding.parameters()} if isinstance(embedding, torch.nn.Embedding) else set()
+    with torch.no_grad():
+        for name, value in start.items():
+            params[name].copy_(value)
+    for name, param in params.items():
+        param.requires_grad_(name in start or any(part in name for part in whole))
+        if not param.requires_grad:
+            param.data = param.data.to(compute)
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    decayed = [param for param in trained.values() if param.ndim > 1 and id(param) not in undecayed]
+    plain = [param for param in trained.values() if param.ndim == 1 or id(param) in undecayed]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
+    curve = []
+    for batch, rate in zip(batches, rates, strict=True):
+        cast = {f"{prefix}{name}": param.to(compute) for name, param in params.items()}
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        logits = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append([loss.item(), norm.item()])
+    return curve

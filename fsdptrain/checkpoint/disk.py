@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdptrain.checkpoint.manifest import fsync
+from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Counts, Plan
+from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
 from fsdptrain.ownership import remove_checkpoint
 from fsdptrain.rundir import RunDir
@@ -24,7 +24,7 @@ from fsdptrain.text import counted, size
 def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, Any]:
     """Return the bytes that checkpoints and export need on the disk of output_dir, and the bytes free there.
 
-    A checkpoint holds master weights and optimizer state. While one is written there is one more than is kept.
+    A checkpoint holds trained master weights and optimizer state. While one is written there is one more than is kept.
     Checkpoints of an earlier run count as space, because they will be replaced. Prepared data is in the cache already.
     """
     recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
@@ -32,8 +32,7 @@ def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
     if steps is not None:
         copies = min(copies, -(-steps // every) if every else 1)
     checkpoint = plan.state_bytes(weights)
-    parameters = sum(weight.numel for weight in weights)
-    export = parameters * getattr(torch, recipe.export.dtype).itemsize if recipe.export.at_end else 0
+    export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
     existing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
     held = sum(path.stat().st_size for folder in existing for path in folder.glob("*") if path.is_file())
     return {
@@ -43,6 +42,14 @@ def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
         "needed_bytes": max(0, copies * checkpoint - held) + export,
         "free_bytes": shutil.disk_usage(existing_parent(rundir.root)).free,
     }
+
+
+def export_bytes(recipe: Recipe, counts: Counts) -> int:
+    """Return the bytes of an export: of the model, of the adapter alone, or of both."""
+    model = (counts.all - counts.adapters) * (4 if recipe.export.dtype == "float32" else 2)
+    adapter = counts.trained * BYTES[recipe.model.dtype]
+    kind = recipe.export.adapter if recipe.adapter.kind else "merged"
+    return {"separate": adapter, "merged": model, "both": model + adapter}[kind]
 
 
 def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:

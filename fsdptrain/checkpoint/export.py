@@ -6,6 +6,7 @@ rest is the same. The folder is written under another name, read back, checked, 
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,17 +21,31 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
 from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.load import StoredCheckpoint
-from fsdptrain.checkpoint.manifest import checkpoint_problems, fsync, read_manifest, reject_external_symlinks
+from fsdptrain.checkpoint.manifest import (
+    BASE_KEY,
+    Manifest,
+    checkpoint_problems,
+    fsync,
+    read_manifest,
+    reject_external_symlinks,
+    resume_problems,
+)
 from fsdptrain.checkpoint.save import Checkpointer, save_tensors
+from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
+from fsdptrain.config.adapter import ADAPTER_FOLDER
 from fsdptrain.config.plan import Plan
+from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
+from fsdptrain.model.adapter import freeze
 from fsdptrain.model.assets import special_token_conflicts
 from fsdptrain.model.skeleton import skeleton, skeleton_in_dtype
-from fsdptrain.model.units import blocks_of, saved_state
+from fsdptrain.model.units import blocks_of, saved_state, trained_state
+from fsdptrain.model.weights import read_groups
 from fsdptrain.ownership import (
     Stamps,
     asset_names,
@@ -44,9 +59,6 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 
 MAX_FILE_BYTES = 5 * 10**9
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 def names_by_block(model: PreTrainedModel) -> list[list[str]]:
@@ -78,7 +90,7 @@ def stored_tensors(
     checkpoint: StoredCheckpoint, unsharded: PreTrainedModel, groups: list[list[str]]
 ) -> Iterator[Tensors]:
     """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
-    tensors = saved_state(unsharded)
+    tensors = trained_state(unsharded)
     for group in groups:
         yield {name: checkpoint.whole(f"model.{name}", tensors[name]) for name in group}
 
@@ -147,35 +159,54 @@ def write_folder(
     dtype: str,
     progress: Progress,
     written: Stamps | None = None,
+    beside: Callable[[Path], int] = lambda scratch: 0,
 ) -> ExportResult:
     """Write a complete Hugging Face folder to `out` and check it.
 
     `unsharded` is a skeleton of the same architecture, `assets` the folder with config and tokenizer. `written` are the
-    files of an earlier export at `out`, which are replaced; others stay. Raises CheckpointError for a full disk, or
-    when the files read back are not what should be in them.
+    files of an earlier export at `out`, which are replaced; others stay. `beside` writes more into the folder, when all
+    tensors are written, and returns its bytes. Raises CheckpointError for a full disk, or when the files read back are
+    not what should be in them.
     """
-    scratch = make_scratch(out)
     wanted = skeleton_in_dtype(unsharded, dtype)
     state = saved_state(wanted)
-    needed = sum(tensor.nbytes for tensor in state.values())
+
+    def fill(scratch: Path) -> int:
+        # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
+        copy_assets(assets, scratch, asset_names(assets))
+        config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
+        config.dtype = getattr(torch, dtype)
+        config.save_pretrained(scratch)
+        # One group at a time is cast, converted to the layout of files, and written.
+        writer = SafetensorsWriter(scratch)
+        for done, group in enumerate(tensors, 1):
+            cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
+            writer.add(revert_weight_conversion(unsharded, cast))
+            progress("export", done, len(groups))
+        writer.finish()
+        # Only a folder that reads back as intended replaces an earlier export.
+        check_export(scratch, wanted)
+        return writer.bytes + beside(scratch)
+
+    return publish(fill, out, sum(tensor.nbytes for tensor in state.values()), written)
+
+
+def copy_assets(assets: Path, folder: Path, names: list[str]) -> None:
+    """Copy files of a `model` folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(assets / name, folder / name)
+
+
+def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps | None = None) -> ExportResult:
+    """Let `fill` write a folder, return its bytes and check it; then rename it to `out`.
+
+    `needed` are the bytes on the disk. Raises CheckpointError as `write_folder` does; then `out` is as it was.
+    """
+    scratch = make_scratch(out)
     try:
         with report_full_disk(scratch, needed):
-            # Configurations and tokenizer first: a folder that transformers cannot open fails before the weights.
-            for name in asset_names(assets):
-                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(assets / name, scratch / name)
-            config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
-            config.dtype = getattr(torch, dtype)
-            config.save_pretrained(scratch)
-            # One group at a time is cast, converted to the layout of files, and written.
-            writer = SafetensorsWriter(scratch)
-            for done, group in enumerate(tensors, 1):
-                cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
-                writer.add(revert_weight_conversion(unsharded, cast))
-                progress("export", done, len(groups))
-            writer.finish()
-            # Only a folder that reads back as intended replaces an earlier export.
-            check_export(scratch, wanted)
+            count = fill(scratch)
     except Exception as error:  # safetensors and transformers raise classes of their own
         shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
@@ -184,7 +215,7 @@ def write_folder(
     files = file_stamps(scratch)
     kept = replace_export(scratch, out, written or {})
     fsync(out.parent)
-    return ExportResult(writer.bytes, files, kept)
+    return ExportResult(count, files, kept)
 
 
 def check_export(folder: Path, wanted: PreTrainedModel) -> None:
@@ -212,6 +243,57 @@ def check_export(folder: Path, wanted: PreTrainedModel) -> None:
         raise CheckpointError(f"{folder}: {'; '.join(disagreements)}")
 
 
+class Exported:
+    """What a run exports: the model, its adapter, or both; written from the tensors that were trained."""
+
+    def __init__(self, unsharded: PreTrainedModel, plan: Plan, assets: Path, dtype: str | None = None) -> None:
+        """`unsharded` is a skeleton without adapters, `assets` the run's folder with config and tokenizer.
+
+        `dtype` is that of the exported model, by default `export.dtype`.
+        """
+        self.unsharded, self.plan, self.assets = unsharded, plan, assets
+        self.adapter = plan.recipe.export.adapter if plan.recipe.adapter.kind else None
+        separate = self.adapter == "separate"
+        self.dtype = plan.recipe.model.dtype if separate else dtype or plan.recipe.export.dtype
+        self.groups = names_by_block(unsharded)
+        self.trained: Any = freeze(copy.deepcopy(unsharded), plan.recipe) if plan.freezes else unsharded
+        self.trained_groups = trained_groups(self.trained, self.groups)
+
+    def write(
+        self, tensors: Iterator[Tensors], out: Path, progress: Progress, written: Stamps | None = None
+    ) -> ExportResult:
+        """Write and check the folder `out` from the tensors of `trained_groups`; see `write_folder`."""
+        recipe = self.plan.recipe
+        if self.adapter == "separate":
+
+            def fill(scratch: Path) -> int:
+                return write_adapter(
+                    scratch, self.trained, collected(tensors, self.groups, progress), recipe, self.assets
+                )
+
+            return publish(
+                fill,
+                out,
+                sum(p.numel() for p in self.trained.parameters() if p.requires_grad) * BYTES[recipe.model.dtype],
+                written,
+            )
+        adapter: Tensors = {}
+
+        def beside(scratch: Path) -> int:
+            return (
+                write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, recipe, self.assets)
+                if self.adapter == "both"
+                else 0
+            )
+
+        if self.plan.freezes:
+            base = read_groups(self.unsharded, self.plan, self.groups)
+            tensors = merged_tensors(self.trained, base, tensors, adapter if self.adapter == "both" else None)
+        return write_folder(
+            self.unsharded, self.groups, tensors, self.assets, out, self.dtype, progress, written, beside
+        )
+
+
 def export_live(
     model: nn.Module,
     unsharded: PreTrainedModel,
@@ -226,16 +308,15 @@ def export_live(
 
     `between_groups` is called on every rank before each group of tensors; it may raise, if it does so on all ranks.
     """
-    groups = names_by_block(unsharded)
+    what = Exported(unsharded, plan, rundir.model)
     writes = checkpointer.world.rank == 0
-    tensors = gathered_tensors(model, groups, writes, between_groups)
-    dtype = plan.recipe.export.dtype
+    tensors = gathered_tensors(model, what.trained_groups, writes, between_groups)
     failure: Exception | None = None
     if writes:
         try:
-            facts = _write_and_record(rundir, step, unsharded, groups, tensors, dtype, reporter.progress)
+            facts = _write_and_record(rundir, step, what, tensors, reporter.progress)
             reporter.event("export", **facts)
-        except CheckpointError as error:
+        except (CheckpointError, RecipeError) as error:
             failure = error
     for _ in tensors:  # gathering is collective: complete it even after a failure
         pass
@@ -243,43 +324,49 @@ def export_live(
 
 
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
-    """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None."""
+    """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
+
+    Raises RecipeError if the frozen weights that belong to the checkpoint are not those of the model's files.
+    """
     reject_external_symlinks(rundir)
     plan = _read_untrusted_plan(rundir)
     folder = _choose_checkpoint(rundir, step, screen.say)
-    unsharded = _build_skeleton(rundir, plan)
-    groups = names_by_block(unsharded)
-    dtype = dtype or plan.recipe.export.dtype
+    manifest = read_manifest(folder)
+    if plan.freezes:
+        check_frozen_files(plan, manifest)
+    what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))
 
     with StoredCheckpoint(folder) as checkpoint:
-        tensors = stored_tensors(checkpoint, unsharded, groups)
+        tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
-            exported_step = read_manifest(folder).step
-            facts = _write_and_record(rundir, exported_step, unsharded, groups, tensors, dtype, progress)
+            facts = _write_and_record(rundir, manifest.step, what, tensors, progress)
         else:
-            done = write_folder(unsharded, groups, tensors, rundir.model, out, dtype, progress)
-            facts = {"path": str(out), "bytes": done.bytes, "dtype": dtype}
+            done = what.write(tensors, out, progress)
+            facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
     screen.show({"event": "export", **facts})
     screen.summary(0.0)
 
 
+def check_frozen_files(plan: Plan, manifest: Manifest) -> None:
+    """Raise RecipeError unless the files of the pretrained model are those that a checkpoint was trained on."""
+    found = files_digest(file_checksums(safetensors_files(plan)))
+    if problems := resume_problems(manifest.identity, manifest.identity | {BASE_KEY: found}):
+        raise RecipeError(problems)
+
+
 def _write_and_record(
-    rundir: RunDir,
-    step: int,
-    unsharded: PreTrainedModel,
-    groups: list[list[str]],
-    tensors: Iterator[Tensors],
-    dtype: str,
-    progress: Progress,
+    rundir: RunDir, step: int, what: Exported, tensors: Iterator[Tensors], progress: Progress
 ) -> dict[str, Any]:
     """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event."""
     _, before = read_export_record(rundir)
-    done = write_folder(unsharded, groups, tensors, rundir.model, rundir.export, dtype, progress, before)
+    done = what.write(tensors, rundir.export, progress, before)
     write_export_record(rundir, step, done.files)
-    facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": dtype}
+    facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": what.dtype}
+    if what.adapter:
+        facts["adapter"] = what.adapter
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 

@@ -41,6 +41,9 @@ CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
 
+BASE_KEY = "model.id.content"  # in an identity with frozen weights: the digest of the files that hold them
+
+
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -246,10 +249,22 @@ def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem
         )
     values_before = flat(Recipe()) | before
     return [
-        Problem(f"was {values_before[path]!r} in the run to resume, is {value!r} now; choose another output_dir", path)
+        _changed(path, values_before[path], value)
         for path, value in now.items()
         if path in values_before and values_before[path] != value
     ]
+
+
+def _changed(path: str, before: Any, now: Any) -> Problem:
+    if path == BASE_KEY:
+        name = path.removesuffix(".content")
+        message = (
+            f"the files of the model differ from those that the run to resume has frozen (digest {now[:12]}, was "
+            f"{before[:12]}), and checkpoints hold only what is trained: put those files back, or "
+            "choose another output_dir"
+        )
+        return Problem(message, name)
+    return Problem(f"was {before!r} in the run to resume, is {now!r} now; choose another output_dir", path)
 
 
 def fsync(path: Path) -> None:

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.optimizers import OptimizerKind, StateTensor, Weight
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.model.units import saved_state
+from fsdptrain.model.units import trained_state
 from fsdptrain.parallel.patches import first_row
+
+Tensors = dict[str, torch.Tensor]  # by name
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,12 @@ class Shard:
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
-    """Return all that a checkpoint holds: parameters and persistent buffers as `model.NAME`, state as `optim.NAME.KEY`.
+    """Return all that a checkpoint holds: trained parameters and persistent buffers as `model.NAME`, and their state.
 
-    `kind` says which tensors of the optimizer's state are saved, and which of them have the rows of the weights.
+    The state is called `optim.NAME.KEY`; `kind` says which of its tensors are saved, and which of them have the rows of
+    the weights. Frozen parameters are in the files of the pretrained model.
     """
-    shards = {f"model.{name}": shard_of(tensor) for name, tensor in saved_state(model).items()}
+    shards = {f"model.{name}": shard_of(tensor) for name, tensor in trained_state(model).items()}
     parts, weights = named_parts(optimizer), weights_of(model)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"

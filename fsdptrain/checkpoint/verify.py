@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.checkpoint.manifest import checkpoint_problems, parse_object, reject_external_symlinks
+from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion
 from fsdptrain.ownership import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
@@ -70,7 +71,7 @@ def _survey_checkpoint(folder: Path, step: int) -> dict[str, Any]:
 
 def _size_on_disk(folder: Path) -> dict[str, Any]:
     """Return path, total bytes and count of the regular files in a folder."""
-    sizes = [status.st_size for path in folder.glob("*") if (status := regular_file_status(path))]
+    sizes = [status.st_size for path in folder.rglob("*") if (status := regular_file_status(path))]
     return {"path": str(folder), "bytes": sum(sizes), "files": len(sizes)}
 
 
@@ -100,6 +101,11 @@ def _survey_export(folder: Path) -> dict[str, Any]:
 
 def _check_export(folder: Path) -> None:
     """Raise CheckpointError when a part of an export is missing, unreadable, or hidden by older weights."""
+    if os.path.lexists(folder / ADAPTER_CONFIG):  # an adapter by itself
+        _check_adapter(folder)
+        return
+    if os.path.lexists(folder / ADAPTER_FOLDER / ADAPTER_CONFIG):
+        _check_adapter(folder / ADAPTER_FOLDER)
     _read_object(folder / CONFIG)
     if not (folder / INDEX).exists():
         _tensor_names(folder / WEIGHTS)
@@ -118,6 +124,13 @@ def _check_export(folder: Path) -> None:
         missing = {name for name, home in weight_map.items() if home == file} - _tensor_names(folder / file)
         if missing:
             raise CheckpointError(f"{folder / file} has no {min(missing)!r}, which {INDEX} lists for this file")
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raise CheckpointError unless a folder holds a configuration of peft and a file with tensors."""
+    _read_object(folder / ADAPTER_CONFIG)
+    if not _tensor_names(folder / ADAPTER_WEIGHTS):
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} is empty")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

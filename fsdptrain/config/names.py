@@ -16,7 +16,10 @@ from fsdptrain.config.strategy import Strategy
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
 
 
-_ADAPTERS = "not supported (yet): all parameters are trained; there are no adapters and no quantised weights"
+_QUANTISED = "not supported (yet): there are no quantised weights; adapter.kind: lora trains adapters beside plain ones"
+
+
+_ADAPTERS = "not supported: the keys of the section adapter describe an adapter"
 
 
 _CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
@@ -62,14 +65,22 @@ FOREIGN_NAMES = {
     "not supported (yet): the tokenizer is used as it is": (
         "special_tokens added_tokens tokens resize_vocab resize_token_embeddings_to_32x add_tokens new_special_tokens"
     ),
-    _ADAPTERS: (
-        "adapter peft peft_config lora_* qlora* use_peft use_dora load_in_8bit load_in_4bit quantization_bit "
-        "quantization_config quantizer bnb_4bit_* adapter_name_or_path additional_target apply_lora_to_* "
-        "save_adapter_weights_only gptq* relora* freeze_* unfrozen_parameters"
+    "adapter": "peft peft_config",
+    "adapter.kind: lora, null to train the whole model": "use_peft peft_type finetuning_type",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.target: all-linear, or a list of names and patterns": (
+        "lora_target lora_target_modules lora_target_linear lora_attn_modules apply_lora_to_*"
     ),
-    "not supported (yet): fine-tuning is always full, without adapters (LoRA) or frozen layers; delete the line": (
-        "finetuning_type"
-    ),
+    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter.use_dora": "peft_use_dora lora_use_dora",
+    "adapter.use_rslora": "peft_use_rslora lora_use_rslora",
+    "adapter.from: a folder that peft has saved": "lora_model_dir adapter_name_or_path",
+    "export.adapter: separate, merged or both": "save_adapter_weights_only merge_lora",
+    "model.trainable: the parameters to train, by name or pattern": "freeze_* unfrozen_parameters",
+    _ADAPTERS: "lora_* relora*",
+    _QUANTISED: ("qlora* load_in_8bit load_in_4bit quantization_bit quantization_config quantizer bnb_4bit_* gptq*"),
     "not supported: a recipe cannot name Python objects": "_component_ plugins custom_sharded_layers",
     "not supported: train.loss: chunked (the default) already avoids the logits of a whole batch": (
         "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_* cut_cross_entropy"

@@ -22,12 +22,15 @@ class Weight:
     """What an optimizer knows of a parameter: its whole shape, and what it is.
 
     `matrix`: a weight of a matrix product inside the model, so neither embedding nor head. `decays`: weight decay
-    applies, which it does to all but norms, biases, scales and embeddings.
+    applies, which it does to all but norms, biases, scales and embeddings. A frozen one is not `trained`; one of an
+    `adapter` is trained beside the model's own.
     """
 
     shape: tuple[int, ...]
     decays: bool = True
     matrix: bool = True
+    trained: bool = True
+    adapter: bool = False
 
     @property
     def numel(self) -> int:

@@ -41,6 +41,7 @@ def paths_of(recipe: Recipe) -> dict[str, str]:
         "model.id": recipe.model.id,
         "model.tokenizer": recipe.model.tokenizer,
         "data.path": recipe.data.path,
+        "adapter.from": recipe.adapter.from_,
         "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
     }
     return {key: path for key, path in found.items() if isinstance(path, str)}

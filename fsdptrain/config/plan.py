@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fsdptrain import __version__
+from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
@@ -35,6 +36,29 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of the older version cannot be resumed.
 LAYOUT = 5
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of a model: all, those that are trained, and those of adapters, which are trained too."""
+
+    all: int
+    trained: int
+    adapters: int = 0
+
+    @classmethod
+    def of(cls, weights: Collection[Weight]) -> Counts:
+        """Count the parameters of a model."""
+        return cls(
+            all=sum(weight.numel for weight in weights),
+            trained=sum(weight.numel for weight in weights if weight.trained),
+            adapters=sum(weight.numel for weight in weights if weight.adapter),
+        )
+
+    @property
+    def frozen(self) -> int:
+        """The number of parameters that are not trained."""
+        return self.all - self.trained
 
 
 @dataclass(frozen=True)
@@ -90,19 +114,25 @@ class Plan:
         return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
 
     @property
+    def freezes(self) -> bool:
+        """Whether only a part of the parameters is trained: adapters, or those of `model.trainable`."""
+        return self.recipe.adapter.kind is not None or bool(self.recipe.model.trainable)
+
+    @property
     def compiles(self) -> bool:
         """Whether torch.compile is applied to the blocks."""
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 
     def state_bytes(self, weights: Collection[Weight]) -> int:
-        """Return the bytes of the master weights and the optimizer state of these parameters.
+        """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
 
         All ranks of one copy hold them together, and so does a checkpoint.
         """
         master = self.recipe.model.dtype
-        parameters = sum(weight.numel for weight in weights)
-        return BYTES[master] * parameters + int(self.recipe.optim.name.state_bytes(weights, master))
+        trained = [weight for weight in weights if weight.trained]
+        parameters = sum(weight.numel for weight in trained)
+        return BYTES[master] * parameters + int(self.recipe.optim.name.state_bytes(trained, master))
 
     def hub_names(self) -> list[str]:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
@@ -142,7 +172,7 @@ class Plan:
         fixed = {
             path: value
             for path, value in recipe.items()
-            if path.startswith(("model.", "data."))
+            if path.startswith(("model.", "adapter.", "data."))
             and path not in ("model.attn_implementation", "data.eval", "data.revision")
         }
         held_out = recipe["data.eval"] or {}
@@ -163,9 +193,10 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`)."""
         fields = json.loads(text)
-        checkpoint = fields["recipe"]["checkpoint"]
-        if "async" in checkpoint:
-            checkpoint["async_"] = checkpoint.pop("async")
+        for section, keyword in (("checkpoint", "async"), ("adapter", "from")):
+            values = fields["recipe"].get(section, {})
+            if keyword in values:
+                values[f"{keyword}_"] = values.pop(keyword)
         recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), fields.pop("recipe")))
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
@@ -204,8 +235,8 @@ def draft_plan(
 
     `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
     """
-    recipe = with_expanded_paths(written.recipe)
-    problems = [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+    recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
+    problems += [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
     problems += [] if elsewhere else _model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
@@ -266,9 +297,10 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     fsdp = plan.recipe.fsdp
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
         return plan
-    copies = BYTES[fsdp.mixed_precision.param_dtype] + BYTES[fsdp.mixed_precision.reduce_dtype]
     strategy = fsdp.strategy.fastest_alone
-    needed = plan.state_bytes(weights) + copies * sum(weight.numel for weight in weights)
+    counts, dtypes = Counts.of(weights), fsdp.mixed_precision
+    gathered = BYTES[dtypes.param_dtype] * (counts.all + counts.frozen)  # frozen weights have no other dtype
+    needed = plan.state_bytes(weights) + gathered + BYTES[dtypes.reduce_dtype] * counts.trained
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdptrain.config.adapter import FROM_FOLDER
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
@@ -22,6 +23,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
             f"{value_text(recipe.name)} cannot name a folder: choose a name without `/`, or set output_dir", "name"
         )
     yield from _model_problems(recipe, where)
+    yield from _adapter_problems(recipe, where)
     yield from _data_problems(recipe, where)
     yield from _fsdp_problems(recipe, where)
     yield from _optim_problems(recipe, where)
@@ -69,6 +71,36 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             "train.micro_batch_size=1, data.packing=none or model.attn_implementation=sdpa",
             "model.attn_implementation",
         )
+
+
+def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield the problems between the keys of `adapter`, `model.trainable` and `export`."""
+    adapter, model = recipe.adapter, recipe.model
+    if adapter.kind is None:
+        keys = [path for path in where if path.startswith("adapter.") or path == "export.adapter"]
+        for path in keys:
+            if value_at(recipe, path) not in (None, False, [], 0.0):
+                yield Problem("has no effect without an adapter: set adapter.kind: lora", path)
+    elif model.trainable:
+        yield Problem(
+            "has no effect with an adapter, which freezes the model: name whole modules to train in "
+            "adapter.modules_to_save",
+            "model.trainable",
+        )
+    elif adapter.from_ is not None:
+        for path in (path for name in FROM_FOLDER if (path := f"adapter.{name}") in where):
+            yield Problem("is determined by the folder of adapter.from: remove this key", path)
+    if adapter.kind and recipe.export.adapter == "separate" and "export.dtype" in where:
+        yield Problem(
+            "has no effect with export.adapter: separate, which saves the adapter in model.dtype: use merged or both",
+            "export.dtype",
+        )
+    for path, freezes in (("adapter.kind", adapter.kind is not None), ("model.trainable", bool(model.trainable))):
+        if freezes and (model.id is None or model.init == "random"):
+            yield Problem(
+                "freezes the model's weights, so they must be pretrained: set model.id, without model.init: random",
+                path,
+            )
 
 
 def one_row_if_packed(recipe: Recipe) -> bool:

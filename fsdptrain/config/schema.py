@@ -45,11 +45,40 @@ class Model:
         "pretrained", "pretrained: load the weights; random: draw them from `seed`"
     )
     dtype: Dtype = key("float32", "dtype of the master weights and of the optimizer state")
+    trainable: list[str] = key(
+        [],
+        "train only these parameters, given by names, parts of names (`lm_head`, `layers.31`) or patterns (`*` matches "
+        "any characters), and freeze the others; empty: train all",
+    )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = key(
         "auto",
         "attention kernel, by its name in transformers; sdpa on CUDA is torch's varlen kernel, without masks, if that "
         "supports the model; auto: varlen, else flash_attention_2 if it is installed and supports these batches, else "
         "sdpa (on a CPU in tiles if that is faster), else eager",
+    )
+
+
+@dataclass
+class Adapter:
+    """Adapters (LoRA): small matrices that are trained beside the frozen weights of a pretrained model."""
+
+    kind: Literal["lora"] | None = key(
+        None, "lora: train low-rank adapters and freeze the model's own weights; null: train the model itself"
+    )
+    r: int = key(16, "rank of the adapters", at_least=1, at_most=2**14)
+    alpha: float = key(32, "an adapter's output is multiplied by alpha / r", above=0)
+    dropout: float = key(0.0, "share of an adapter's inputs that are set to 0 in training", at_least=0, at_most=0.9)
+    target: Any = key(
+        "all-linear",
+        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`) "
+        "and patterns (`*` matches any characters)",
+        forms=("all-linear", list[str]),
+    )
+    modules_to_save: list[str] = key([], "modules that are trained as a whole beside the adapters, by name or its end")
+    use_dora: bool = key(False, "DoRA: also train the length of every weight vector")
+    use_rslora: bool = key(False, "multiply by alpha / √r instead of alpha / r")
+    from_: str | None = key(
+        None, "folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`"
     )
 
 
@@ -222,6 +251,11 @@ class Export:
 
     at_end: bool = key(True, "export when training ends")
     dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "dtype of the exported weights")
+    adapter: Literal["separate", "merged", "both"] = key(
+        "separate",
+        "with an adapter, separate: the adapter alone, in peft's format and model.dtype; merged: the model, with the "
+        "adapter added to its weights; both: merged, with the adapter in the subfolder `adapter`",
+    )
 
 
 @dataclass
@@ -263,13 +297,14 @@ class Launch:
 class Recipe:
     """A training recipe.
 
-    Field names are the YAML keys; `async_` is the key `async`, which is a Python keyword.
+    Field names are the YAML keys; `async_` and `from_` are the keys `async` and `from`, which are Python keywords.
     """
 
     name: str = key("run", "name of the run, used in output_dir")
     seed: int = key(42, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**31 - 1)
     output_dir: str = key("runs/${name}", "the run folder")
     model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     fsdp: Fsdp = field(default_factory=Fsdp)
     optim: Optim = field(default_factory=Optim)
@@ -327,7 +362,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 def attribute(path: str) -> str:
     """Return the attribute path of a dotted YAML path: `checkpoint.async_` for `checkpoint.async`."""
-    return "checkpoint.async_" if path == "checkpoint.async" else path
+    return f"{path}_" if path in ("checkpoint.async", "adapter.from") else path
 
 
 def matches_form(value: Any, form: Any) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
+import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +166,30 @@ def _indexed_files(plan: Plan, index: str) -> list[str]:
     with recipe_errors(f"model.id: cannot read {model.id}"):
         files, _ = get_checkpoint_shard_files(model.id, index, revision=model_revision(plan))
     return _check_headers(list(files))
+
+
+def file_checksums(files: list[str]) -> list[tuple[str, int, str]]:
+    """Return (name, bytes, SHA-256) of each file.
+
+    A file of the Hub's cache is a link to a blob whose name is its SHA-256; other files are read, several at a time.
+    """
+
+    def of(file: str) -> tuple[str, int, str]:
+        path = Path(file)
+        blob = path.resolve()
+        size = blob.stat().st_size
+        if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+            return path.name, size, blob.name
+        with blob.open("rb") as stream:
+            return path.name, size, hashlib.file_digest(stream, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(of, files))
+
+
+def files_digest(checksums: list[tuple[str, int, str]]) -> str:
+    """Return one digest of the sizes and checksums of files, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(checksums)).encode()).hexdigest()
 
 
 def _check_headers(files: list[str]) -> list[str]:

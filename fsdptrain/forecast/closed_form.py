@@ -32,8 +32,8 @@ def peak_by_arithmetic(plan: Plan, config: Any, cublas: int = 0) -> Level:
 
     `config` has the attributes of a transformers configuration; `cublas` are the bytes that cuBLAS gets from torch.
     Units gathered ahead in forward, or after a unit's backward (BACKWARD_POST), are not counted. Raises FsdptrainError
-    if this arithmetic does not apply: for another architecture, for units other than those of `auto`, and for eager
-    attention.
+    if this arithmetic does not apply: for another architecture, for units other than those of `auto`, for eager
+    attention, and for frozen weights.
     """
     passes = [_MicroBatch(plan, config, cublas, earlier=plan.accumulation > 1, last=True)]
     if plan.accumulation > 1 and plan.recipe.fsdp.strategy.gathers_once:
@@ -109,6 +109,8 @@ class _MicroBatch:
     def __init__(self, plan: Plan, config: Any, cublas: int, earlier: bool, last: bool) -> None:
         recipe, self.cublas = plan.recipe, cublas
         fsdp, self.shape = recipe.fsdp, shape_of(config)
+        if plan.freezes:
+            raise FsdptrainError("no closed form for the memory of adapters and frozen weights")
         if fsdp.wrap != "auto" or recipe.model.attn_implementation == "eager":
             raise FsdptrainError(
                 "no closed form for the memory of eager attention, or of units other than those of fsdp.wrap: auto"

@@ -21,7 +21,7 @@ from typing import Any
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.config.rules import may_hold_shards
 from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
@@ -127,7 +127,7 @@ class Advice:
 
 
 def search(
-    plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], parameters: int,
+    plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
     config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, total: None, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
@@ -146,10 +146,10 @@ def search(
         for offload in (False, True):
             if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
                 break
-            found += _climb_all(_ladders(plan, offload), trials, parameters, threads, progress)
+            found += _climb_all(_ladders(plan, offload), trials, counts, threads, progress)
             found = _with_finalists_simulated(found, trials, threads)
     fitting = ranked(option for option in found if option.fits)
-    narrower = [] if fitting else list(_with_bfloat16_master(plan, trials, parameters))
+    narrower = [] if fitting else list(_with_bfloat16_master(plan, trials, counts))
     return Advice(fitting + [o for o in found if o.own and not o.fits], narrower, len(trials.tried), trials.failed)
 
 
@@ -169,12 +169,12 @@ def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: T
     return options
 
 
-def _with_bfloat16_master(plan: Plan, trials: _Trials, parameters: int) -> Iterator[Option]:
+def _with_bfloat16_master(plan: Plan, trials: _Trials, counts: Counts) -> Iterator[Option]:
     """Yield the plan that fits with bfloat16 master weights and all savings of memory; offload only if needed."""
     for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
         ladder = _ladders(plan, offload)[0]  # the strategy that shards most
         overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
-        option = None if cannot_fit(varied(plan, overrides), parameters, trials.memory) else trials.option(overrides)
+        option = None if cannot_fit(varied(plan, overrides), counts, trials.memory) else trials.option(overrides)
         if option is not None and option.fits:
             yield option
             return
@@ -263,16 +263,17 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
             yield overrides
 
 
-def cannot_fit(plan: Plan, parameters: int, memory: int) -> bool:
+def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     """Return whether weights, optimizer state and the gathered weights that stay until backward exceed `memory` bytes.
 
     The rest of what a step needs is not counted, so False does not mean that the plan fits.
     """
     recipe = plan.recipe
     each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of anything else
-    state = 0 if recipe.fsdp.cpu_offload else each * parameters / plan.shard_size
+    frozen = BYTES[recipe.fsdp.mixed_precision.param_dtype] * counts.frozen
+    state = 0 if recipe.fsdp.cpu_offload else (each * counts.trained + frozen) / plan.shard_size
     copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
-    gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * parameters if copies else 0
+    gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * counts.all if copies else 0
     return state + gathered > memory
 
 
@@ -347,7 +348,7 @@ class _PlanCount:
 
 
 def _climb_all(
-    ladders: list[_Ladder], trials: _Trials, parameters: int, threads: ThreadPoolExecutor, progress: SearchProgress
+    ladders: list[_Ladder], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, progress: SearchProgress
 ) -> list[Option]:
     """Return the options of all ladders; several ladders are climbed concurrently."""
     micros = micro_batches(trials.plan.recipe, trials.plan.topology.world_size)
@@ -360,7 +361,7 @@ def _climb_all(
             comfortable = any(option.fits and not option.tight for option in found)
             if not comfortable:  # a larger group is slower: it is needed only if a smaller one has too little memory
                 least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
-                options = [] if cannot_fit(least, parameters, trials.memory) else _climb(ladder, ranks, micros, trials)
+                options = [] if cannot_fit(least, counts, trials.memory) else _climb(ladder, ranks, micros, trials)
                 found += options
             count.settle(each)
         return found

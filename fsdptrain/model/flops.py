@@ -19,7 +19,8 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
 
     N counts the weights that multiply every token: all parameters of the unsharded skeleton `bare` except an untied
     embedding table, and of a mixture's experts the share that a token uses. L is the number of layers, A heads × head
-    size, 0 without attention, S the sequence length.
+    size, 0 without attention, S the sequence length. A frozen weight counts 4 instead of 6: it has no gradient, but
+    passes gradients on.
     """
     config = bare.config.get_text_config()
     experts, used = (
@@ -28,11 +29,17 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     )
     share = used / experts if experts and used else 1.0
     # All experts of a layer are one tensor with three dimensions.
-    weights = sum(p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters())
+    used_by_token = {
+        p: p.numel() * (share if p.ndim == 3 and p.shape[0] == experts else 1.0) for p in bare.parameters()
+    }
+    weights = sum(used_by_token.values())
     if not tied(bare):
-        weights -= bare.get_input_embeddings().weight.numel()
+        table = bare.get_input_embeddings().weight
+        weights -= table.numel()
+        used_by_token.pop(table)
+    frozen = sum(count for param, count in used_by_token.items() if not param.requires_grad)
     layers = config.num_hidden_layers
     heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))
     heads, sizes = (values * layers if len(values) == 1 else values for values in (heads, sizes))
     width = sum(n * (size or config.hidden_size // n) for n, size in zip(heads, sizes, strict=True) if n)
-    return 6.0 * weights * tokens + 12.0 * width * seq_len * tokens
+    return 6.0 * weights * tokens + 12.0 * width * seq_len * tokens - 2.0 * frozen * tokens

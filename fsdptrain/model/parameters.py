@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdptrain.config.optimizers import Weight
+from fsdptrain.model.adapter import is_adapter, is_adapter_matrix
 
 # The last three: parameters of state space models, and scales of norms whose class is not called a norm.
 UNDECAYED_NAMES = re.compile(r"bias|norm|^(A_log|D|scale)$")
@@ -20,7 +21,13 @@ def weights_of(model: Any) -> dict[str, Weight]:
     head = {id(param) for param in find_head().parameters()} if find_head and find_head() is not None else set()
     outer = undecayed | head
     return {
-        name: Weight(tuple(param.shape), decays=id(param) not in undecayed, matrix=id(param) not in outer)
+        name: Weight(
+            tuple(param.shape),
+            decays=id(param) not in undecayed,
+            matrix=id(param) not in outer,
+            trained=param.requires_grad,
+            adapter=is_adapter(name),
+        )
         for name, param in model.named_parameters()
     }
 
@@ -30,6 +37,7 @@ def undecayed_ids(model: nn.Module) -> set[int]:
 
     What a parameter is depends on class and name, not on its number of dimensions: biases of experts and norms of heads
     have two dimensions, and some vectors have dimensions of size 1. A head that is tied to an embedding counts as one.
+    The matrices of adapters decay.
     """
     return {
         id(param)
@@ -39,4 +47,4 @@ def undecayed_ids(model: nn.Module) -> set[int]:
         or any("Norm" in cls.__name__ for cls in type(module).__mro__)
         or UNDECAYED_NAMES.search(name)
         or sum(size > 1 for size in param.shape) < 2
-    }
+    } - {id(param) for name, param in model.named_parameters() if is_adapter_matrix(name)}  # also those of rank 1

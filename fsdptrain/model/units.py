@@ -41,6 +41,11 @@ def saved_state(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
 
 
+def trained_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return trained parameters and persistent buffers, by name: `saved_state` without what is frozen."""
+    return {n: t for n, t in saved_state(model).items() if t.requires_grad or not isinstance(t, nn.Parameter)}
+
+
 def units_of(model: Any, wrap: Any) -> list[Unit]:
     """Return the units of a skeleton in forward order; the root holds what is in no unit.
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import recipe_errors, safetensors_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
+from fsdptrain.model.adapter import without_adapters
 from fsdptrain.model.init import full_name
 from fsdptrain.model.patches import dtensors_stay_on_their_device
 
@@ -51,7 +57,8 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
         for file in safetensors_files(plan):
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        _fill(model, bare, _counted(slices, progress), plan, device)
+        with without_adapters(model):
+            _fill(model, bare, _counted(slices, progress), plan, device)
 
 
 def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
@@ -68,20 +75,67 @@ def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
     _fill(copy.deepcopy(bare), bare, slices, plan, torch.device("meta"))
 
 
-def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Let transformers fill `model` from the tensors of a checkpoint: slices of files, or headers only.
+def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the state that `model.id` holds for a skeleton, group by group: whole tensors on the CPU, in its dtypes.
 
-    transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
-    changes class names, so the mapping is made for the unsharded skeleton `bare`.
+    `groups` are names of `saved_state(bare)`: what transformers makes from the same tensor of a file must be in one of
+    them. Only one group is in memory. Raises RecipeError if the files lack a tensor.
     """
-    settings = LoadStateDictConfig(
-        device_map={"": device},
-        dtype=getattr(torch, plan.recipe.model.dtype),
-        dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
-        weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
-    )
-    with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
-        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    group_of = {name: number for number, group in enumerate(groups) for name in group}
+    aliases = _aliases(bare)
+    for name, number in list(group_of.items()):
+        group_of |= dict.fromkeys(aliases.get(name, ()), number)
+    twin = copy.deepcopy(bare)
+    empty = [(module, key, param) for module in twin.modules() for key, param in module._parameters.items()]
+    slices: list[dict[str, Any]] = [{} for _ in groups]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in safetensors_files(plan)]
+        homes = {key: opened for opened in files for key in opened.keys()}  # noqa: SIM118
+        for key, name in _loaded_names(twin, list(homes)).items():
+            if name in group_of:
+                slices[group_of[name]][key] = homes[key].get_slice(key)
+        for group, found in zip(groups, slices, strict=True):
+            _load(twin, bare, found, plan, torch.device("cpu"))
+            state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers())}
+            real = {
+                name: next(
+                    (state[alias].detach() for alias in aliases.get(name, [name]) if not state[alias].is_meta), None
+                )
+                for name in group
+            }
+            if missing := [name for name, tensor in real.items() if tensor is None]:
+                raise RecipeError(f"model.id: the files of {plan.recipe.model.id} have no {missing[0]}")
+            yield real  # type: ignore[misc]  # none of them is None
+            for module, key, param in empty:
+                module._parameters[key] = param
+
+
+def _aliases(model: Any) -> dict[str, list[str]]:
+    """Return the names of each parameter that has several: a tied weight may be in the files under any of them."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {name: same for same in names.values() if len(same) > 1 for name in same}
+
+
+def _loaded_names(model: Any, keys: list[str]) -> dict[str, str]:
+    """Return for each tensor of a file the (first) tensor of the model that transformers makes from it."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    found = {}
+    for key in keys:
+        name, _ = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # as `convert_and_load_state_dict_in_model` does
+            name, _ = rename_source_key(key, [], [], prefix, state)
+        found[key] = name
+    return found
+
+
+def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
+    """Fill `model` from the tensors of a checkpoint, slices or headers only. Raises RecipeError if they do not fit."""
+    info = _load(model, bare, slices, plan, device)
     # What transformers found is an error here: a weight that is missing, unknown or of another shape.
     model.tie_weights()
     names: dict[int, list[str]] = {}  # a tied parameter has several names: one of them in the files is enough
@@ -97,6 +151,23 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
             raise RecipeError(f"model.id: {plan.recipe.model.id} does not fit the architecture: {what}: {shown}")
     if info.conversion_errors or info.error_msgs:
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
+
+
+def _load(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> Any:
+    """Let transformers put the tensors of a checkpoint into `model`; return what it reports of them.
+
+    transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
+    changes class names, so the mapping is made for the unsharded skeleton `bare`.
+    """
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=getattr(torch, plan.recipe.model.dtype),
+        dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
+        weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
+    )
+    with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
+        info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    return info
 
 
 class _Header:

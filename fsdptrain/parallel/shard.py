@@ -20,6 +20,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
+from fsdptrain.model.adapter import freeze
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
@@ -59,7 +60,7 @@ KEPT = [  # selective checkpointing does not recompute these: matrix products an
 def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
     """Return the plan's model, sharded over the ranks, and its units; parameters are still on the meta device."""
     recipe = plan.recipe
-    model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
+    model = freeze(skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype), recipe)
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()

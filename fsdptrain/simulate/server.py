@@ -17,12 +17,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.plan import Plan, fastest_on_one_gpu, varied
+from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
+from fsdptrain.model.adapter import freeze
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.parameters import weights_of
@@ -42,9 +43,8 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if kernel in ("flash_attention_2", "flex_attention"):
         notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
-    bare = models.skeleton(plan)
-    weights = weights_of(bare).values()
-    parameters = sum(weight.numel for weight in weights)
+    model = models.skeleton(plan)
+    weights = weights_of(model).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:
         fsdp = suited.recipe.fsdp
@@ -62,11 +62,11 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
         plot.draw_timeline(trace, device, hardware.memory, drawing, title, block_bytes(hardware))
     tokens = plan.recipe.train.global_batch_size * plan.recipe.data.seq_len
-    useful_flops = model_flops(bare, tokens, plan.recipe.data.seq_len)
-    notes += accumulation_notes(plan, trace, parameters)
+    useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
+    notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     return Forecast(
         **memory(trace, device, hardware),
-        **communication(plan, trace, parameters),
+        **communication(plan, trace, Counts.of(weights)),
         **time(plan, trace, hardware, tokens, useful_flops),
         model_flops=useful_flops,
         hardware=hardware.name,
@@ -136,7 +136,7 @@ def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def communication(plan: Plan, trace: Trace, parameters: int) -> dict[str, Any]:
+def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any]:
     """Return the collectives of a step as they were called, and the textbook's traffic of a micro-batch."""
     found = ledger.traffic(trace.repeated(plan.accumulation), plan.topology.nproc_per_node)
     dtypes = plan.recipe.fsdp.mixed_precision
@@ -174,6 +174,7 @@ class Models:
         self.config = config
         self._kernels: dict[tuple[str, bool], str] = {}  # (compute dtype, whether flash_attention_2 fits) → kernel
         self._bare: Any = None
+        self._counted: Any = None
 
     def with_kernel(self, plan: Plan) -> Plan:
         """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
@@ -187,15 +188,16 @@ class Models:
 
     def skeleton(self, plan: Plan) -> Any:
         """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
-        if self._bare is None:
-            self._bare = skeleton(self.config, plan.recipe.model)
-        return self._bare
+        if self._counted is None and (plan.freezes or self._bare is None):
+            self._counted = freeze(skeleton(self.config, plan.recipe.model), plan.recipe)
+        return self._counted or self._bare
 
 
 def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Models:
     """Return the models of a job from `known`, where those of the last job are kept; raises RecipeError."""
-    folder, vocab_size, described = job.get("config_dir"), job.get("vocab_size"), dataclasses.asdict(plan.recipe.model)
-    key = json.dumps([folder, vocab_size, plan.trust_remote_code, plan.recipe.data.seq_len, described])
+    recipe, folder, vocab_size = plan.recipe, job.get("config_dir"), job.get("vocab_size")
+    described = [dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.adapter)]
+    key = json.dumps([folder, vocab_size, plan.trust_remote_code, recipe.data.seq_len, described])
     if key not in known:
         known.clear()
         if folder and not plan.trust_remote_code:  # trusted code is registered by `load_config` alone

@@ -116,9 +116,10 @@ def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Re
     """Raise RuntimeError unless weights and state have their dtypes (accelerate#3979).
 
     Master weights have model.dtype or, where a model keeps them so, float32; the registry has the dtypes of the state.
+    Frozen weights are no master weights.
     """
     master = getattr(torch, recipe.model.dtype)
-    wrong = {param.dtype for param in model.parameters()} - {master, torch.float32}
+    wrong = {param.dtype for param in model.parameters() if param.requires_grad} - {master, torch.float32}
     parts = named_parts(optimizer)
     for name, weight in weights_of(model).items():
         for tensor in state_of(recipe.optim.name, weight, parts[name]) if name in parts else ():

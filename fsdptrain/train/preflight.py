@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
+from fsdptrain.model.adapter import freeze
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.loss import after_head
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of
@@ -34,12 +37,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model that can be trained: the plan with an attention kernel chosen, configuration, skeleton and units."""
+    """A model that can be trained: the plan with an attention kernel chosen, configuration, skeletons and units.
+
+    `bare` is the model as its files describe it; `trained` has the recipe's adapters, and what is frozen is marked so.
+    Without adapters and frozen weights they are the same. The units are those of `trained`.
+    """
 
     plan: Plan
     config: PreTrainedConfig
     bare: PreTrainedModel
+    trained: PreTrainedModel
     units: list[Unit]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """What each parameter of `trained` is."""
+        return [*weights_of(self.trained).values()]
 
 
 def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
@@ -50,8 +63,14 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
     config = load_config(plan, vocab_size)
     plan, bare = choose_attention(plan, config)
     problems: list[Problem] = []
+    trained = bare
     with _collected(problems):
-        units = units_of(bare, plan.recipe.fsdp.wrap)
+        if plan.freezes:
+            trained = freeze(
+                skeleton(config, plan.recipe.model, plan.recipe.fsdp.mixed_precision.param_dtype), plan.recipe
+            )
+    with _collected(problems):
+        units = units_of(trained, plan.recipe.fsdp.wrap)
     with _collected(problems):
         check_dtypes(bare, plan)
     with _collected(problems):
@@ -65,7 +84,7 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
             check_weights(bare, plan, safetensors_files(plan))
     if problems:
         raise RecipeError(problems)
-    return PreparedModel(plan, config, bare, units)
+    return PreparedModel(plan, config, bare, trained, units)
 
 
 @contextlib.contextmanager

@@ -13,23 +13,24 @@ import torch.distributed as dist
 import transformers
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
+from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Plan, fastest_on_one_gpu
+from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
-from fsdptrain.data.hub import go_offline_if_unreachable, safetensors_files
+from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
+from fsdptrain.model.adapter import start_adapters
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
-from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.shard import copy_own_rows
@@ -82,7 +83,7 @@ class Sizes:
     """Sizes that depend on plan, model and data together."""
 
     weights: list[Weight]
-    parameters: int
+    counts: Counts
     total_steps: int
     state_bytes: int  # of this rank's part of a checkpoint
     flops_per_step: float
@@ -90,15 +91,15 @@ class Sizes:
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs) -> Sizes:
         """Compute the sizes of a run."""
-        recipe, bare = plan.recipe, inputs.prepared.bare
+        recipe, prepared = plan.recipe, inputs.prepared
         positions = recipe.train.global_batch_size * recipe.data.seq_len
-        weights = [*weights_of(bare).values()]
+        weights = prepared.weights
         return cls(
             weights=weights,
-            parameters=sum(weight.numel for weight in weights),
+            counts=Counts.of(weights),
             total_steps=plan.total_steps(len(inputs.stream)),
             state_bytes=plan.state_bytes(weights) // plan.shard_size,
-            flops_per_step=model_flops(bare, positions, recipe.data.seq_len),
+            flops_per_step=model_flops(prepared.trained, positions, recipe.data.seq_len),
         )
 
 
@@ -154,9 +155,9 @@ def prepare_inputs(session: Session) -> Inputs:
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
     """Return the inputs with the plan that is the fastest if this rank is the only one; see `fastest_on_one_gpu`."""
-    weights = weights_of(inputs.prepared.bare).values()
-    plan = fastest_on_one_gpu(inputs.prepared.plan, weights, world.device_memory())
-    return dataclasses.replace(inputs, prepared=dataclasses.replace(inputs.prepared, plan=plan))
+    prepared = inputs.prepared
+    plan = fastest_on_one_gpu(prepared.plan, prepared.weights, world.device_memory())
+    return dataclasses.replace(inputs, prepared=dataclasses.replace(prepared, plan=plan))
 
 
 def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None:
@@ -180,11 +181,34 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     if world.rank == 0:
         remove_leftovers(rundir)
     content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
+    if plan.freezes:
+        session.progress("comparing the files of the frozen weights", 0, 0)
+        content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
     checkpointer.reject_another_run()
     if world.rank == 0:
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
+
+
+def frozen_digest(plan: Plan, world: World) -> str:
+    """Return the digest of the files of the pretrained model, which checkpoints of a run with frozen weights refer to.
+
+    The ranks of a node read a part of its files each. Raises RecipeError if the files differ between nodes; collective.
+    """
+    workers, files = plan.topology.nproc_per_node, sorted(safetensors_files(plan))
+    own = (world.rank // workers, file_checksums(files[world.local_rank :: workers]))
+    ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(ranks, own, group=world.side)
+    nodes: dict[int, list[tuple[str, int, str]]] = {}
+    for node, checksums in ranks:
+        nodes.setdefault(node, []).extend(checksums)
+    found = {files_digest(checksums) for checksums in nodes.values()}
+    if len(found) > 1:
+        raise RecipeError(
+            f"model.id: the files of {plan.recipe.model.id} are not the same on all nodes: copy them again"
+        )
+    return found.pop()
 
 
 def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) -> None:
@@ -207,6 +231,8 @@ def load_state(
 ) -> tuple[torch.optim.Optimizer, int]:
     """Load weights and optimizer state: from the newest checkpoint, else the pretrained files, else from the seed.
 
+    Frozen weights are always read from the pretrained files: no checkpoint holds them.
+
     Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
     """
     plan, world, bare = session.plan, checkpointer.world, inputs.prepared.bare
@@ -215,12 +241,13 @@ def load_state(
     if resuming:
         session.reporter.progress("reading the checkpoint", 0, 0)
     try:
-        if resuming or not plan.pretrained:
-            allocate(model, device)
-        if not resuming and plan.pretrained:
+        if plan.pretrained and (plan.freezes or not resuming):
             read_weights(model, bare, plan, device, session.progress)
-        elif not resuming:
+        allocate(model, device)  # what was not read
+        if not resuming and not plan.pretrained:
             draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
+        if not resuming and plan.recipe.adapter.kind:
+            start_adapters(model, plan, copy_own_rows)
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
@@ -264,7 +291,8 @@ def start_facts(
         "divided": "text was divided: its last part is held out for evaluation",
     }  # fmt: skip
     return {
-        "parameters": sizes.parameters,
+        "parameters": sizes.counts.all,
+        **({"trainable": sizes.counts.trained} if inputs.prepared.plan.freezes else {}),
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
-from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
@@ -44,10 +44,10 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
         major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
         if note := flash.note_before(major):
             findings.add_note(note)
-    facts = model_facts(ready.plan, ready.bare, ready.units)
+    facts = model_facts(ready.plan, ready.trained, ready.units)
     findings.add_facts("model", facts, HEADING, *model_lines(facts))
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))
-    disk = disk_facts(plan, weights_of(ready.bare).values(), steps)
+    disk = disk_facts(plan, ready.weights, steps)
     findings.add_facts("model", {"disk": disk}, "Disk", disk_summary(disk))
     for error in disk_problems(plan, disk):
         findings.add_problem(error, this_machine_only=True)
@@ -75,12 +75,14 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
     every = kind["every"] if isinstance(kind, dict) else 1
     owned = list(parameters_by_unit(model, units))
     rows = [unit_facts(plan, *unit) for unit in owned]
-    embedding = model.get_input_embeddings().weight
+    count, embedding = Counts.of(weights_of(model).values()), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
     return {
         "architecture": type(model).__name__,
         "attention": plan.recipe.model.attn_implementation,
-        "parameters": sum(row["parameters"] for row in rows),
+        "parameters": count.all,
+        "trainable_parameters": count.trained,
+        "adapter_parameters": count.adapters,
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
         "units": group_similar_units(rows),
@@ -168,11 +170,18 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
     shared = facts["tied"]
     tie = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
     recomputed = facts["recomputed_blocks"]
+    trained, share = facts["trainable_parameters"], facts["trainable_parameters"] / facts["parameters"]
+    master = f" in {dtypes['master']}" if share == 1 else ""
+    frozen = [
+        f"{trained:,} parameters are trained ({share:.2%}), {facts['parameters'] - trained:,} are frozen in "
+        f"{dtypes['compute']}, without master weights and optimizer state"
+    ]
     return [
         f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "
         "and the root)",
+        *(frozen if share < 1 else []),
         f"embedding and head are {tie}",
-        f"a rank holds at most {size(facts['shard_bytes'])} of weights in {dtypes['master']}; compute in "
+        f"a rank holds at most {size(facts['shard_bytes'])} of weights{master}; compute in "
         f"{dtypes['compute']} with {facts['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
         f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"

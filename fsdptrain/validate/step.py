@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Counts, Plan
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast import closed_form
@@ -148,14 +148,15 @@ def advise(
     options: StepOptions,
 ) -> None:
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
-    parameters = findings.levels["model"]["parameters"]
+    model = findings.levels["model"]
+    counts = Counts(model["parameters"], model["trainable_parameters"], model["adapter_parameters"])
 
     def progress(settled: int, total: int) -> None:
         findings.send_progress("comparing plans", settled, total)
 
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
-        advice = search(plan, hardware, own, forecasters, parameters, config.to_dict(), progress, vocab_size=vocab_size)
+        advice = search(plan, hardware, own, forecasters, counts, config.to_dict(), progress, vocab_size=vocab_size)
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_table.lines(advice))
     rows = advice_table.rows(advice.options)

@@ -52,7 +52,12 @@ model:
   config: {}
   init: pretrained
   dtype: float32
+  trainable: []
   attn_implementation: auto
+
+adapter:
+  {kind: lora, r: 16, alpha: 32, dropout: 0.0, target: all-linear, modules_to_save: [], use_dora: false,
+   use_rslora: false, from: null}
 
 data:
   path: data/train.jsonl
@@ -84,11 +89,11 @@ train:
    deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null}
 checkpoint: {every: 500, keep: 2, async: true, resume: auto}
-export:   {at_end: true, dtype: bfloat16}
+export:   {at_end: true, dtype: bfloat16, adapter: merged}
 log:      {every: 1, tensorboard: true, forecast: true}
 launch:   {nproc_per_node: auto, nnodes: 1, rdzv_endpoint: null, max_restarts: 0, timeout_s: 300, grace_s: null}
 """
-EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite"}
+EXAMPLES = {"name", "output_dir", "model.id", "data.path", "train.on_nonfinite", "adapter.kind", "export.adapter"}
 
 
 def read(tmp_path: Path, text: str, *overrides: str) -> LoadedRecipe:
@@ -111,6 +116,8 @@ def with_key(path: str, value: str) -> str:
         return BASE + f"{section}: {value}\n"
     head, _, tail = rest.partition(".")
     lines = {"model": {"id": "org/name"}, "data": {"path": "rows.jsonl"}}
+    if section == "adapter":
+        lines[section] = {"kind": "lora"}
     lines.setdefault(section, {})[head] = f"{{{tail}: {value}}}" if tail else value
     return "".join(f"{name}:\n" + "".join(f"  {k}: {v}\n" for k, v in keys.items()) for name, keys in lines.items())
 

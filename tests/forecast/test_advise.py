@@ -11,7 +11,7 @@ import pytest
 from support import write_recipe
 
 from fsdptrain.config.hardware import CPU, KNOWN
-from fsdptrain.config.plan import Plan, draft_plan, varied
+from fsdptrain.config.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.topology import Topology
@@ -81,7 +81,7 @@ class FakeForecaster:
 def advice(plan: Plan, ask: FakeForecaster, parameters: int = 1, **more: Any) -> Advice:
     own = ask(plan, H100)
     ask.asked.clear()
-    return search(plan, H100, own, [ask, ask], parameters, **more)
+    return search(plan, H100, own, [ask, ask], Counts(parameters, parameters), **more)
 
 
 def tried(ask: FakeForecaster) -> Counter[tuple[str, int, str, int]]:
@@ -303,7 +303,7 @@ def test_on_a_cpu_one_forecaster_is_used_and_progress_reaches_the_total(tmp_path
     plan = plan_of(tmp_path)
     own = ask(plan, CPU)
     progress: list[tuple[int, int]] = []
-    search(plan, CPU, own, [ask, idle], 1, progress=lambda done, total: progress.append((done, total)))
+    search(plan, CPU, own, [ask, idle], Counts(1, 1), progress=lambda done, total: progress.append((done, total)))
     assert not idle.asked and progress[-1][0] == progress[-1][1] == 3 * 4 * 3
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.optimizers import OptimizerKind
-from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.plan import Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
@@ -106,6 +106,15 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
     held = sum(e.size for e in trace.before if isinstance(e, Alloc) and e.storage.category == "optimizer state")
     others = 4 * len(weights) + 2 * 256 * 4  # counters, and the tables of 8-bit values
     assert 0 <= held - kind.state_bytes(weights, "float32", ranks=2) <= others
+
+
+@pytest.mark.parametrize("changes", MATRIX[18::80], ids=named)
+def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": "lora", "adapter.r": 5})
+    full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
+    forecast = peak(on_fake(plan), HOST)
+    assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3)
+    assert forecast.by_category["optimizer state"] < 0.1 * full.by_category["optimizer state"]
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:

@@ -1,0 +1,401 @@
+"""What is trained of a model: adapters (LoRA, by peft), some of its parameters, or all of it.
+
+Adapters are injected into the skeleton before it is sharded, because peft takes shapes from the weights that it finds.
+A linear layer `q_proj` becomes a module with the layer inside: `q_proj.base_layer`, `q_proj.lora_A.default`, …
+`without_adapters` restores the plain model for a while, so that files are read into it under their own names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from fsdptrain.config.plan import Plan, seed_of
+from fsdptrain.config.schema import Adapter, Recipe
+from fsdptrain.data.hub import error_summary
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.patches import parameters_on_meta
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # what can get an adapter
+
+
+NAME = "default"  # of the adapter in peft's modules
+
+
+PREFIX = "base_model.model."  # of every name in peft's files
+
+
+# ------------------------------------------------------------------------------------------- what is trained
+
+
+def freeze(model: Any, recipe: Recipe) -> Any:
+    """Add the recipe's adapters to a skeleton and freeze what is not trained, in place; return the skeleton.
+
+    Frozen parameters get the compute dtype, trained ones keep the master dtype; what transformers keeps in float32
+    stays so (`float32_names` get the new names). A recipe that trains everything changes nothing. Raises RecipeError if
+    peft is missing, or if the recipe names layers that the model does not have or that cannot be adapted.
+    """
+    if recipe.adapter.kind is not None:
+        whole = _modules_to_save(model, recipe.adapter)
+        _inject(model, recipe)
+        trained = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
+        trained |= {id(param) for name, param in model.named_parameters() if is_adapter(name)}
+    elif recipe.model.trainable:
+        trained = {id(param) for param in _trainable(model, recipe.model.trainable)}
+    else:
+        return model
+    model.float32_names = {adapted_name(model, name) for name in model.float32_names}
+    _set_dtypes(model, trained, getattr(torch, recipe.model.dtype), getattr(torch, _compute(recipe)))
+    return model
+
+
+def _compute(recipe: Recipe) -> str:
+    return str(recipe.fsdp.mixed_precision.param_dtype)
+
+
+def _set_dtypes(model: Any, trained: set[int], master: torch.dtype, compute: torch.dtype) -> None:
+    """Replace the parameters of a skeleton by trained ones in the master dtype and frozen ones in the compute dtype."""
+    made: dict[int, nn.Parameter] = {}
+    wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
+    for module in model.modules():
+        for key, param in module.named_parameters(recurse=False):
+            wanted = id(param) in trained
+            dtype = torch.float32 if id(param) in wide else master if wanted else compute
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(param.detach().to(dtype), requires_grad=wanted)
+            module._parameters[key] = made[id(param)]
+
+
+def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
+    """Return the parameters that `model.trainable` names."""
+    params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has several names
+    found: list[nn.Parameter] = []
+    for pattern in patterns:
+        matched = [param for name, param in params.items() if _matches(name, pattern)]
+        if not matched:
+            raise RecipeError(f"model.trainable: {pattern!r} matches no parameter{_nearest(pattern, params)}")
+        found += matched
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a dotted name is `pattern`, is below it, ends with it, or matches it as a pattern."""
+    if any(character in pattern for character in "*?["):
+        return fnmatchcase(name, pattern)
+    return f".{pattern}." in f".{name}."
+
+
+def _nearest(pattern: str, names: Any) -> str:
+    """Return a hint with the names nearest to a pattern: whole ones, or their last words."""
+    ends = [name.removesuffix(".weight").rpartition(".")[2] for name in names]
+    near = get_close_matches(pattern, dict.fromkeys([*ends, *names]), n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(set(ends))[:12])}"
+
+
+# -------------------------------------------------------------------------------------------------- adapters
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's matrix or vector."""
+    return bool(re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name))
+
+
+def is_adapter_matrix(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's matrix, not of DoRA's vector of magnitudes."""
+    return is_adapter(name) and ".lora_magnitude_vector." not in name
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter has without adapters; an adapter's own parameters have none."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_name(model: Any, name: str) -> str:
+    """Return the name, in a model with adapters, of a parameter or buffer of the model without them."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return f"{owner}.base_layer.{key}" if _is_adapted(module) else name
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of peft that hold a layer and its adapter, by the name of the layer."""
+    return {name: module for name, module in model.named_modules() if _is_adapted(module)}
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Put the layers of a model back into the place of their adapters inside this context."""
+    layers = adapted_layers(model)
+
+    def place(inner: bool) -> None:
+        for name, layer in layers.items():
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._modules[key] = layer.base_layer if inner else layer
+
+    place(inner=True)
+    try:
+        yield
+    finally:
+        place(inner=False)
+
+
+def lora_config(recipe: Recipe, targets: list[str] | str, convolutions: bool = False) -> LoraConfig:
+    """Return peft's configuration. `convolutions`: the layers are transformers' Conv1D, with transposed weights.
+
+    Raises RecipeError if peft is not installed.
+    """
+    # bitsandbytes, which peft imports if it is there, warns about a kernel that is not used.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise RecipeError("adapter.kind: lora needs peft: pip install 'fsdptrain[lora]'") from None
+    adapter, model = recipe.adapter, recipe.model
+    name = str(model.id)
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        modules_to_save=adapter.modules_to_save or None,
+        use_dora=adapter.use_dora,
+        use_rslora=adapter.use_rslora,
+        fan_in_fan_out=convolutions,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(name).absolute()) if Path(name).is_dir() else name,
+        revision=model.revision,
+    )
+
+
+def _inject(model: Any, recipe: Recipe) -> None:
+    """Let peft add the adapters, on the meta device; its weights are set by `start_adapters` or by a checkpoint."""
+    adapter = recipe.adapter
+    targets = _targets(model, adapter)
+    _check_targets(model, targets, recipe)
+    layers = [model.get_submodule(name) for name in targets]
+    plain = adapter.target != "all-linear" and not any(set("*?[") & set(name) for name in adapter.target)
+    wanted = adapter.target if plain and not _more_than(model, adapter.target, targets) else targets
+    config = lora_config(recipe, wanted, any(isinstance(layer, Conv1D) for layer in layers))
+    config.modules_to_save = None  # such modules are trained in place: peft would keep a frozen copy of each
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():  # of what `_check_targets` has checked, and Conv1D beside Linear
+        warnings.simplefilter("ignore")
+        try:
+            with parameters_on_meta():
+                inject_adapter_in_model(config, model, NAME)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise RecipeError(f"adapter: peft refuses {type(model).__name__}: {error_summary(error)}") from None
+    model.peft_config[NAME].modules_to_save = adapter.modules_to_save or None
+
+
+def _targets(model: Any, adapter: Adapter) -> list[str]:
+    """Return the names of the layers that get an adapter; raises RecipeError for a name that matches none."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    whole = _modules_to_save(model, adapter)
+    if adapter.target == "all-linear":
+        head = model.get_output_embeddings()
+        linear = {n: m for n, m in layers.items() if not isinstance(m, nn.Embedding) and m is not head}
+        found = list(linear)
+    else:
+        found = []
+        for pattern in adapter.target:
+            matched = [name for name in layers if _matches(name, pattern)]
+            if not matched:
+                raise RecipeError(_no_target_message(model, pattern, layers))
+            found += matched
+    kept = [name for name in dict.fromkeys(found) if not any(_matches(name, module) for module in whole)]
+    if not kept:
+        raise RecipeError(f"adapter.target: {adapter.target} leaves no layer of {type(model).__name__} with an adapter")
+    return kept
+
+
+def _more_than(model: Any, names: list[str], targets: list[str]) -> bool:
+    """Return whether peft, which takes every module that ends with a name, would adapt other layers than `targets`."""
+    matched = {n for n, _ in model.named_modules() if any(n == name or n.endswith(f".{name}") for name in names)}
+    return matched != set(targets)
+
+
+def _no_target_message(model: Any, pattern: str, layers: Mapping[str, nn.Module]) -> str:
+    other = next(((name, module) for name, module in model.named_modules() if name and _matches(name, pattern)), None)
+    if other is None:
+        return f"adapter.target: {pattern!r} matches no layer of {type(model).__name__}{_nearest(pattern, layers)}"
+    kind = type(other[1]).__name__
+    experts = any(param.ndim > 2 for param in other[1].parameters())
+    reason = (
+        "the weights of experts are one tensor, which peft cannot adapt under FSDP; leave it out" if experts else ""
+    )
+    return (
+        f"adapter.target: {pattern!r}: {other[0]} is a {kind}, which cannot get an adapter: "
+        f"{reason or 'name linear layers or embeddings'}"
+    )
+
+
+def _modules_to_save(model: Any, adapter: Adapter) -> list[str]:
+    """Return the names of the modules that are trained as a whole; raises RecipeError for a name that matches none."""
+    found: list[str] = []
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted in adapter.modules_to_save:
+        matched = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        if not matched:
+            raise RecipeError(
+                f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, names)}"
+            )
+        found += matched
+    if shared := _shared(model, found):
+        raise RecipeError(
+            f"adapter.modules_to_save: {shared[0]} shares its weight with {shared[1]}, and peft would save only one of "
+            "them: leave it out, or train it with model.trainable"
+        )
+    return found
+
+
+def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
+    """Raise RecipeError for a layer that cannot be trained or merged with an adapter."""
+    if shared := _shared(model, targets):
+        raise RecipeError(
+            f"adapter.target: {shared[0]} shares its weight with {shared[1]}, so its adapter could not be merged: "
+            "leave it out"
+        )
+    head = model.get_output_embeddings()
+    names = [name for name in targets if model.get_submodule(name) is head]
+    if names and recipe.train.loss == "chunked":
+        raise RecipeError(
+            f"adapter.target: {names[0]} is the head, whose adapter train.loss: chunked does not compute: use "
+            "train.loss: plain, or train the whole head with adapter.modules_to_save"
+        )
+
+
+def _shared(model: Any, names: list[str]) -> tuple[str, str] | None:
+    """Return the first of these modules that has a parameter in common with another module, and that one."""
+    holders: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(param), []).append(name.rpartition(".")[0])
+    for name in names:
+        for param in model.get_submodule(name).parameters():
+            others = [owner for owner in holders[id(param)] if owner != name and not owner.startswith(f"{name}.")]
+            if others:
+                return name, others[0]
+    return None
+
+
+# ------------------------------------------------------------------------------------------- first weights
+
+
+def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Set the adapters of a sharded model, whose base has weights: from `adapter.from`, else as peft draws them.
+
+    What is drawn depends on the seed and the parameter's name only, so every world size starts from the same weights.
+    Collective with DoRA. Raises RecipeError if the folder has other tensors.
+    """
+    folder = plan.recipe.adapter.from_
+    if folder is not None:
+        _read_adapter(model, Path(folder), copy_own_rows)
+        return
+    for name, param in model.named_parameters():
+        if is_adapter(name):
+            copy_own_rows(param, _first_value(name, param, plan.recipe.seed))
+    for layer in adapted_layers(model).values():
+        for magnitude in layer.lora_magnitude_vector.values():
+            weight = layer.base_layer.weight.detach()
+            whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).float()
+            # A vector of a Linear is a row, of a Conv1D or an Embedding a column.
+            copy_own_rows(magnitude.weight, torch.linalg.norm(whole, dim=0 if magnitude.fan_in_fan_out else 1))
+
+
+def _first_value(name: str, param: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the value that an adapter's parameter starts with, whole and on the CPU."""
+    whole = torch.zeros(param.shape, dtype=param.dtype)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(whole, generator=generator)
+    return whole
+
+
+def _read_adapter(model: Any, folder: Path, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Set adapters, and modules that are trained as a whole, from a folder that peft has written."""
+    params = {key: model.get_parameter(name) for name, key in saved_names(model).items()}
+    path = folder / ADAPTER_WEIGHTS
+    with safe_open(path, framework="pt") as opened:
+        found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        expected = {key: tuple(param.shape) for key, param in params.items()}
+        if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
+            key = wrong[0]
+            raise RecipeError(
+                f"adapter.from: {path} does not fit the model: {key} is {found.get(key, 'missing')}, the model needs "
+                f"{expected.get(key, 'no such tensor')}"
+            )
+        for key, param in params.items():
+            copy_own_rows(param, opened.get_tensor(key))
+
+
+# ---------------------------------------------------------------------------------------------- peft's files
+
+
+def saved_names(model: Any) -> dict[str, str]:
+    """Return the trained parameters of a model with adapters: name → name in peft's file."""
+    from peft import get_peft_model_state_dict
+
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    adapters = {name: param for name, param in trained.items() if is_adapter(name)}
+    saved = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=NAME, save_embedding_layers=False)
+    keys = {id(param): key for key, param in saved.items()}
+    return {name: PREFIX + keys.get(id(param), name) for name, param in trained.items()}
+
+
+def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the weight of an adapted layer with its adapter added, computed by peft in float32.
+
+    `layer` is the layer of a skeleton; `adapter` has its adapter's tensors by their names inside the layer.
+    """
+    places = {"base_layer.weight": weight, **adapter}
+    before = {name: layer.get_parameter(name) for name in places}
+    try:
+        for name, tensor in places.items():
+            _set_parameter(layer, name, nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False))
+        layer.merge(safe_merge=True)
+        return layer.base_layer.weight.detach()
+    finally:
+        layer.merged_adapters.clear()
+        for name, param in before.items():
+            _set_parameter(layer, name, param)
+
+
+def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    owner, _, key = name.rpartition(".")
+    module.get_submodule(owner)._parameters[key] = param
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write peft's configuration of the adapter into a folder."""
+    dataclasses.replace(model.peft_config[NAME], inference_mode=True).save_pretrained(folder)
+    path = folder / ADAPTER_CONFIG
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["target_modules"] = sorted(values["target_modules"])  # of a set: their order would differ from run to run
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,249 @@
+"""Adapters and frozen weights: the curve of a plain peft loop, resume, exports that peft opens, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import largest_difference, peft_curve
+from safetensors.torch import load_file, save_file
+from support import TINY, on_ranks, write_recipe
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Phi3Config
+
+from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.plan import Counts, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Adapter, Model, Recipe
+from fsdptrain.config.topology import Topology
+from fsdptrain.data.corpus import prepare
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.adapter import freeze
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.rundir import RunDir
+from fsdptrain.screen import Screen
+from fsdptrain.train.optim import learning_rate
+
+STEPS, BATCH = 8, 8
+LORA = ["adapter.kind=lora", "adapter.r=3"]
+EMBEDDED = ["adapter.target=[embed_tokens, q_proj, 'model.layers.*.mlp.up_proj']", "adapter.modules_to_save=[lm_head]"]
+CURVES: dict[str, tuple[list[str], tuple[str, ...], float, float]] = {
+    # name → overrides, what is trained besides adapters, and the limits of loss and gradient norm
+    "all linear": (LORA, (), 1e-5, 1e-5),
+    "bf16, recomputed": (
+        [*LORA, "fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.activation_checkpointing=full"], (), 2e-3, 4e-3
+    ),
+    "DoRA, head": (
+        [*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",), 1e-5, 1e-5
+    ),
+    "last block": (["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm"), 1e-5, 1e-5),
+}  # fmt: skip
+
+
+def adapter_recipe(tmp: Path, **changes: Any) -> Path:
+    """Write a recipe that trains adapters of rank 3 beside a random Llama."""
+    if not (tmp / "model").exists():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp / "model")
+    changes = {
+        "model": {"id": str(tmp / "model"), "tokenizer": {"train": 512}}, "adapter": {"kind": "lora", "r": 3},
+        "optim__lr": 1e-3, "train__steps": STEPS, "train__global_batch_size": BATCH,
+        "export": {"adapter": "both", "dtype": "float32"},
+    } | changes  # fmt: skip
+    return write_recipe(tmp, **changes)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_recipe(tmp_path_factory.mktemp("adapter"), adapter={}, export={})
+
+
+def reference(recipe: Path, name: str, start: Path) -> Any:
+    """Return the curve of a plain peft loop for one of CURVES."""
+    from peft import LoraConfig
+
+    overrides, whole, _, _ = CURVES[name]
+    plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
+    stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+    batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
+    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(STEPS)]
+    adapter, dtype = plan.recipe.adapter, plan.recipe.fsdp.mixed_precision.param_dtype
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(
+        r=adapter.r, lora_alpha=int(adapter.alpha), use_dora=adapter.use_dora, use_rslora=adapter.use_rslora,
+        target_modules=every if adapter.target == "all-linear" else ["embed_tokens", "q_proj", "up_proj"],
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    first = torch.load(start)
+    return peft_curve(
+        str(plan.recipe.model.id), config if adapter.kind else None, first, batches, rates, getattr(torch, dtype), whole
+    )
+
+
+def assert_peft_agrees(recipe: Path, found: dict[str, Any], start: Path) -> None:
+    for name, facts in found.items():
+        kind = name.partition(" × ")[0]
+        loss, norm = largest_difference(facts["curve"], reference(recipe, kind, Path(f"{start}-{name}")))
+        print(f"{name:50} loss {loss:.1e}  norm {norm:.1e}")
+        assert loss <= CURVES[kind][2] and norm <= CURVES[kind][3], (name, loss, norm)
+        assert facts["base_is_unchanged"] and facts["trained"] == ["torch.float32"], facts
+        assert facts["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
+
+
+def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
+    """On two ranks, over which rank 3 does not divide: loss, gradient norm, dtypes; and the base stays as it was."""
+    variants, start = {name: case[0] for name, case in CURVES.items()}, tmp_path / "start"
+    ranks = on_ranks(2, "adapted", tmp_path, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start))
+    assert [facts["curve"] for facts in ranks[0].values()] == [facts["curve"] for facts in ranks[1].values()]
+    assert_peft_agrees(recipe, ranks[0], start)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_curves_of_every_strategy_agree_with_a_plain_peft_loop(world: int, recipe: Path, tmp_path: Path) -> None:
+    strategies = {s: [f"fsdp.strategy={s}"] for s in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}
+    if world > 1:
+        strategies |= {s: [f"fsdp.strategy={s}", "fsdp.shard_size=2"] for s in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")}
+    variants = {
+        f"{name} × {strategy} × {world}": [*case[0], *more]
+        for name, case in CURVES.items()
+        for strategy, more in strategies.items()
+    }
+    start = tmp_path / "start"
+    ranks = on_ranks(
+        world, "adapted", tmp_path, 900, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start)
+    )
+    assert_peft_agrees(recipe, ranks[0], start)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train with dropout and recomputation on two ranks, save between, and resume on two ranks and on one."""
+    tmp = tmp_path_factory.mktemp("resume")
+    recipe = adapter_recipe(tmp, adapter={"kind": "lora", "r": 3, "dropout": 0.3})
+    words = ["fsdp.activation_checkpointing=full"]
+    whole = on_ranks(2, "save_between", tmp / "a", recipe=str(recipe), overrides=words, at=4, steps=STEPS)[0]
+    (tmp / "run" / "plan.json").write_text(make_plan(load(recipe, words), Topology("cpu", 1, 2)).to_json())
+    again = on_ranks(2, "resume", tmp / "b", recipe=str(recipe), overrides=words, steps=STEPS)[0]
+    return {"recipe": recipe, "run": RunDir(tmp / "run"), "whole": whole, "again": again, "words": words, "tmp": tmp}
+
+
+def test_a_resume_with_dropout_and_recomputation_is_bitwise_equal(trained: dict[str, Any]) -> None:
+    assert trained["again"]["first"] == 4
+    assert trained["again"]["curve"] == trained["whole"]["curve"][4:]
+    size = sum(path.stat().st_size for path in trained["run"].checkpoint(4).glob("*.safetensors"))
+    assert size < 200_000, "the whole model has 166,496 parameters: with moments, 2 MB"
+
+
+def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None:
+    """Another world size continues; another base is refused, also where its files have the same sizes."""
+    weights = trained["tmp"] / "model" / "model.safetensors"
+    kept = weights.with_suffix(".before")
+    shutil.copyfile(weights, kept)
+    recipe, words = str(trained["recipe"]), [*trained["words"], "adapter.dropout=0.3"]
+    alone = on_ranks(1, "resume", trained["tmp"] / "c", recipe=recipe, overrides=words, steps=STEPS)[0]
+    assert alone["first"] == 4 and len(alone["curve"]) == STEPS - 4
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][7, 7] += 1
+    save_file(tensors, weights, {"format": "pt"})
+    try:
+        with pytest.raises(RecipeError, match="the files of the model differ from those that the run to resume has"):
+            export_checkpoint(trained["run"], None, trained["tmp"] / "other", None, Screen())
+        [kind, message] = on_ranks(1, "trains", trained["tmp"] / "d", recipe=recipe, variants={"": words})[0][""]
+    finally:
+        kept.rename(weights)
+    assert kind == "RecipeError" and "model.id: the files of the model differ" in message, message
+
+
+def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[str, Any]) -> None:
+    from peft import PeftModel
+
+    out, base = trained["tmp"] / "out", trained["tmp"] / "model"
+    export_checkpoint(trained["run"], None, out, None, Screen())
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    adapted = model(ids).logits
+    assert (adapted - merged(ids).logits).abs().max() < 1e-5
+    assert (adapted - AutoModelForCausalLM.from_pretrained(base)(ids).logits).abs().max() > 1e-3
+    ours = merged.state_dict()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in model.merge_and_unload().state_dict().items())
+    found = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert found["base_model_name_or_path"] == str(base) and (out / "adapter" / "README.md").is_file()
+    # Another adapter continues from this one: its first step has the loss of the merged model.
+    words = ["adapter.kind=lora", f"adapter.from={out / 'adapter'}", f"output_dir={trained['tmp'] / 'more'}"]
+    recipe = adapter_recipe(trained["tmp"], adapter={"kind": "lora"})
+    both = {"from": words, "merged": [f"model.id={out}", "adapter.r=3", f"output_dir={trained['tmp'] / 'more2'}"]}
+    curves = on_ranks(1, "curves", trained["tmp"] / "e", recipe=str(recipe), variants=both, steps=1)[0]
+    assert curves["from"][0][0] == pytest.approx(curves["merged"][0][0], rel=1e-6)
+    shutil.copytree(out, trained["run"].export)
+    assert survey(trained["run"])["export"]["problems"] == []
+    (trained["run"].export / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    assert "adapter_model.safetensors is damaged" in survey(trained["run"])["export"]["problems"][0]
+
+
+SMALL = TINY | {"num_hidden_layers": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4),
+    "phi3": Phi3Config(**SMALL, pad_token_id=0),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+
+
+def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...] = (), loss: str = "chunked") -> Any:
+    """Return a skeleton with this adapter, or with none and these trainable parameters."""
+    recipe = Recipe(model=Model(id="org/name", trainable=list(trainable)))
+    if adapter is not None:
+        recipe.adapter = Adapter(**{"kind": "lora"} | adapter)
+    recipe.train.loss = loss  # type: ignore[assignment]
+    return freeze(skeleton(CONFIGS[kind], recipe.model, "bfloat16"), recipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "message"),
+    [
+        ("llama", {"target": ["q_porj"]}, "'q_porj' matches no layer of LlamaForCausalLM; did you mean q_proj"),
+        ("llama", {"target": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot get an adapter: name"),
+        ("llama", {"target": ["lm_head"]}, "lm_head is the head, whose adapter train.loss: chunked does not compute"),
+        ("tied", {"target": ["embed_tokens"]}, "model.embed_tokens shares its weight with lm_head"),
+        ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
+        ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
+        ("mixtral", {"target": ["experts"]}, "the weights of experts are one tensor, which peft cannot adapt"),
+        ("llama", None, "model.trainable: 'layer.1' matches no parameter; there are"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_adapted_is_refused_by_name(kind: str, adapter: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        frozen(kind, adapter, trainable=("layer.1",) if adapter is None else ())
+    assert message in str(error.value)
+
+
+def adapted_words(model: Any) -> str:
+    """Return the last words of the names of what has an adapter."""
+    names = [name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name]
+    return " ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def test_what_gets_an_adapter() -> None:
+    """Fused projections, transposed weights and experts; the head with the plain loss; dtypes."""
+    assert adapted_words(frozen("gpt2", {})) == "c_attn c_fc c_proj"
+    assert adapted_words(frozen("phi3", {})) == "down_proj gate_up_proj o_proj qkv_proj"
+    assert adapted_words(frozen("mixtral", {})) == "k_proj o_proj q_proj v_proj"
+    assert adapted_words(frozen("tied", {})) == "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
+    assert adapted_words(frozen("llama", {"target": ["lm_head"]}, loss="plain")) == "lm_head"
+    model = frozen("llama", {"target": ["model.layers.0.*"], "modules_to_save": ["model.norm"]})
+    params = dict(model.named_parameters())
+    assert {(p.requires_grad, p.dtype) for p in params.values()} == {(True, torch.float32), (False, torch.bfloat16)}
+    trained = {name for name, param in params.items() if param.requires_grad and "lora" not in name}
+    assert trained == {"model.norm.weight"} and all("layers.0." in name for name in params if "lora" in name)
+    count = Counts.of(weights_of(frozen("llama", None, trainable=("lm_head", "model.layers.1.*norm.weight"))).values())
+    assert (count.trained, count.adapters) == (512 * 64 + 2 * 64, 0)
