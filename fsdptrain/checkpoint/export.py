@@ -271,12 +271,8 @@ class Exported:
                     scratch, self.trained, collected(tensors, self.groups, progress), recipe, self.assets
                 )
 
-            return publish(
-                fill,
-                out,
-                sum(p.numel() for p in self.trained.parameters() if p.requires_grad) * BYTES[recipe.model.dtype],
-                written,
-            )
+            needed = sum(param.nbytes for param in self.trained.parameters() if param.requires_grad)
+            return publish(fill, out, needed, written)
         adapter: Tensors = {}
 
         def beside(scratch: Path) -> int:
