@@ -48,7 +48,7 @@ bench: install
 profile: install
 	$(BIN)/python benchmarks/step.py
 
-# On a machine with GPUs: what only a GPU can show, in about 20 minutes; the table goes into docs/gpu.md.
+# On a machine with GPUs: what only a GPU can show, in about 13 minutes; the table goes into docs/gpu.md.
 gpu: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/gpu.py

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [--only NAME …] [--tiny] [--device cpu] [--table FILE] [--folder FOLDER] [--list]
 
-It should take about 20 minutes on one H100, 5 of them for the tests marked `gpu`. Several GPUs add the checks that need
-them. The table goes to the screen while the checks run, and into docs/gpu.md, with the figures for the card's row in
-config/hardware.py. A check that raises, or takes longer than its limit, becomes a line "failed: …".
-Recipes, runs and the output of everything that is started are in `--folder`.
+It should take about 13 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
+Several GPUs add the checks that need them. The table goes to the screen while the checks run, and into docs/gpu.md, and
+the figures for the card's row in config/hardware.py as well. A check that raises, or that takes longer than its limit,
+becomes a line "failed: …". Recipes, runs and the output of everything that is started are in `--folder`.
 
 On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
 the table goes to `--folder` unless `--table` is given. The verdicts:
@@ -32,6 +32,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,33 +48,37 @@ CPU_PATIENCE = 3  # times the limit of a check
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its function, the seconds that it may take, and the GPUs without which it cannot be made."""
+    """A check: its function, the seconds that it may take, and the GPUs without which it cannot be made.
+
+    `alone`: no other check may use the machine meanwhile, because of its time or its memory.
+    """
 
     run: Callable[[Setting], list[Row]]
     limit_s: int
     gpus: int = 1
+    alone: bool = True
 
 
-CHECKS = {  # in this order; `forecast` uses the run of `speed`
+CHECKS = {  # those alone run in this order: `forecast` uses the run of `speed`
     "versions": Check(checks.check_versions, 60),
     "rates": Check(checks.check_rates, 90),
     "attention": Check(checks.check_attention, 120),
-    "kernels": Check(checks.check_kernels, 120),
-    "gradients": Check(checks.check_gradients, 120),
-    "curves": Check(checks.check_curves, 240),
-    "compile": Check(checks.check_compile, 180),
-    "syncs": Check(checks.check_syncs, 180),
+    "kernels": Check(checks.check_kernels, 120, alone=False),
+    "gradients": Check(checks.check_gradients, 120, alone=False),
+    "curves": Check(checks.check_curves, 240, alone=False),
+    "compile": Check(checks.check_compile, 180, alone=False),
+    "syncs": Check(checks.check_syncs, 180, alone=False),
     "speed-1B": Check(functools.partial(checks.check_speed, "1B"), 240),
     "forecast-1B": Check(functools.partial(checks.check_forecast, "1B"), 180),
     "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 300),
     "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
     "checkpoint": Check(checks.check_checkpoint, 180),
-    "repeated": Check(checks.check_repeated, 240),
+    "repeated": Check(checks.check_repeated, 240, alone=False),
     "memory": Check(checks.check_out_of_memory, 240),
     "hang": Check(checks.check_hang, 240),
     "strategies": Check(checks.check_strategies, 240, gpus=2),
     "bandwidths": Check(checks.check_bandwidths, 120, gpus=2),
-    "tests": Check(checks.check_tests, 400),
+    "tests": Check(checks.check_tests, 400, alone=False),
 }
 
 
@@ -81,6 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="run only these checks")
     parser.add_argument("--list", action="store_true", help="print the names of the checks")
+    parser.add_argument(
+        "--lanes", type=int, help="checks at a time, of those that measure nothing (default: 3 on a GPU)"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, on a GPU too")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--table", type=Path, help="Markdown file whose last section becomes the table")
@@ -97,7 +105,8 @@ def main() -> None:
     print(f"{machine}\n{folder}: recipes, runs and logs\n", flush=True)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     rows = []
-    for row in run_checks({name: CHECKS[name] for name in CHECKS if name in (options.only or CHECKS)}, setting):
+    chosen = {name: CHECKS[name] for name in CHECKS if name in (options.only or CHECKS)}
+    for row in run_checks(chosen, setting, options.lanes or (3 if setting.on_gpu else 1)):
         rows.append(row)
         print(shown(row, width), flush=True)
     minutes = (time.monotonic() - started) / 60
@@ -145,23 +154,36 @@ def visible_devices() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64))))
 
 
-def run_checks(chosen: dict[str, Check], setting: Setting) -> Iterator[Row]:
-    """Run checks one after another; yield their rows, with the verdicts that this machine allows."""
+def run_checks(chosen: dict[str, Check], setting: Setting, lanes: int = 1) -> Iterator[Row]:
+    """Run checks, and yield their rows: one after another those that run alone, then the others, `lanes` at a time."""
     for name, check in chosen.items():
-        started, limit_s = time.monotonic(), check.limit_s * (1 if setting.on_gpu else CPU_PATIENCE)
-        setting.check, setting.deadline = name, started + limit_s
-        if setting.on_gpu and setting.many < check.gpus:
-            yield Row(name, "not run", f"needs {check.gpus} GPUs")
-            continue
-        try:
-            rows = check.run(setting)
-        except (Exception, SystemExit) as error:
-            with setting.log.open("a") as log:
-                traceback.print_exc(file=log)
-            text = one_line(error)
-            rows = [Row(name, "", f"failed: {text}", str(setting.log))]
-        setting.seconds[name] = time.monotonic() - started
-        yield from (as_known(row, setting) for row in rows)
+        if check.alone:
+            yield from run_check(name, check, setting)
+    shared = [name for name in chosen if not chosen[name].alone]
+    shared.sort(key=lambda name: -chosen[name].limit_s)  # the longest must not begin last
+    pool = ThreadPoolExecutor(lanes)
+    try:
+        futures = [pool.submit(run_check, name, chosen[name], setting, lanes) for name in shared]
+        for future in as_completed(futures):
+            yield from future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C the next check must not begin
+
+
+def run_check(name: str, check: Check, setting: Setting, lanes: int = 1) -> list[Row]:
+    """Run a check beside `lanes` - 1 others; return its rows, with the verdicts that this machine allows."""
+    started, limit_s = time.monotonic(), check.limit_s * lanes * (1 if setting.on_gpu else CPU_PATIENCE)
+    setting = dataclasses.replace(setting, check=name, deadline=started + limit_s)
+    if setting.on_gpu and setting.many < check.gpus:
+        return [Row(name, "not run", f"needs {check.gpus} GPUs")]
+    try:
+        rows = check.run(setting)
+    except (Exception, SystemExit) as error:
+        with setting.log.open("a") as log:
+            traceback.print_exc(file=log)
+        rows = [Row(name, "", f"failed: {one_line(error)}", str(setting.log))]
+    setting.seconds[name] = time.monotonic() - started
+    return [as_known(row, setting) for row in rows]
 
 
 def as_known(row: Row, setting: Setting) -> Row:

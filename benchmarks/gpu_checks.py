@@ -62,12 +62,12 @@ class Row:
     note: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setting:
-    """The machine, the sizes, and a folder for recipes, runs and logs. `deadline` is of the current check.
+    """The machine, the sizes, and a folder for recipes, runs and logs. `check` and `deadline` are of the current check.
 
-    `facts` are what the job `versions` found. On a CPU, and with `tiny`, models and sequences are small. `figures` are
-    the measured fields of `Hardware`, as Python, and `seconds` how long each check took.
+    `facts` are what the job `versions` found. On a CPU, and with `tiny`, models and sequences are small. All checks
+    share `runs`, `figures` (the measured fields of `Hardware`, as Python) and `seconds` (how long each check took).
     """
 
     folder: Path
@@ -181,7 +181,9 @@ class Setting:
         path = self.folder / "text.jsonl"
         if not path.exists():
             paragraphs = (ROOT / "recipes/data/tinyshakespeare.txt").read_text().split("\n\n")
-            path.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+            new = path.with_name(f"{path.name}-{self.check}")  # another check may write it at the same time
+            new.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+            new.replace(path)
         return path
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,23 @@ def test_a_check_that_raises_is_a_line_and_the_others_go_on(script: Any, tmp_pat
         "failed: ValueError: no / such file", "failed: SystemExit: the ranks exited", "needs 2 GPUs", "ok",
     ]  # fmt: skip
     assert "ValueError" in (tmp_path / "broken.log").read_text()
+
+
+def test_checks_of_values_run_side_by_side_after_those_alone(script: Any, tmp_path: Path) -> None:
+    meeting, order = Barrier(2, timeout=20), list[str]()
+
+    def alone(setting: Any) -> Any:
+        order.append(setting.check)
+        return [script.Row(setting.check, "", "ok")]
+
+    def beside(setting: Any) -> Any:
+        meeting.wait()  # fails unless both are here at the same time
+        return alone(setting)
+
+    chosen = {"a": script.Check(beside, 10, alone=False), "b": script.Check(alone, 10)}
+    chosen["c"] = script.Check(beside, 20, alone=False)
+    rows = list(script.run_checks(chosen, a_setting(script, tmp_path), lanes=2))
+    assert order[0] == "b" and {row.what for row in rows if row.verdict == "ok"} == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("verdict", ["ok", "measured"])
@@ -249,8 +267,7 @@ def test_the_busy_time_counts_overlapping_kernels_once(script: Any) -> None:
 def test_a_recipe_of_the_script_is_a_recipe(script: Any, tmp_path: Path) -> None:
     from fsdptrain.config.reader import load
 
-    setting = a_setting(script, tmp_path)
-    setting.tiny = False
+    setting = dataclasses.replace(a_setting(script, tmp_path), tiny=False)
     for shape in script.checks.SHAPES:
         recipe = load(script.checks.speed_recipe(shape, setting, 40)).recipe
         assert recipe.data.seq_len == 4096 and recipe.launch.nproc_per_node == 1
