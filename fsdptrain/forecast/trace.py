@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `ranks`. `size` is the bytes of its full buffer (after a gather, before a scatter)."""
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "broadcast", "other"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
     ranks: tuple[int, ...]
     size: int
     stream: int

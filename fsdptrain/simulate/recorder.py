@@ -200,6 +200,8 @@ class Recorder(TorchDispatchMode):
         if func in collective_ops:
             if func not in sync_ops:
                 kind, place = COLLECTIVES.get(func, ("other", 0))
+                if func is c10d.alltoall_base_.default and self.moment == "optimizer":
+                    kind = "all-to-all"  # of Muon
                 ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
                 self.write(Collective(kind, ranks, _total_bytes(args[place]), stream))
             return

@@ -102,6 +102,8 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
     plan = plan_of(tmp_path, world=2, model__config=shape, optim__name=kind.value, train__global_batch_size=4)
     trace = on_fake(plan)
     assert math.isclose(peak(trace, HOST).allocated, on_real(plan), rel_tol=5e-3)
+    kinds = {collective.kind for collective in traffic(trace.all(), 2)}
+    assert ("all-to-all" in kinds) == (kind == "muon") and ("all-reduce" in kinds) == (kind == "adafactor")
     weights = weights_of(skeleton(config_of(plan), plan.recipe.model)).values()
     held = sum(e.size for e in trace.before if isinstance(e, Alloc) and e.storage.category == "optimizer state")
     others = 4 * len(weights) + 2 * 256 * 4  # counters, and the tables of 8-bit values
