@@ -127,7 +127,7 @@ def measure(rounds: int, folder: Path) -> NoReturn:
                 times[method].append(slowest)
             elif method == "ours async":
                 first = slowest["blocked"]
-    parameters = run.sizes.parameters
+    parameters = run.sizes.counts.all
     if run.world.rank == 0:
         (folder / "results.json").write_text(
             json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})

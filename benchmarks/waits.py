@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 from fsdptrain.config.hardware import KNOWN
-from fsdptrain.config.plan import Plan, make_plan, varied
+from fsdptrain.config.plan import Counts, Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.topology import Topology
@@ -140,7 +140,7 @@ def trainer_of(engine: Engine) -> Trainer:
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
     stream = SimpleNamespace(digest=lambda positions: "")
     inputs: Any = SimpleNamespace(stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
-    sizes = Sizes(weights=[], parameters=1, total_steps=1000, state_bytes=0, flops_per_step=1.0)
+    sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = stops.MOST
     run.prefetch = SimpleNamespace(get=lambda step: inputs_of(plan, step))  # type: ignore[assignment]

@@ -233,6 +233,30 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
     return wrong
 
 
+def adapter_exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Train adapters of each variant and export them; return the logits of a row as the trainer computes them.
+
+    Of a variant that fails, the traceback is returned.
+    """
+    found: dict[str, Any] = {}
+    for name, overrides in variants.items():
+        try:
+            run = build(recipe, overrides)
+            curve(run, steps)
+            with run.engine.forward_only():
+                ids = torch.arange(1, 33)[None]
+                inputs = {"input_ids": ids, "position_ids": torch.arange(32)[None], "use_cache": False}
+                if varlen.used_by(run.engine.model):
+                    inputs |= {"documents": torch.tensor([0, 32], dtype=torch.int32), "longest_document": 32}
+                found[name] = run.engine.model(**inputs).logits[0].float().tolist()
+            bare, rundir = run.inputs.prepared.bare, run.session.rundir
+            export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
+        except Exception:
+            traceback.print_exc()
+            found[name] = traceback.format_exc()
+    return found
+
+
 def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
     """Make a step of each variant; return [class, message] of the error that refused it, or []."""
     found: dict[str, list[str]] = {}

@@ -128,6 +128,40 @@ def test_other_architectures_train_or_are_rejected_by_name(tmp_path: Path) -> No
     assert "MambaForCausalLM uses weights of a unit outside of that unit's forward" in refused["mamba inner"][1]
 
 
+@pytest.mark.soak
+def test_adapters_of_every_architecture_are_exported_as_they_were_trained(tmp_path: Path) -> None:
+    """The logits of the adapter, opened by peft, and of the merged model are those of the trainer; prints a table."""
+    from peft import PeftModel
+
+    variants = {}
+    for kind in ARCHITECTURES:
+        random_model(kind, tmp_path / kind)
+        variants[kind] = [f"model.id={tmp_path / kind}", f"output_dir={tmp_path / kind}-run", *NEEDED.get(kind, [])]
+    recipe = write_recipe(
+        tmp_path, model={"id": "unset", "tokenizer": {"train": 512}}, optim__lr=0.01, train__global_batch_size=4,
+        adapter={"kind": "lora", "r": 3}, export={"adapter": "both", "dtype": "float32"}, schedule__warmup=0,
+    )  # fmt: skip
+    found = on_ranks(2, "adapter_exports", tmp_path / "ranks", 1800, recipe=str(recipe), variants=variants, steps=3)[0]
+    wrong = {}
+    for kind, logits in found.items():
+        if isinstance(logits, str):
+            wrong[kind] = logits
+            continue
+        trained, out = torch.tensor(logits), tmp_path / f"{kind}-run" / "export"
+        inputs = {"input_ids": torch.arange(1, 33)[None], "use_cache": False}
+        with torch.no_grad():
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.float32).eval()
+            effect = (base(**inputs).logits[0] - trained).abs().max().item()
+            adapted = PeftModel.from_pretrained(base, out / "adapter").eval()
+            separate = (adapted(**inputs).logits[0] - trained).abs().max().item()
+            merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+            together = (merged(**inputs).logits[0] - trained).abs().max().item()
+        print(f"{kind:16} adapter's effect {effect:.2f}  separate {separate:.1e}  merged {together:.1e}", flush=True)
+        if max(separate, together) > 1e-3 * max(1.0, effect):
+            wrong[kind] = f"{effect} {separate} {together}"
+    assert not wrong, "\n\n".join(f"{kind}: {text}" for kind, text in wrong.items())
+
+
 def test_blocks_that_share_weights_are_in_no_unit() -> None:
     model = skeleton(small_config("zamba"), Model())
     held = [{id(param) for module in unit.modules for param in module.parameters()} for unit in units_of(model, "auto")]
