@@ -36,9 +36,6 @@ from fsdptrain.model.patches import parameters_on_meta
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-LAYERS = (nn.Linear, Conv1D, nn.Embedding)  # what can get an adapter
-
-
 NAME = "default"  # of the adapter in peft's modules
 
 
@@ -209,13 +206,15 @@ def _inject(model: Any, recipe: Recipe) -> None:
             with parameters_on_meta():
                 inject_adapter_in_model(config, model, NAME)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise RecipeError(f"adapter: peft refuses {type(model).__name__}: {error_summary(error)}") from None
+            raise RecipeError(
+                f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
+            ) from None
     model.peft_config[NAME].modules_to_save = adapter.modules_to_save or None
 
 
 def _targets(model: Any, adapter: Adapter) -> list[str]:
     """Return the names of the layers that get an adapter; raises RecipeError for a name that matches none."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    layers = {name: module for name, module in model.named_modules() if _can_be_adapted(module)}
     whole = _modules_to_save(model, adapter)
     if adapter.target == "all-linear":
         head = model.get_output_embeddings()
@@ -232,6 +231,17 @@ def _targets(model: Any, adapter: Adapter) -> list[str]:
     if not kept:
         raise RecipeError(f"adapter.target: {adapter.target} leaves no layer of {type(model).__name__} with an adapter")
     return kept
+
+
+def _can_be_adapted(module: nn.Module) -> bool:
+    """Return whether a module can get an adapter: an embedding, or a linear layer that does nothing else.
+
+    Some linear layers do more than multiply: llama4's router also chooses experts.
+    """
+    plain = (nn.Linear.forward, Conv1D.forward)
+    return isinstance(module, nn.Embedding) or (
+        isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in plain
+    )
 
 
 def _more_than(model: Any, names: list[str], targets: list[str]) -> bool:
