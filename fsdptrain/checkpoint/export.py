@@ -331,6 +331,8 @@ def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | 
     if plan.freezes:
         check_frozen_files(plan, manifest)
     what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
+    if dtype is not None and what.adapter == "separate":
+        raise RecipeError("--dtype has no effect: export.adapter: separate saves the adapter in model.dtype")
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))
