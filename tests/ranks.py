@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +33,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
-from fsdptrain.model import loss, varlen, weights
+from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.adapter import base_name
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
@@ -109,6 +110,62 @@ def adapted(recipe: str, variants: dict[str, list[str]], steps: int, start: str)
             "base": sorted({str(p.dtype) for p in base.values()}),
             "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
         }
+    return found
+
+
+def quantised(recipe: str, variants: dict[str, list[str]], steps: int, start: str) -> dict[str, Any]:
+    """Train adapters beside quantised weights; return of each variant the curve and what became of the weights.
+
+    `as bitsandbytes`: whether every quantised weight, gathered, is what bitsandbytes makes of the whole tensor of the
+    file, bit for bit. `unchanged`: whether all frozen bytes are the same after training. `gathered`: the bytes of the
+    gathers of the first step. Rank 0 writes the first weights of what is trained, whole, to the file `start`-DTYPE;
+    DTYPE is the first word of a variant's name. With `export.adapter: both` the model is exported.
+    """
+    from bitsandbytes import functional
+
+    found, gather = {}, DefaultAllGather.__call__
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        model, same, count = run.engine.model, True, 0
+        compute = getattr(torch, run.plan.recipe.fsdp.mixed_precision.param_dtype)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        before = [local(param.detach()).clone() for param in frozen]
+        first = {n: p.detach().full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+        if run.world.rank == 0:
+            torch.save(first, f"{start}-{name.split()[0]}")
+        with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
+            in_file = {key.removeprefix("transformer."): key for key in file.keys()}  # noqa: SIM118
+            for layer_name, layer in model.named_modules():
+                if isinstance(layer, nf4.NF4Linear):
+                    key = in_file[base_name(f"{layer_name}.weight").removeprefix("transformer.")]
+                    whole = file.get_tensor(key).to(compute)
+                    whole = whole.T.contiguous() if layer.transposed else whole
+                    packed, state = functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
+                    weight, absmax, *buffers = layer.stored
+                    own = nf4.dequantise((weight.full_tensor(), absmax.full_tensor(), *buffers), compute)
+                    same, count = same and torch.equal(own, functional.dequantize_4bit(packed, state)), count + 1
+        gathered: list[int] = []
+
+        def counted(
+            comm: Any, output_tensor: torch.Tensor, *args: Any, gathered: list[int] = gathered, **options: Any
+        ) -> Any:
+            gathered.append(output_tensor.nbytes)
+            return gather(comm, output_tensor, *args, **options)
+
+        with patch.object(DefaultAllGather, "__call__", counted):
+            made = curve(run, 1)
+        made += curve(run, steps, 1)
+        after = [local(param.detach()) for param in model.parameters() if not param.requires_grad]
+        found[name] = {
+            "curve": made,
+            "quantised": count,
+            "as bitsandbytes": same,
+            "unchanged": all(map(torch.equal, before, after)),
+            "gathered": sum(gathered),
+        }
+        if run.plan.recipe.export.adapter == "both":
+            bare, rundir = run.inputs.prepared.bare, run.session.rundir
+            export_live(model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 
 def plain_curve(
@@ -89,6 +89,13 @@ def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrice
     return made
 
 
+def in_nf4(compute: torch.dtype) -> dict[str, Any]:
+    """Options of `from_pretrained` with which bitsandbytes quantises the linear layers of a model on the CPU."""
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+    config = BitsAndBytesConfig(load_in_4bit=True, **settings)
+    return {"dtype": compute, "quantization_config": config, "device_map": "cpu"}
+
+
 def peft_curve(
     folder: str,
     config: Any | None,
@@ -97,15 +104,18 @@ def peft_curve(
     rates: Sequence[float],
     compute: torch.dtype,
     whole: Sequence[str] = (),
+    quantised: bool = False,
 ) -> list[list[float]]:
     """[loss, gradient norm] a step of a plain loop over peft's model; `start` are the adapter's first weights by name.
 
     The base is in `compute`, what is trained in float32: matrices decay, vectors and embeddings do not. Parameters
     with a part of their name in `whole` are trained, too. No `config`: there are no adapters.
+    `quantised`: transformers lets bitsandbytes quantise the linear layers of the base.
     """
     from peft import get_peft_model
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = in_nf4(compute) if quantised else {"dtype": torch.float32}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     prefix = "base_model.model." if config else ""
     if config:
         model = get_peft_model(model, config)
@@ -118,7 +128,7 @@ def peft_curve(
             params[name].copy_(value)
     for name, param in params.items():
         param.requires_grad_(name in start or any(part in name for part in whole))
-        if not param.requires_grad:
+        if not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(compute)
     trained = {name: param for name, param in params.items() if param.requires_grad}
     decayed = [param for param in trained.values() if param.ndim > 1 and id(param) not in undecayed]
@@ -127,7 +137,7 @@ def peft_curve(
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
     curve = []
     for batch, rate in zip(batches, rates, strict=True):
-        cast = {f"{prefix}{name}": param.to(compute) for name, param in params.items()}
+        cast = {f"{prefix}{n}": param.to(compute) for n, param in params.items() if param.is_floating_point()}
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         logits = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())

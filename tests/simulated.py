@@ -36,5 +36,5 @@ def on_fake(plan: Plan) -> Trace:
     return simulate.simulate(plan, config_of(plan), pretend=False)
 
 
-def named(changes: dict[str, Any]) -> str:
-    return " ".join(str(value) for value in changes.values())
+def named(changes: dict[str, Any] | str) -> str:
+    return changes if isinstance(changes, str) else " ".join(str(value) for value in changes.values())

@@ -112,7 +112,7 @@ def model_card(trained: Any, recipe: Recipe) -> str:
     """Return the README.md of an adapter's folder."""
     config, adapter = trained.peft_config["default"], recipe.adapter
     name = Path(config.base_model_name_or_path).name if Path(str(recipe.model.id)).is_dir() else str(recipe.model.id)
-    kind = "DoRA" if adapter.use_dora else "LoRA"
+    kind = "DoRA" if adapter.use_dora else {"lora": "LoRA", "qlora": "QLoRA"}[str(adapter.kind)]
     whole = f", and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
     return f"""---
 base_model: {name}

@@ -41,8 +41,9 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
-from fsdptrain.model.adapter import freeze
+from fsdptrain.model.adapter import freeze, layers_in_nf4
 from fsdptrain.model.assets import special_token_conflicts
+from fsdptrain.model.nf4 import round_trip
 from fsdptrain.model.skeleton import skeleton, skeleton_in_dtype
 from fsdptrain.model.units import blocks_of, saved_state, trained_state
 from fsdptrain.model.weights import read_groups
@@ -284,10 +285,24 @@ class Exported:
 
         if self.plan.freezes:
             base = read_groups(self.unsharded, self.plan, self.groups)
+            if recipe.export.merge_base == "dequantized":
+                base = self._dequantized(base)
             tensors = merged_tensors(self.trained, base, tensors, adapter if self.adapter == "both" else None)
         return write_folder(
             self.unsharded, self.groups, tensors, self.assets, out, self.dtype, progress, written, beside
         )
+
+    def _dequantized(self, groups: Iterator[Tensors]) -> Iterator[Tensors]:
+        """Yield the same groups, with the weights that were quantised for training as the model computed with them."""
+        recipe = self.plan.recipe
+        compute = getattr(torch, recipe.fsdp.mixed_precision.param_dtype)
+        layers = layers_in_nf4(self.unsharded, recipe)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # it quantises a hundred times as fast
+        for group in groups:
+            for name, weight in group.items():
+                if layer := layers.get(name.removesuffix(".weight")):
+                    group[name] = round_trip(weight.to(device), layer, compute).to(weight)
+            yield group
 
 
 def export_live(

@@ -8,3 +8,6 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 BYTES = {"float32": 4, "bfloat16": 2}  # of one element
+
+
+NF4_BYTES = 33 / 64  # of one number of a row: half a byte, and one byte for the scale of 64 numbers

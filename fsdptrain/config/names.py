@@ -16,7 +16,10 @@ from fsdptrain.config.strategy import Strategy
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
 
 
-_QUANTISED = "not supported (yet): there are no quantised weights; adapter.kind: lora trains adapters beside plain ones"
+_NF4 = "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisation)"
+
+
+_QUANTISED = "not supported: adapter.kind: qlora quantises frozen weights to 4 bits while it reads plain ones"
 
 
 _ADAPTERS = "not supported: the keys of the section adapter describe an adapter"
@@ -66,7 +69,7 @@ FOREIGN_NAMES = {
         "special_tokens added_tokens tokens resize_vocab resize_token_embeddings_to_32x add_tokens new_special_tokens"
     ),
     "adapter": "peft peft_config",
-    "adapter.kind: lora, null to train the whole model": "use_peft peft_type finetuning_type",
+    "adapter.kind: lora or qlora, null to train the whole model": "use_peft peft_type finetuning_type",
     "adapter.r": "lora_r lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
@@ -80,7 +83,8 @@ FOREIGN_NAMES = {
     "export.adapter: separate, merged or both": "save_adapter_weights_only merge_lora",
     "model.trainable: the parameters to train, by name or pattern": "freeze_* unfrozen_parameters",
     _ADAPTERS: "lora_* relora*",
-    _QUANTISED: ("qlora* load_in_8bit load_in_4bit quantization_bit quantization_config quantizer bnb_4bit_* gptq*"),
+    _NF4: "load_in_4bit quantization_bit quantization_config bnb_4bit_* qlora*",
+    _QUANTISED: "load_in_8bit quantizer gptq*",
     "not supported: a recipe cannot name Python objects": "_component_ plugins custom_sharded_layers",
     "not supported: train.loss: chunked (the default) already avoids the logits of a whole batch": (
         "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_* cut_cross_entropy"

@@ -23,7 +23,7 @@ class Weight:
 
     `matrix`: a weight of a matrix product inside the model, so neither embedding nor head. `decays`: weight decay
     applies, which it does to all but norms, biases, scales and embeddings. A frozen one is not `trained`; one of an
-    `adapter` is trained beside the model's own.
+    `adapter` is trained beside the model's own. The numbers of a `quantised` one are stored in NF4.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +31,7 @@ class Weight:
     matrix: bool = True
     trained: bool = True
     adapter: bool = False
+    quantised: bool = False
 
     @property
     def numel(self) -> int:

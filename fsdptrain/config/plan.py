@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
-from fsdptrain.config.dtypes import BYTES
+from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
@@ -40,11 +40,15 @@ LAYOUT = 5
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters of a model: all, those that are trained, and those of adapters, which are trained too."""
+    """Numbers of parameters of a model: all, those that are trained, and those of adapters, which are trained too.
+
+    `quantised` are the frozen ones whose numbers are stored in NF4.
+    """
 
     all: int
     trained: int
     adapters: int = 0
+    quantised: int = 0
 
     @classmethod
     def of(cls, weights: Collection[Weight]) -> Counts:
@@ -53,12 +57,17 @@ class Counts:
             all=sum(weight.numel for weight in weights),
             trained=sum(weight.numel for weight in weights if weight.trained),
             adapters=sum(weight.numel for weight in weights if weight.adapter),
+            quantised=sum(weight.numel for weight in weights if weight.quantised),
         )
 
     @property
     def frozen(self) -> int:
         """The number of parameters that are not trained."""
         return self.all - self.trained
+
+    def of_frozen(self) -> Counts:
+        """Return the numbers without what is trained."""
+        return Counts(self.frozen, 0, 0, self.quantised)
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,14 @@ class Plan:
         trained = [weight for weight in weights if weight.trained]
         parameters = sum(weight.numel for weight in trained)
         return BYTES[master] * parameters + int(self.recipe.optim.name.state_bytes(trained, master))
+
+    def gathered_bytes(self, counts: Counts) -> int:
+        """Return the bytes of so many parameters as FSDP gathers them: in the compute dtype, or quantised.
+
+        Frozen parameters are sharded in the same form.
+        """
+        compute = BYTES[self.recipe.fsdp.mixed_precision.param_dtype]
+        return compute * (counts.all - counts.quantised) + int(NF4_BYTES * counts.quantised)
 
     def hub_names(self) -> list[str]:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
@@ -298,9 +315,9 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
         return plan
     strategy = fsdp.strategy.fastest_alone
-    counts, dtypes = Counts.of(weights), fsdp.mixed_precision
-    gathered = BYTES[dtypes.param_dtype] * (counts.all + counts.frozen)  # frozen weights have no other dtype
-    needed = plan.state_bytes(weights) + gathered + BYTES[dtypes.reduce_dtype] * counts.trained
+    counts = Counts.of(weights)
+    gathered = plan.gathered_bytes(counts) + plan.gathered_bytes(counts.of_frozen())
+    needed = plan.state_bytes(weights) + gathered + BYTES[fsdp.mixed_precision.reduce_dtype] * counts.trained
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})

@@ -87,13 +87,26 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
             "adapter.modules_to_save",
             "model.trainable",
         )
-    elif adapter.from_ is not None:
+    if adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        yield Problem(
+            'qlora needs bitsandbytes, which is not installed: pip install "fsdptrain[qlora]"', "adapter.kind"
+        )
+    if adapter.kind == "qlora" and adapter.use_dora:
+        yield Problem(
+            "is not possible with quantised weights, whose lengths it needs: use kind: lora", "adapter.use_dora"
+        )
+    if adapter.kind and adapter.from_ is not None:
         for path in (path for name in FROM_FOLDER if (path := f"adapter.{name}") in where):
             yield Problem("is determined by the folder of adapter.from: remove this key", path)
     if adapter.kind and recipe.export.adapter == "separate" and "export.dtype" in where:
         yield Problem(
             "has no effect with export.adapter: separate, which saves the adapter in model.dtype: use merged or both",
             "export.dtype",
+        )
+    merges = adapter.kind == "qlora" and recipe.export.adapter != "separate"
+    if recipe.export.merge_base != "original" and not merges:
+        yield Problem(
+            "has no effect without adapter.kind: qlora and export.adapter: merged or both", "export.merge_base"
         )
     for path, freezes in (("adapter.kind", adapter.kind is not None), ("model.trainable", bool(model.trainable))):
         if freezes and (model.id is None or model.init == "random"):

@@ -62,8 +62,10 @@ class Model:
 class Adapter:
     """Adapters (LoRA): small matrices that are trained beside the frozen weights of a pretrained model."""
 
-    kind: Literal["lora"] | None = key(
-        None, "lora: train low-rank adapters and freeze the model's own weights; null: train the model itself"
+    kind: Literal["lora", "qlora"] | None = key(
+        None,
+        "lora: train low-rank adapters and freeze the model's own weights; qlora: the same, with the frozen weights of "
+        "linear layers in 4 bits (NF4); null: train the model itself",
     )
     r: int = key(16, "rank of the adapters", at_least=1, at_most=2**14)
     alpha: float = key(32, "an adapter's output is multiplied by alpha / r", above=0)
@@ -255,6 +257,11 @@ class Export:
         "separate",
         "with an adapter, separate: the adapter alone, in peft's format and model.dtype; merged: the model, with the "
         "adapter added to its weights; both: merged, with the adapter in the subfolder `adapter`",
+    )
+    merge_base: Literal["original", "dequantized"] = key(
+        "original",
+        "with adapter.kind: qlora, the weights that the adapter is merged into. original: those of the files; "
+        "dequantized: those that the adapter was trained with",
     )
 
 

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, varied
@@ -270,10 +269,10 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     """
     recipe = plan.recipe
     each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of anything else
-    frozen = BYTES[recipe.fsdp.mixed_precision.param_dtype] * counts.frozen
+    frozen = plan.gathered_bytes(counts.of_frozen())
     state = 0 if recipe.fsdp.cpu_offload else (each * counts.trained + frozen) / plan.shard_size
     copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
-    gathered = BYTES[recipe.fsdp.mixed_precision.param_dtype] * counts.all if copies else 0
+    gathered = plan.gathered_bytes(counts) if copies else 0
     return state + gathered > memory
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import math
 import re
 import warnings
@@ -31,7 +30,8 @@ from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.patches import parameters_on_meta
+from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
+from fsdptrain.model.patches import import_quietly, parameters_on_meta
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -76,11 +76,57 @@ def _set_dtypes(model: Any, trained: set[int], master: torch.dtype, compute: tor
     wide = {id(param) for name, param in model.named_parameters() if name in model.float32_names}
     for module in model.modules():
         for key, param in module.named_parameters(recurse=False):
+            if not param.is_floating_point():  # quantised
+                continue
             wanted = id(param) in trained
             dtype = torch.float32 if id(param) in wide else master if wanted else compute
             if id(param) not in made:
                 made[id(param)] = nn.Parameter(param.detach().to(dtype), requires_grad=wanted)
             module._parameters[key] = made[id(param)]
+
+
+def layers_in_nf4(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
+    """Return the layers of a skeleton, with adapters or without, whose weights the recipe quantises: name → layer.
+
+    Raises RecipeError if it should quantise some, but the model has none.
+    """
+    if recipe.adapter.kind != "qlora":
+        return {}
+    layers = _frozen_linear_layers(model, recipe.adapter)
+    found = {name: layer for name, layer in layers.items() if is_quantisable(layer)}
+    if not found:
+        raise RecipeError(
+            f"adapter.kind: qlora quantises linear layers whose inputs are a multiple of {BLOCK}, and "
+            f"{type(model).__name__} has none: use kind: lora"
+        )
+    return found
+
+
+def unquantised_note(model: Any, recipe: Recipe) -> str | None:
+    """Return a sentence on the linear layers that the recipe would quantise and cannot; None if there are none."""
+    if recipe.adapter.kind != "qlora":
+        return None
+    layers = _frozen_linear_layers(model, recipe.adapter)
+    left = [name for name, layer in layers.items() if not is_quantisable(layer)]
+    if not left:
+        return None
+    return (
+        f"{len(left)} of {len(layers)} linear layers stay in {_compute(recipe)}, because the number of their inputs is "
+        f"not a multiple of {BLOCK}: {', '.join(left[:2])}{', …' if len(left) > 2 else ''}"
+    )
+
+
+def _frozen_linear_layers(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
+    """Return the linear layers that could be quantised, if their shapes fit: name → layer."""
+    with without_adapters(model):
+        whole = _modules_to_save(model, adapter)
+        layers = linear_layers(model)
+        return {n: layer for n, layer in layers.items() if not any(_matches(n, module) for module in whole)}
+
+
+def quantised_ids(model: Any, recipe: Recipe) -> set[int]:
+    """Return the ids of the parameters of a skeleton that the recipe quantises."""
+    return {id(layer.weight) for layer in layers_in_nf4(model, recipe).values()}
 
 
 def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
@@ -165,17 +211,16 @@ def lora_config(recipe: Recipe, targets: list[str] | str, convolutions: bool = F
 
     Raises RecipeError if peft is not installed.
     """
-    # bitsandbytes, which peft imports if it is there, warns about a kernel that is not used.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        from peft import LoraConfig
+        LoraConfig = import_quietly("peft").LoraConfig
     except ImportError:
-        raise RecipeError("adapter.kind: lora needs peft: pip install 'fsdptrain[lora]'") from None
+        kind = recipe.adapter.kind
+        raise RecipeError(f"adapter.kind: {kind} needs peft: pip install 'fsdptrain[{kind}]'") from None
     adapter, model = recipe.adapter, recipe.model
     name = str(model.id)
     return LoraConfig(
         r=adapter.r,
-        lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,  # type: ignore[arg-type]
+        lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets,
         modules_to_save=adapter.modules_to_save or None,
@@ -238,7 +283,7 @@ def _can_be_adapted(module: nn.Module) -> bool:
 
     Some linear layers do more than multiply: llama4's router also chooses experts.
     """
-    plain = (nn.Linear.forward, Conv1D.forward)
+    plain = (nn.Linear.forward, Conv1D.forward, NF4Linear.forward)
     return isinstance(module, nn.Embedding) or (
         isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in plain
     )

@@ -73,6 +73,8 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
         cannot = f"model.id: cannot read the configuration of {model.id!r}"
         with recipe_errors(cannot), hub_errors("model.id", str(model.id)):
             known = AutoConfig.from_pretrained(str(model.id), **where)
+        if plan.pretrained:
+            _reject_quantised(known, str(model.id))
         overrides = translate_overrides(overrides, known)
         with recipe_errors("model.config"):
             config = type(known).from_dict(apply_overrides(known, overrides)) if overrides else known
@@ -96,6 +98,16 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     if problems:
         raise RecipeError([Problem(problem) for problem in problems])
     return config
+
+
+def _reject_quantised(config: Any, name: str) -> None:
+    """Raise RecipeError if the files of a model hold quantised weights."""
+    if settings := getattr(config, "quantization_config", None):
+        settings = settings if isinstance(settings, dict) else settings.to_dict()
+        raise RecipeError(
+            f"model.id: the weights of {name} are stored quantised ({settings.get('quant_method')}), which cannot be "
+            "read: name the model that they were made from; adapter.kind: qlora quantises weights while it reads them"
+        )
 
 
 def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "model.config") -> dict[str, Any]:

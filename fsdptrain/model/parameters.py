@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,11 @@ from fsdptrain.model.adapter import is_adapter, is_adapter_matrix
 UNDECAYED_NAMES = re.compile(r"bias|norm|^(A_log|D|scale)$")
 
 
-def weights_of(model: Any) -> dict[str, Weight]:
-    """Return what each parameter of a model is, by name, tied ones once. The model may be sharded."""
+def weights_of(model: Any, quantised: Collection[int] = ()) -> dict[str, Weight]:
+    """Return what each parameter of a model is, by name, tied ones once. The model may be sharded.
+
+    `quantised` are the ids of the parameters of a skeleton that will be stored in NF4.
+    """
     undecayed = undecayed_ids(model)
     find_head = getattr(model, "get_output_embeddings", None)
     head = {id(param) for param in find_head().parameters()} if find_head and find_head() is not None else set()
@@ -27,6 +31,7 @@ def weights_of(model: Any) -> dict[str, Weight]:
             matrix=id(param) not in outer,
             trained=param.requires_grad,
             adapter=is_adapter(name),
+            quantised=id(param) in quantised,
         )
         for name, param in model.named_parameters()
     }

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading, masking_utils
 from transformers.integrations import hub_kernels
@@ -31,6 +34,8 @@ RELIES_ON = {
     "transformers.PreTrainedModel._get_dtype_plan": {"5.23.0": "9ef80238ec5a"},
     "transformers.PreTrainedConfig._attn_implementation": {"5.23.0": "0ecad559168e"},
     "transformers.PreTrainedModel._supports_flash_attn": {"5.23.0": "60a33e6cf515"},
+    # by `import_quietly`,
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": {"2.13.0": "8310fcc18043"},
     # by units, init and assets,
     "transformers.PreTrainedModel._no_split_modules": {"5.23.0": "dc937b598926"},
     "transformers.PreTrainedModel._init_weights": {"5.23.0": "a315e7d7cb00"},
@@ -67,6 +72,11 @@ def parameters_on_meta(keep_real: type[nn.Module] | None = None) -> Iterator[Non
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of this rank's part, sharded as `like` is; the part may be on another device than the mesh."""
+    return DTensor(local.contiguous(), like._spec, requires_grad=False)
+
+
 @contextlib.contextmanager
 def dtensors_stay_on_their_device() -> Iterator[None]:
     """Let transformers build DTensors from local tensors without moving them.
@@ -75,15 +85,23 @@ def dtensors_stay_on_their_device() -> Iterator[None]:
     a tensor to the device of the mesh, but the weights of `fsdp.cpu_offload` must stay in host memory.
     """
 
-    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-        return DTensor(local.contiguous(), like._spec, requires_grad=False)
-
     original = core_model_loading._dtensor_from_local_like
-    core_model_loading._dtensor_from_local_like = wrapped  # type: ignore[assignment]
+    core_model_loading._dtensor_from_local_like = dtensor_like  # type: ignore[assignment]
     try:
         yield
     finally:
         core_model_loading._dtensor_from_local_like = original
+
+
+def import_quietly(name: str) -> Any:
+    """Return the module bitsandbytes, or peft, which imports it; raises ImportError if it is not installed.
+
+    On a CPU with bfloat16 instructions bitsandbytes warns that a faster kernel for inference is not installed. It makes
+    tables at its import, which must be real even in a simulation.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    with unset_fake_temporarily():
+        return importlib.import_module(name)
 
 
 def use_torch_operators() -> None:

@@ -26,6 +26,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.adapter import without_adapters
 from fsdptrain.model.init import full_name
+from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
 
 
@@ -47,10 +48,13 @@ def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
             module._buffers[name] = buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype)
 
 
-def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress) -> None:
+def read_weights(
+    model: Any, bare: Any, plan: Plan, device: torch.device, progress: Progress, quantizer: RowQuantizer | None = None
+) -> None:
     """Fill a sharded meta model from the safetensors of `model.id`; this rank reads its own slices only.
 
-    `bare` is an unsharded skeleton. Raises RecipeError if the files do not fit the architecture.
+    `bare` is an unsharded skeleton. `quantizer` quantises the weights of NF4Linear layers; its `finish` must follow.
+    Raises RecipeError if the files do not fit the architecture.
     """
     with contextlib.ExitStack() as stack:
         slices: dict[str, Any] = {}
@@ -58,7 +62,8 @@ def read_weights(model: Any, bare: Any, plan: Plan, device: torch.device, progre
             opened = stack.enter_context(safe_open(file, framework="pt"))
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         with without_adapters(model):
-            _fill(model, bare, _counted(slices, progress), plan, device)
+            slices = _as_stored(model, _counted(slices, progress))
+            _fill(model, bare, slices, plan, device, quantizer)
 
 
 def check_weights(bare: Any, plan: Plan, files: list[str]) -> None:
@@ -133,9 +138,16 @@ def _loaded_names(model: Any, keys: list[str]) -> dict[str, str]:
     return found
 
 
-def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> None:
+def _fill(
+    model: Any,
+    bare: Any,
+    slices: dict[str, Any],
+    plan: Plan,
+    device: torch.device,
+    quantizer: RowQuantizer | None = None,
+) -> None:
     """Fill `model` from the tensors of a checkpoint, slices or headers only. Raises RecipeError if they do not fit."""
-    info = _load(model, bare, slices, plan, device)
+    info = _load(model, bare, slices, plan, device, quantizer)
     # What transformers found is an error here: a weight that is missing, unknown or of another shape.
     model.tie_weights()
     names: dict[int, list[str]] = {}  # a tied parameter has several names: one of them in the files is enough
@@ -153,7 +165,14 @@ def _fill(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
         raise RecipeError(f"model.id: cannot convert the weights: {info.conversion_errors or info.error_msgs}")
 
 
-def _load(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: torch.device) -> Any:
+def _load(
+    model: Any,
+    bare: Any,
+    slices: dict[str, Any],
+    plan: Plan,
+    device: torch.device,
+    quantizer: RowQuantizer | None = None,
+) -> Any:
     """Let transformers put the tensors of a checkpoint into `model`; return what it reports of them.
 
     transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
@@ -164,6 +183,7 @@ def _load(model: Any, bare: Any, slices: dict[str, Any], plan: Plan, device: tor
         dtype=getattr(torch, plan.recipe.model.dtype),
         dtype_plan=bare._get_dtype_plan(getattr(torch, plan.recipe.model.dtype)),
         weight_mapping=get_model_conversion_mapping(bare),  # type: ignore[arg-type]
+        hf_quantizer=quantizer,  # type: ignore[arg-type]
     )
     with recipe_errors("model.id: cannot read the weights"), dtensors_stay_on_their_device():
         info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
@@ -186,6 +206,37 @@ class _Header:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return torch.empty(self._shape, dtype=str_to_torch_dtype[self._dtype], device="meta")[key]
+
+
+def _as_stored(model: Any, slices: dict[str, Any]) -> dict[str, Any]:
+    """Return the same slices, with the weights of Conv1D transposed where the model has an NF4Linear for them."""
+    transposed = {
+        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, NF4Linear) and layer.transposed
+    }
+
+    def of_conv1d(name: str) -> bool:  # files of GPT-2 have no prefix
+        return any(f".{weight}".endswith(f".{name}") for weight in transposed)
+
+    return {name: _Transposed(rows) if of_conv1d(name) else rows for name, rows in slices.items()}
+
+
+class _Transposed:
+    """A matrix of a file with rows and columns exchanged."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as a slice of a safetensors file does."""
+        shape: list[int] = self._rows.get_shape()
+        return shape[::-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: tuple[slice, slice]) -> torch.Tensor:
+        tensor: torch.Tensor = self._rows[key[::-1]]
+        return tensor.T.contiguous()
 
 
 class _Counted:

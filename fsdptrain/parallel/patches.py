@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -35,6 +37,8 @@ RELIES_ON = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.lazy_init": {"2.13.0": "3af1e3d2da0b"},
     f"{FSDP}._fsdp_param.FSDPParam.__init__": {"2.13.0": "ccfc41ad32ca"},  # `_module_info`
     f"{FSDP}._fsdp_param.ParamModuleInfo": {"2.13.0": "9cb02c67e2aa"},
+    # By `keeps_integers`.
+    f"{FSDP}._fsdp_param.FSDPParam.init_dtype_attrs": {"2.13.0": "e2b28eb455dd"},
     # By `shard.GlooReduceScatter`, which has these methods.
     f"{FSDP}._fsdp_api.Comm.allocate": {"2.13.0": "a06ddc12c6f3"},
     f"{FSDP}._fsdp_api.ReduceScatter.__call__": {"2.13.0": "8b58259a4654"},
@@ -60,6 +64,13 @@ RELIES_ON = {
 def takes_two_dtypes() -> bool:
     """Return whether a unit can have several groups of parameters, each with its own dtype: torch 2.13 and newer."""
     return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
+def keeps_integers() -> bool:
+    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision: not in torch 2.11."""
+    param = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
+    FSDPParam.init_dtype_attrs(param, MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # type: ignore[arg-type]
+    return param.param_dtype is None
 
 
 def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:

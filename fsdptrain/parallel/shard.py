@@ -20,8 +20,9 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
-from fsdptrain.model.adapter import freeze
+from fsdptrain.model.adapter import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
+from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import Unit, blocks_of, units_of
@@ -30,6 +31,7 @@ from fsdptrain.parallel.patches import (
     allow_graphs,
     first_row,
     keep_float32,
+    keeps_integers,
     leave_open,
     name_collectives,
     takes_two_dtypes,
@@ -60,7 +62,9 @@ KEPT = [  # selective checkpointing does not recompute these: matrix products an
 def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Unit]]:
     """Return the plan's model, sharded over the ranks, and its units; parameters are still on the meta device."""
     recipe = plan.recipe
-    model = freeze(skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype), recipe)
+    model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
+    quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
+    freeze(model, recipe)
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()
@@ -156,12 +160,18 @@ def copy_own_rows(target: Any, whole: torch.Tensor) -> None:
 
 
 def check_dtypes(bare: Any, plan: Plan) -> None:
-    """Raise RecipeError if the model computes some parameters in float32, others in bf16, and torch cannot do both.
+    """Raise RecipeError if this version of torch cannot compute with the dtypes of the parameters of a unit.
 
-    Before 2.13 torch has one group of parameters, and so one dtype, for each unit.
+    Before 2.13 it has one group of parameters, and so one dtype, for each unit: some in float32, others in bf16 are not
+    possible. Still older versions cast integers, too.
     """
     recipe = plan.recipe
     compute = recipe.fsdp.mixed_precision.param_dtype
+    if recipe.adapter.kind == "qlora" and not keeps_integers():
+        raise RecipeError(
+            f"adapter.kind: torch {torch.__version__} would convert quantised weights to {compute} when it gathers "
+            "them: use a newer torch (pip install -U torch), or kind: lora"
+        )
     if compute == "float32" or takes_two_dtypes():
         return
     if names := skeleton(bare.config, recipe.model, compute).float32_names:

@@ -74,6 +74,9 @@ NEED_RESULT = {  # the host needs a number or a shape that the device computes
 }  # fmt: skip
 
 
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+
 COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
@@ -166,7 +169,8 @@ class Recorder(TorchDispatchMode):
         """Return the category of a new tensor, as far as it is known at its allocation."""
         if tensor.ndim and tensor.shape[-1] == self.vocab_size and self.moment != "optimizer":
             return "logits and loss"
-        differentiated = torch.is_grad_enabled() or func is VARLEN_FORWARD  # its own autograd calls it without
+        # Functions with a backward of their own call these without: see varlen and nf4.
+        differentiated = torch.is_grad_enabled() or func is VARLEN_FORWARD or (func in PRODUCTS and not backward)
         if backward:  # gradients are enabled there only in recomputation
             return "recomputed activations" if differentiated else "temporaries"
         return "saved activations" if differentiated else "temporaries"

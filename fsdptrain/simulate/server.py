@@ -23,7 +23,7 @@ from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
-from fsdptrain.model.adapter import freeze
+from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.parameters import weights_of
@@ -44,7 +44,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
         notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
         plan = varied(plan, {"model.attn_implementation": "sdpa", "data.packing": "none"})
     model = models.skeleton(plan)
-    weights = weights_of(model).values()
+    weights = weights_of(model, quantised_ids(model, plan.recipe)).values()
     suited = fastest_on_one_gpu(plan, weights, hardware.memory)
     if suited is not plan:
         fsdp = suited.recipe.fsdp

@@ -19,7 +19,7 @@ from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.adapter import freeze
+from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
@@ -52,7 +52,7 @@ class PreparedModel:
     @property
     def weights(self) -> list[Weight]:
         """What each parameter of `trained` is."""
-        return [*weights_of(self.trained).values()]
+        return [*weights_of(self.trained, quantised_ids(self.trained, self.plan.recipe)).values()]
 
 
 def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:

@@ -26,11 +26,12 @@ from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import start_adapters
+from fsdptrain.model.adapter import start_adapters, unquantised_note
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
+from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.shard import copy_own_rows
@@ -237,12 +238,13 @@ def load_state(
     """
     plan, world, bare = session.plan, checkpointer.world, inputs.prepared.bare
     device = torch.device("cpu") if plan.recipe.fsdp.cpu_offload else world.device
+    quantizer = RowQuantizer(world.device) if plan.recipe.adapter.kind == "qlora" else None
     resuming = bool(checkpointer.newest_step())
     if resuming:
         session.reporter.progress("reading the checkpoint", 0, 0)
     try:
         if plan.pretrained and (plan.freezes or not resuming):
-            read_weights(model, bare, plan, device, session.progress)
+            read_weights(model, bare, plan, device, session.progress, quantizer)
         allocate(model, device)  # what was not read
         if not resuming and not plan.pretrained:
             draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
@@ -253,6 +255,8 @@ def load_state(
             raise
     # A signal may have reached only some ranks. They leave together, here or after the checkpoint is read.
     leave_if_stopped(world, session.stop)
+    if quantizer:
+        quantizer.finish()
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
@@ -296,6 +300,7 @@ def start_facts(
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
+        **({"quantisation_note": left} if (left := unquantised_note(inputs.prepared.trained, recipe)) else {}),
         **({"attention_note": note} if note else {}),
         "world_size": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
+from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
+from fsdptrain.model.adapter import quantised_ids, unquantised_note
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
@@ -37,6 +39,8 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
         plan = varied(plan, {"model.attn_implementation": "auto"})
     ready = preflight.prepare_model(plan, vocab_size)
     if findings.elsewhere and (note := kernel_note(plan, ready)):
+        findings.add_note(note)
+    if note := unquantised_note(ready.trained, plan.recipe):
         findings.add_note(note)
     if note := varlen.mask_note(ready.plan, ready.bare):
         findings.add_note(note)
@@ -74,8 +78,9 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
     kind = fsdp.activation_checkpointing
     every = kind["every"] if isinstance(kind, dict) else 1
     owned = list(parameters_by_unit(model, units))
-    rows = [unit_facts(plan, *unit) for unit in owned]
-    count, embedding = Counts.of(weights_of(model).values()), model.get_input_embeddings().weight
+    packed = quantised_ids(model, plan.recipe)
+    rows = [unit_facts(plan, *unit, packed) for unit in owned]
+    count, embedding = Counts.of(weights_of(model, packed).values()), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
     return {
         "architecture": type(model).__name__,
@@ -83,6 +88,7 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
         "parameters": count.all,
         "trainable_parameters": count.trained,
         "adapter_parameters": count.adapters,
+        "quantised_parameters": count.quantised,
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
         "units": group_similar_units(rows),
@@ -107,19 +113,22 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
         yield name, [type(module).__name__ for module in modules], list(params.values())
 
 
-def unit_facts(plan: Plan, name: str, classes: list[str], params: list[nn.Parameter]) -> dict[str, Any]:
+def unit_facts(
+    plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int]
+) -> dict[str, Any]:
     """Return the facts of a unit: its parameters, its largest shard, and what a rank holds while it is gathered.
 
-    FSDP2 shards dimension 0 in chunks of ceil(rows / ranks) rows, so rank 0 always has a largest shard.
+    `packed` are the ids of parameters that will be quantised. FSDP2 shards dimension 0 in chunks of ceil(rows / ranks)
+    rows, so rank 0 always has a largest shard.
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
-    count = sum(param.numel() for param in params)
+    stored = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
     return {
         "unit": name,
         "classes": classes,
-        "parameters": count,
-        "shard_bytes": sum(_largest_shard(param, plan.shard_size) * param.itemsize for param in params),
-        "gathered_bytes": count * compute,
+        "parameters": sum(param.numel() for param in params),
+        "shard_bytes": int(sum(_largest_shard(param, plan.shard_size) * stored[id(param)] for param in params)),
+        "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute) for p in params)),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
 
@@ -172,9 +181,11 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
     recomputed = facts["recomputed_blocks"]
     trained, share = facts["trainable_parameters"], facts["trainable_parameters"] / facts["parameters"]
     master = f" in {dtypes['master']}" if share == 1 else ""
+    packed = facts["quantised_parameters"]
+    nf4 = f" ({packed:,} of them in 4 bits, NF4)" if packed else ""
     frozen = [
         f"{trained:,} parameters are trained ({share:.2%}), {facts['parameters'] - trained:,} are frozen in "
-        f"{dtypes['compute']}, without master weights and optimizer state"
+        f"{dtypes['compute']}{nf4}, without master weights and optimizer state"
     ]
     return [
         f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "

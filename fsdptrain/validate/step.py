@@ -149,7 +149,7 @@ def advise(
 ) -> None:
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
     model = findings.levels["model"]
-    counts = Counts(model["parameters"], model["trainable_parameters"], model["adapter_parameters"])
+    counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
 
     def progress(settled: int, total: int) -> None:
         findings.send_progress("comparing plans", settled, total)

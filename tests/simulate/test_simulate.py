@@ -110,9 +110,11 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
     assert 0 <= held - kind.state_bytes(weights, "float32", ranks=2) <= others
 
 
-@pytest.mark.parametrize("changes", MATRIX[18::80], ids=named)
-def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
-    plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": "lora", "adapter.r": 5})
+@pytest.mark.parametrize(("kind", "changes"), zip(("lora", "qlora", "lora"), MATRIX[18::80], strict=True), ids=named)
+def test_the_peak_with_adapters_is_that_of_the_real_allocator(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
     full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
     forecast = peak(on_fake(plan), HOST)
     assert math.isclose(forecast.allocated, on_real(plan), rel_tol=5e-3)

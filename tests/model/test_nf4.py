@@ -1,0 +1,234 @@
+"""QLoRA: weights quantised as bitsandbytes quantises them, by every rank for its own rows, and trained beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from reference import in_nf4, largest_difference
+from simulated import on_fake, plan_of
+from support import TINY, on_ranks, write_recipe
+from test_adapter import BATCH, STEPS, reference
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from fsdptrain.config.plan import Counts, make_plan, varied
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.errors import RecipeError
+from fsdptrain.forecast.memory import peak, traffic
+from fsdptrain.forecast.trace import HOST, Collective
+from fsdptrain.model import nf4
+from fsdptrain.model.adapter import freeze, layers_in_nf4, quantised_ids, unquantised_note
+from fsdptrain.model.config import load_config
+from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.patches import import_quietly
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.parallel.shard import check_dtypes
+from fsdptrain.simulate import step as simulate
+
+bitsandbytes = import_quietly("bitsandbytes")
+
+DTYPES = [torch.float32, torch.bfloat16]
+LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
+
+
+def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nf4.NF4Linear:
+    """An NF4Linear of a weight whose rows were quantised in two parts."""
+    layer = nf4.NF4Linear(*weight.shape, bias if bias is None else nn.Parameter(bias), weight.dtype)
+    code = nf4.dynamic_code().to(weight.device)
+    packed, absmax = zip(*(nf4.quantise_rows(part) for part in weight.split([65, len(weight) - 65])), strict=True)
+    coded, scales, offset = nf4.quantise_scales(torch.cat(absmax), code)
+    layer.weight, layer.absmax = (nn.Parameter(p, requires_grad=False) for p in (torch.cat(packed), coded))
+    layer.scales, layer.offset, layer.code = scales, offset, code
+    return layer
+
+
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_computes_as_bitsandbytes_own(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """257 rows of 5 blocks: groups of 256 scales cross rows and end in the middle of one; chunks end anywhere."""
+    monkeypatch.setattr(nf4, "CHUNK", 1000)
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(257, 320) * 0.02).to(device, dtype), torch.randn(257).to(device, dtype)
+    weight[3] = 0  # a block of zeros
+    layer = quantised(weight, bias)
+    data = bitsandbytes.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True)
+    theirs = bitsandbytes.nn.Linear4bit(320, 257, compute_dtype=dtype, quant_type="nf4")
+    theirs.weight, theirs.bias = data.to(device), nn.Parameter(bias.clone())
+    own = nf4.dequantise(layer.stored, dtype)
+    assert torch.equal(own, bitsandbytes.functional.dequantize_4bit(theirs.weight.data, theirs.weight.quant_state))
+    inputs = [torch.randn(2, 7, 320).to(device, dtype).requires_grad_() for _ in range(2)]
+    inputs[1].data.copy_(inputs[0])
+    grad = torch.randn(2, 7, 257).to(device, dtype)
+    results = [layer(inputs[0]), theirs(inputs[1])]
+    for result in results:
+        result.backward(grad)
+    assert torch.equal(*results) and torch.equal(inputs[0].grad, inputs[1].grad)
+    plain = nn.functional.linear(inputs[0].detach(), own, own_bias := bias.clone().requires_grad_())
+    plain.backward(grad)
+    assert torch.allclose(layer.bias.grad, own_bias.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert layer.weight.grad is None
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a recipe that trains adapters of rank 3 beside a random Llama in 4 bits."""
+    tmp = tmp_path_factory.mktemp("nf4")
+    torch.manual_seed(1)
+    sizes = TINY | {"intermediate_size": 192}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=False)).save_pretrained(tmp / "model")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, adapter={"kind": "qlora", "r": 3},
+        optim__lr=1e-3, train__steps=STEPS, train__global_batch_size=BATCH, export={},
+    )  # fmt: skip
+
+
+VARIANTS = {
+    "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.activation_checkpointing=full"],
+    "float32": [
+        "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1", "fsdp.cpu_offload=true", "export.adapter=both",
+        "export.merge_base=dequantized", "export.dtype=float32",
+    ],
+}  # fmt: skip
+
+
+def assert_as_bitsandbytes(recipe: Path, found: dict[str, Any], start: Path) -> None:
+    """Check what `ranks.quantised` has found of some variants against peft, bitsandbytes and the forecast."""
+    for name, facts in found.items():
+        compute = name.split()[0]
+        curve = reference(recipe, [f"fsdp.mixed_precision.param_dtype={compute}"], (), Path(f"{start}-{compute}"))
+        loss, norm = largest_difference(facts["curve"], curve)
+        print(f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}")
+        assert max(loss, norm) <= LIMITS[compute], name
+        assert facts["quantised"] == 21 and facts["as bitsandbytes"] and facts["unchanged"], name
+
+
+def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -> None:
+    """And bytes on the wire with the forecast, exports with the trained model, transposed weights with transformers."""
+    start, gpt2 = tmp_path / "start", tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(gpt2)
+    other = {"gpt2": [f"model.id={gpt2}", f"output_dir={tmp_path / 'other'}"]}
+    words = {"recipe": str(recipe), "variants": VARIANTS | other, "steps": STEPS, "start": str(start)}
+    ranks = on_ranks(2, "quantised", tmp_path, **words)
+    found = ranks[0].pop("gpt2")
+    assert found["quantised"] == 8 and found["as bitsandbytes"] and found["unchanged"]
+    assert_as_bitsandbytes(recipe, ranks[0], start)
+    # What is gathered is the quantised bytes, as the forecast says.
+    written = load(recipe, VARIANTS["bfloat16"])
+    plan = make_plan(written, Topology("cpu", 1, 2))
+    trace = simulate.simulate(plan, AutoConfig.from_pretrained(str(plan.recipe.model.id)), pretend=False)
+    gathers = [found for found in traffic(trace.repeated(plan.accumulation), 2) if found.kind == "all-gather"]
+    numbers = sum(found.size for found in gathers) - ranks[0]["bfloat16"]["gathered"]
+    assert 0 < numbers < 200, "only the numbers of the step are gathered besides"
+    # The merged model computes what the adapter computes beside the base that bitsandbytes quantises.
+    export = Path(plan.run_dir) / "export"
+    base = AutoModelForCausalLM.from_pretrained(str(plan.recipe.model.id), **in_nf4(torch.float32))
+    adapted = PeftModel.from_pretrained(base, export / "adapter").train()  # bitsandbytes evaluates in bfloat16
+    merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-5
+
+
+def test_what_is_gathered_is_the_quantised_bytes(tmp_path: Path) -> None:
+    """A block with adapters of rank 1 takes at most 0.3 times the bytes that its weights have in bfloat16."""
+    base = plan_of(tmp_path, fsdp__mixed_precision={"param_dtype": "bfloat16"})
+    sizes = {}
+    for kind in ("lora", "qlora"):
+        plan = varied(base, {"adapter.kind": kind, "adapter.r": 1})
+        trace = on_fake(plan)
+        gathers = [e.size for e in trace.events if isinstance(e, Collective) and e.kind == "all-gather"]
+        sizes[kind] = sorted(gathers)
+        shown = peak(trace, HOST).by_category
+        assert shown["saved activations"] > 10 * shown["temporaries"]
+    print(sizes)
+    block = {kind: max(set(found), key=found.count) for kind, found in sizes.items()}
+    assert block["qlora"] <= 0.3 * block["lora"]
+
+
+WORLDS = {
+    1: {"float32": [], "bfloat16": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.strategy=NO_SHARD"]},
+    2: {
+        "float32 grad op": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.activation_checkpointing=selective"],
+        "bfloat16 none": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.strategy=NO_SHARD"],
+        "float32 accumulated": ["train.micro_batch_size=2", "fsdp.accumulation=hold"],
+        "bfloat16 offload": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.cpu_offload=true"],
+    },
+    4: {
+        "float32": [],
+        "float32 hybrid": ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"],
+        "bfloat16 zero2": [
+            "fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.strategy=HYBRID_SHARD_ZERO2", "fsdp.shard_size=2"
+        ],
+        "bfloat16 full": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.activation_checkpointing=full"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapter.use_dora=true"], "adapter.use_dora: is not possible with quantised weights"),
+        (["export.merge_base=dequantized"], "export.merge_base: has no effect without adapter.kind: qlora and"),
+        (
+            ["adapter.kind=lora", "export.adapter=both", "export.merge_base=dequantized"],
+            "export.merge_base: has no eff",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(words: list[str], message: str, recipe: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load(recipe, words)
+    assert message in str(error.value)
+
+
+def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or said: layers whose inputs are not in blocks of 64."""
+    plan = make_plan(load(recipe), Topology("cpu", 1, 1))
+    sizes = TINY | {"num_hidden_layers": 1}  # 96 inputs of the last layer
+
+    def bare(**changes: Any) -> Any:
+        return skeleton(LlamaConfig(**sizes | changes), plan.recipe.model)
+
+    assert unquantised_note(bare(), plan.recipe) == (
+        "1 of 7 linear layers stay in float32, because the number of their inputs is not a multiple of 64: "
+        "model.layers.0.mlp.down_proj"
+    )
+    trained = freeze(bare(), plan.recipe)
+    weights = weights_of(trained, quantised_ids(trained, plan.recipe)).values()
+    assert Counts.of(weights).quantised == 6 * 64 * 64 - 2 * 64 * 32 + 2 * 32 * 64
+    with pytest.raises(RecipeError, match="qlora quantises linear layers whose inputs are a multiple of 64, and Llama"):
+        layers_in_nf4(bare(hidden_size=96), plan.recipe)
+    with monkeypatch.context() as patched:  # torch 2.11
+        patched.setattr(
+            FSDPParam, "init_dtype_attrs", lambda self, policy: setattr(self, "param_dtype", policy.param_dtype)
+        )
+        with pytest.raises(RecipeError, match="would convert quantised weights to float32 when it gathers them"):
+            check_dtypes(bare(), plan)
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(RecipeError, match=r"adapter\.kind: qlora needs bitsandbytes, which is not installed: pip"):
+            load(recipe)
+    config = LlamaConfig(**sizes, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    config.save_pretrained(tmp_path)
+    other = varied(plan, {"model.id": str(tmp_path)})
+    with pytest.raises(
+        RecipeError, match=r"are stored quantised \(bitsandbytes\), which cannot be read: name the model"
+    ):
+        load_config(other, 512)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", WORLDS)
+def test_curves_of_every_strategy(world: int, recipe: Path, tmp_path: Path) -> None:
+    start, variants = tmp_path / "start", WORLDS[world]
+    ranks = on_ranks(world, "quantised", tmp_path, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start))
+    assert_as_bitsandbytes(recipe, ranks[0], start)
