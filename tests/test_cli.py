@@ -65,7 +65,7 @@ def test_an_argument_that_is_not_a_recipe_is_refused_with_a_hint(tmp_path: Path,
         tmp_path / "rows.json": "rows.json:1: a recipe must be a mapping of keys",
         tmp_path / "recip.yaml": f"did you mean {tmp_path / 'recipe.yaml'}?",
         "shakespear": "did you mean shakespeare?",
-        "nothing-like-it": "no such file or shipped recipe; the shipped recipes: gsm8k-sft, ",
+        "nothing-like-it": "no such file or shipped recipe; the shipped recipes: gsm8k-lora, gsm8k-sft, ",
         "x" * 300: "no such file",
     }.items():
         done = fsdptrain(command, word)

@@ -38,10 +38,10 @@ def gpus(count: int) -> str:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
-    on_cpu = path.stem in ("shakespeare", "gsm8k-sft")
-    count = 4 if "4x80gb" in path.stem else 8
+    on_cpu = "--hardware" not in path.read_text()
+    count = 4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
-    overrides += ["model.id=org/name"] if path.stem == "gsm8k-sft" else []
+    overrides += ["model.id=org/name"] if "gsm8k" in path.stem else []
     plan = plan_of(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus(count)}))
     recipe = plan.recipe
     assert plan.replicas * plan.shard_size == plan.topology.world_size

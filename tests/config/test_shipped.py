@@ -54,7 +54,11 @@ def test_counts_and_products(path: Path) -> None:
         assert float(size) == round(int(width) * parameters / int(ranks) / GIB, 1)
 
 
-@pytest.mark.parametrize("path", [path for path in LARGE if "qwen" not in path.stem], ids=lambda path: path.stem)
+# It is for Llama's architecture, with all weights trained.
+CLOSED = [path for path in LARGE if "qwen" not in path.stem and "lora" not in path.stem]
+
+
+@pytest.mark.parametrize("path", CLOSED, ids=lambda path: path.stem)
 def test_the_stated_peak_is_that_of_the_closed_form(path: Path) -> None:
     plan = planned(path)
     peak = closed_form.peak_by_arithmetic(plan, load_config(plan, None)).allocated / GIB
