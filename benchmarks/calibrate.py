@@ -7,8 +7,8 @@ recipe of a GPT-2 of the same shape: tied embeddings, learned positions, an MLP 
 simulated at two depths, and the time of the whole depth follows on a line. One figure of a card family is fitted, on
 the rows of at most 2,048 tokens: what matrix products reach of the peak.
 
-What those runs had and ours has not is a stated factor, not fitted: FlashAttention 1 in Triton (`FLASH_1`), and for the
-runs of torchtitan its recomputation and its cards.
+Differences of software are stated factors, not fitted: FlashAttention 1 in Triton (`FLASH_1`), and for the runs of
+torchtitan its recomputation and its cards.
 
 For the errors a model size is left out, the figure is fitted on the other sizes, and the rows of this size are
 forecast. Traces take about 20 minutes on one core; with `--traces` they are kept.

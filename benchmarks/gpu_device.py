@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+CALLS = 20  # of a piece of work, timed together
+
+
+AHEAD = 50_000_000  # clock cycles, some 30 ms, in which the host queues these calls
+
+
 SYNC_WARNING = "synchronizing CUDA operation"  # what torch.cuda.set_sync_debug_mode writes
 
 
@@ -88,11 +94,13 @@ class Cuda(Cpu):
 
     def _seconds(self, work: Callable[[], object]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)  # the host queues all calls meanwhile: what it takes to launch them is not measured
         begin.record()
-        work()
+        for _ in range(CALLS):
+            work()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3 / CALLS
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()

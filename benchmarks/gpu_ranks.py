@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,8 @@ def attention_rates(device: str, tiny: bool) -> list[dict[str, Any]]:
         works[name, "causal"] = functools.partial(_in_kernel, KERNELS[name], causal)
         masked = functools.partial(scaled_dot_product_attention, q, k, v, mask[None, None])
         works[name, "masked"] = functools.partial(_in_kernel, KERNELS[name], masked)
-    works["varlen", "varlen"] = functools.partial(_varlen, q, k, v, bounds)
+    documents = torch.tensor(bounds, dtype=torch.int32, device=device)
+    works["varlen", "varlen"] = functools.partial(_varlen, q, k, v, documents, -(-length // count))
 
     def measured(name: str, kind: str, work: Callable[[], torch.Tensor]) -> dict[str, Any]:
         flops = 4 * heads * size * pairs[kind]
@@ -127,8 +129,7 @@ def _in_other_implementations(device: str, measure: Callable[[str], dict[str, An
             found.append(measure(name))
         except Exception as error:  # whatever the package raises
             found.append({"kernel": f"varlen {name}", "kind": "varlen", "why": f"{error!r}"[:100]})
-        if attention.current_flash_attention_impl():
-            attention.restore_flash_attention_impl()
+        flash.restore()
     return found
 
 
@@ -137,12 +138,10 @@ def _in_kernel(backend: SDPBackend, work: Callable[[], torch.Tensor]) -> torch.T
         return work()
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int) -> torch.Tensor:
     """Compute causal attention within documents; q, k, v [1, H, S, D] → [1, S, H, D]."""
     from fsdptrain.model import varlen
 
-    documents = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-    longest = max(b - a for a, b in itertools.pairwise(bounds))
     module = torch.nn.Module()
     return varlen.attend_within_documents(module, q, k, v, None, documents=documents, longest_document=longest)[0]
 
@@ -167,14 +166,9 @@ def kernels(device: str, recipe: str, variants: dict[str, list[str]]) -> dict[st
     for name, overrides in variants.items():
         with fresh_trainer(recipe, *overrides) as run, AttentionNames() as seen:
             run.engine.accumulate(0, [run.stream.corpus.batch([0])], 1)
-        found[name] = ", ".join([*sorted(seen.names), *_implementation()]) or "matrix products and softmax"
+            used = filter(None, [flash.active()])
+        found[name] = ", ".join([*sorted(seen.names), *used]) or "matrix products and softmax"
     return found
-
-
-def _implementation() -> list[str]:
-    """Return the name of the implementation of flash attention, if it is not the one that torch has built in."""
-    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    return [current] if current else []
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
@@ -195,6 +189,7 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
         finally:
             run.__dict__.clear()  # the caller still has the trainer when the next one is made
     gc.collect()
+    flash.restore()  # the next trainer chooses again
     torch._dynamo.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -306,7 +301,9 @@ def step(device: str, recipe: str, steps: int) -> dict[str, Any]:
             at.synchronize()
 
         with profile(activities=activities) as recorded:
-            wall_s = at.seconds(some_steps, rounds=1, warm_up=0)
+            started = time.perf_counter()
+            some_steps()
+            wall_s = time.perf_counter() - started
         return {"memory": memory, "idle": 1 - at.busy_seconds(list(recorded.events())) / wall_s}
 
 

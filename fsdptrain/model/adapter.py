@@ -63,6 +63,7 @@ def freeze(model: Any, recipe: Recipe) -> Any:
         return model
     model.float32_names = {adapted_name(model, name) for name in model.float32_names}
     _set_dtypes(model, trained, getattr(torch, recipe.model.dtype), getattr(torch, _compute(recipe)))
+    model.frozen_names = {name for name, param in model.named_parameters() if not param.requires_grad}
     return model
 
 

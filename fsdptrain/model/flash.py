@@ -84,9 +84,20 @@ def activate_best(bare: Any, device: torch.device, major: int) -> str | None:
             return f"{failed}attention is computed by {NAMES[name]}"
         except Exception as error:  # whatever the package raises, when it is imported or when it computes
             failed += f"{NAMES[name]} is installed but not used: {error_summary(error)}; "
-        if attention.current_flash_attention_impl():
-            attention.restore_flash_attention_impl()
+        restore()
     return f"{failed}attention is computed by FlashAttention 2" if found else None
+
+
+def active() -> str | None:
+    """Return the implementation that is used instead of FlashAttention 2; None if none is."""
+    current: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return current
+
+
+def restore() -> None:
+    """Use FlashAttention 2 again."""
+    if active():
+        attention.restore_flash_attention_impl()
 
 
 @dataclass(frozen=True)

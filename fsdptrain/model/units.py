@@ -42,8 +42,11 @@ def saved_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return trained parameters and persistent buffers, by name: `saved_state` without what is frozen."""
-    return {n: t for n, t in saved_state(model).items() if t.requires_grad or not isinstance(t, nn.Parameter)}
+    """Return what a checkpoint holds, by name: `saved_state` without what the recipe freezes.
+
+    Parameters that the architecture itself does not train (the biases of ernie4_5_moe's router) are held like buffers.
+    """
+    return {name: tensor for name, tensor in saved_state(model).items() if name not in model.frozen_names}
 
 
 def units_of(model: Any, wrap: Any) -> list[Unit]:

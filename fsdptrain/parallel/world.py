@@ -130,10 +130,15 @@ class World:
 
     def agree(self, value: Any, what: str) -> None:
         """Raise RuntimeError unless every rank holds an equal `value`; collective."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.side)
+        values = self.gather_objects(value)
         if any(other != value for other in values):
             raise RuntimeError(f"ranks disagree about {what}: {values}")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank; collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.side)
+        return values
 
     def peak_memory(self) -> int:
         """Return this rank's peak in bytes: of the device memory that torch allocated, or of resident memory on CPU."""

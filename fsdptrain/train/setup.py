@@ -162,12 +162,26 @@ def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
 
 
 def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None:
-    """Use the fastest FlashAttention that is installed and computes the model's attention. Return a note on it."""
+    """Use the fastest FlashAttention that is installed and computes the model's attention. Return a note on it.
+
+    Ranks with different kernels would round differently and wait for the slowest: unless all have found the same one,
+    all use FlashAttention 2. Collective.
+    """
     bare = inputs.prepared.bare
     if world.device.type != "cuda" or not varlen.used_by(bare):
         return None
-    session.progress("trying the attention kernels", 0, 0)
+    session.watchdog.beat()
+    session.reporter.progress("trying the attention kernels", 0, 0)
     note = flash.activate_best(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
+    found = world.gather_objects(flash.active())
+    if len(set(found)) > 1:
+        flash.restore()
+        names = ", ".join(
+            f"rank {rank}: {flash.NAMES.get(name, 'FlashAttention 2')}" for rank, name in enumerate(found)
+        )
+        note = (
+            f"attention is computed by FlashAttention 2, because not every rank can use the same ({names}; see logs/)"
+        )
     if note:
         print(note, flush=True)
     return note
@@ -183,7 +197,8 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
         remove_leftovers(rundir)
     content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
     if plan.freezes:
-        session.progress("comparing the files of the frozen weights", 0, 0)
+        session.watchdog.beat()
+        session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
     checkpointer.reject_another_run()

@@ -148,7 +148,8 @@ def last_collectives(count: int = 40) -> str:
     The text is JSON: the dump of torch's flight recorder of each backend.
     """
     recorded = recorded_collectives()
-    trained_with = max(recorded, default="")  # NCCL, where there is one
+    # NCCL, where it was used: a build with CUDA has its recorder on a CPU too, without entries.
+    trained_with = max((backend for backend, facts in recorded.items() if facts.get("entries")), default="")
     newest = {}
     for backend, facts in recorded.items():
         entries = named(facts.get("entries", []), [*ISSUED] if backend == trained_with else [])

@@ -117,11 +117,30 @@ def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     tried = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "activate_best", lambda *given: tried.append(given) or "a note")
-    session: Any = SimpleNamespace(progress=lambda *_: None)
+    reporter, watchdog = SimpleNamespace(progress=lambda *_: None), SimpleNamespace(beat=lambda: None)
+    session: Any = SimpleNamespace(reporter=reporter, watchdog=watchdog)
     for kind, kernel, expected in (("cuda", varlen.NAME, "a note"), ("cuda", "sdpa", None), ("cpu", varlen.NAME, None)):
         bare = SimpleNamespace(config=SimpleNamespace(_attn_implementation=kernel))
         inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=bare))
-        world: Any = SimpleNamespace(device=torch.device(kind))
+        world: Any = SimpleNamespace(device=torch.device(kind), gather_objects=lambda mine: [mine, mine])
         assert setup.use_best_flash(session, inputs, world) == expected
     assert [given[1:] for given in tried] == [(torch.device("cuda"), 9)]
     assert capfd.readouterr().out == "a note\n"
+
+
+def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(packages, "FA3")
+    attention.register_flash_attention_impl("FA3", register_fn=lambda: Registered(lambda out: out * 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "check", lambda heads, device: None)
+    session: Any = SimpleNamespace(
+        reporter=SimpleNamespace(progress=lambda *_: None), watchdog=SimpleNamespace(beat=lambda: None)
+    )
+    inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=in_varlen("llama")))
+    world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda mine: [mine, "FA3"])
+    assert setup.use_best_flash(session, inputs, world) == "attention is computed by FlashAttention 3"
+    assert flash.active() == "FA3"
+    world.gather_objects = lambda mine: [mine, None]
+    note = str(setup.use_best_flash(session, inputs, world))
+    assert "not every rank" in note and "rank 1: FlashAttention 2" in note
+    assert flash.active() is None
