@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,12 +97,19 @@ def dtensors_stay_on_their_device() -> Iterator[None]:
 def import_quietly(name: str) -> Any:
     """Return the module bitsandbytes, or peft, which imports it; raises ImportError if it is not installed.
 
-    On a CPU with bfloat16 instructions bitsandbytes warns that a faster kernel for inference is not installed. It makes
-    tables at its import, which must be real even in a simulation.
+    On a CPU with bfloat16 instructions the import of bitsandbytes downloads a faster kernel for inference with the
+    package `kernels`, and warns if that fails. The import must not run downloaded code, so `kernels` is hidden from it.
+    It also makes tables, which must be real even in a simulation.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    with unset_fake_temporarily():
-        return importlib.import_module(name)
+    hidden = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # the documented way to make `import kernels` fail
+    try:
+        with unset_fake_temporarily():
+            return importlib.import_module(name)
+    finally:
+        del sys.modules["kernels"]
+        sys.modules.update(hidden)
 
 
 def use_torch_operators() -> None:

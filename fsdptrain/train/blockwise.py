@@ -10,16 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bitsandbytes import functional as bnb
-from bitsandbytes.optim import AdamW8bit, Lion
-from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.nn.functional import pad
 
 from fsdptrain.config.optimizers import padded_columns
+from fsdptrain.model.patches import import_quietly
+
+bitsandbytes = import_quietly("bitsandbytes")
+Optimizer8bit: Any = bitsandbytes.optim.optimizer.Optimizer8bit
+AdamW8bit: Any = bitsandbytes.optim.AdamW8bit
+Lion: Any = bitsandbytes.optim.Lion
 
 # The tables of 8-bit values, made at import: this needs numbers, which the fake tensors of a simulation do not have.
 TABLES: dict[str, list[float]] = {
-    name: bnb.create_dynamic_map(signed=name == "dynamic").tolist() for name in ("dynamic", "udynamic")
+    name: bitsandbytes.functional.create_dynamic_map(signed=name == "dynamic").tolist()
+    for name in ("dynamic", "udynamic")
 }
 
 
@@ -27,7 +31,7 @@ class _Rowwise(Optimizer8bit):
     """The step of bitsandbytes without its wait for the device after each parameter."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
             for part in group["params"]:
@@ -56,7 +60,7 @@ class RowwiseAdamW8bit(_Rowwise, AdamW8bit):
         """Create the state of a part, of 8 bits if its rows have whole blocks."""
         columns = padded_columns(tuple(p.shape))
         like = with_columns(p, columns) if columns else p
-        self.args.min_8bit_size = 0 if columns else like.numel() + 1  # type: ignore[attr-defined]
+        self.args.min_8bit_size = 0 if columns else like.numel() + 1
         super().init_state(group, like, gindex, pindex)
         self.state[p] = self.state.pop(like)
 

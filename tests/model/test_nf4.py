@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from peft import PeftModel
 from reference import in_nf4, largest_difference
 from simulated import on_fake, plan_of
-from support import TINY, on_ranks, write_recipe
+from support import ROOT, TINY, on_ranks, write_recipe
 from test_adapter import BATCH, STEPS, reference
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -171,6 +173,24 @@ WORLDS = {
         "bfloat16 full": ["fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.activation_checkpointing=full"],
     },
 }  # fmt: skip
+
+
+def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With that package bitsandbytes downloads code, on a CPU with bfloat16 instructions."""
+    (tmp_path / "kernels.py").write_text("")
+    for name in ("first", "second"):
+        text = "try:\n    import kernels\nexcept ImportError:\n    kernels = None"
+        (tmp_path / f"imports_kernels_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    assert import_quietly("imports_kernels_first").kernels is None
+    assert "kernels" not in sys.modules
+    import kernels
+
+    assert import_quietly("imports_kernels_second").kernels is None
+    assert sys.modules["kernels"] is kernels
+    direct = re.compile(r"^\s*(import|from) bitsandbytes\b", re.MULTILINE)
+    assert not [path for path in (ROOT / "fsdptrain").rglob("*.py") if direct.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize(
