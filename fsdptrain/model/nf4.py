@@ -140,8 +140,8 @@ def round_trip(weight: torch.Tensor, layer: nn.Module, dtype: torch.dtype) -> to
     `weight` is the whole one, which is cast to `dtype` before it is quantised.
     """
     transposed = isinstance(layer, Conv1D)
+    code = dynamic_code().to(weight.device)  # before anything is quantised: it registers the operators
     packed, absmax = quantise_rows((weight.T if transposed else weight).to(dtype))
-    code = dynamic_code().to(weight.device)
     coded, scales, offset = quantise_scales(absmax, code)
     found = dequantise((packed, coded, scales, offset, code), dtype)
     return found.T.contiguous() if transposed else found

@@ -40,10 +40,10 @@ LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
 
 
 def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nf4.NF4Linear:
-    """An NF4Linear of a weight whose rows were quantised in two parts."""
+    """An NF4Linear of a weight whose rows were quantised in two parts, beside a rank that has none."""
     layer = nf4.NF4Linear(*weight.shape, bias if bias is None else nn.Parameter(bias), weight.dtype)
     code = nf4.dynamic_code().to(weight.device)
-    packed, absmax = zip(*(nf4.quantise_rows(part) for part in weight.split([65, len(weight) - 65])), strict=True)
+    packed, absmax = zip(*(nf4.quantise_rows(part) for part in weight.split([65, len(weight) - 65, 0])), strict=True)
     coded, scales, offset = nf4.quantise_scales(torch.cat(absmax), code)
     layer.weight, layer.absmax = (nn.Parameter(p, requires_grad=False) for p in (torch.cat(packed), coded))
     layer.scales, layer.offset, layer.code = scales, offset, code
@@ -67,6 +67,7 @@ def test_a_layer_computes_as_bitsandbytes_own(dtype: torch.dtype, device: str, m
     theirs.weight, theirs.bias = data.to(device), nn.Parameter(bias.clone())
     own = nf4.dequantise(layer.stored, dtype)
     assert torch.equal(own, bitsandbytes.functional.dequantize_4bit(theirs.weight.data, theirs.weight.quant_state))
+    assert torch.equal(own, nf4.round_trip(weight, nn.Linear(320, 257), dtype))
     inputs = [torch.randn(2, 7, 320).to(device, dtype).requires_grad_() for _ in range(2)]
     inputs[1].data.copy_(inputs[0])
     grad = torch.randn(2, 7, 257).to(device, dtype)
