@@ -212,6 +212,8 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows [n, in] of a weight in NF4: packed, uint8 [n, in / 2], and their scales, float32 [n, in / 64]."""
     packed = rows.new_empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
     absmax = rows.new_empty(len(rows), rows.shape[1] // BLOCK, dtype=torch.float32)
+    if not rows.numel():  # a rank may have no row: a kernel cannot be launched for that
+        return packed, absmax
     size = max(1, CHUNK // rows.shape[1])  # rows
     for part, *results in zip(rows.split(size), packed.split(size), absmax.split(size), strict=True):
         quantised = torch.ops.bitsandbytes.quantize_4bit(part.contiguous(), BLOCK, "nf4", torch.uint8)
