@@ -13,8 +13,6 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdptrain.model.patches import dtensor_like, import_quietly
 
@@ -103,6 +101,10 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
 
     They are all linear layers except the head, those that are tied to the embedding or kept in float32, and experts.
     """
+    # Not part of transformers' interface: an ordinary run must not depend on them.
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     skipped = get_keys_to_not_convert(model)
     return {
         name: layer

@@ -41,6 +41,9 @@ RELIES_ON = {
     "transformers.PreTrainedModel._no_split_modules": {"5.23.0": "dc937b598926"},
     "transformers.PreTrainedModel._init_weights": {"5.23.0": "a315e7d7cb00"},
     "transformers.PreTrainedModel._auto_class": {"5.23.0": "dc937b598926"},
+    # by nf4,
+    "transformers.quantizers.base.get_keys_to_not_convert": {"5.23.0": "bc4c98efba06"},
+    "transformers.quantizers.quantizers_utils.should_convert_module": {"5.23.0": "f3e67d2eff3b"},
     # by loss (a view's base) and attention.
     "torch.Tensor._base": {"2.13.0": "99b56a9ccdce"},
     "torch.ops.aten._softmax_backward_data.default": {"2.13.0": "2827cddc7f79"},
