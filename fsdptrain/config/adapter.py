@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.schema import Recipe
+from fsdptrain.config.values import accepts
 from fsdptrain.errors import Problem
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -24,12 +25,23 @@ FROM_FOLDER = {
 }  # fmt: skip
 
 
-# peft's keys with the values that this engine can continue from.
+REQUIRED = ("r", "lora_alpha", "target_modules")  # the others are optional: old versions of peft do not write them
+
+
+# peft's keys with the only values that this engine can continue from. Others of `init_lora_weights` change the base.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None), "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None), "layers_to_transform": (None, []), "layer_replication": (None,),
-    "target_parameters": (None, []), "trainable_token_indices": (None,), "exclude_modules": (None, []),
+    "peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, "gaussian", None),
 }  # fmt: skip
+
+
+# peft's keys that do not change what an adapter computes while every key outside of these three tables is unset.
+HARMLESS = (
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "layers_pattern", "lora_dropout",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
+)  # fmt: skip
+
+
+UNSET: tuple[Any, ...] = (None, False, {}, [])
 
 
 def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
@@ -47,15 +59,24 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return recipe, [Problem(f"{folder} has no {ADAPTER_WEIGHTS}", "adapter.from")]
     problems = [
-        Problem(f"{folder} has {name}: {found[name]!r}, which cannot be continued here", "adapter.from")
-        for name, allowed in ONLY.items()
-        if name in found and found[name] not in allowed
+        Problem(f"{folder} has {name}: {found.get(name)!r}, which cannot be continued here", "adapter.from")
+        for name in dict.fromkeys([*REQUIRED, *found])
+        if not _can_continue(name, found.get(name))
     ]
-    values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
-    if not isinstance(values.get("target"), list):
-        problems.append(Problem(f"{folder}: target_modules is not a list of names", "adapter.from"))
     if problems:
         return recipe, problems
-    values["target"] = sorted(values["target"])
+    values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
+    if isinstance(values["target"], list):
+        values["target"] = sorted(values["target"])
     adapter = dataclasses.replace(recipe.adapter, from_=str(folder.absolute()), **values)
     return dataclasses.replace(recipe, adapter=adapter), []
+
+
+def _can_continue(name: str, value: Any) -> bool:
+    """Return whether an adapter with this value in peft's configuration is trained here as peft would train it."""
+    if name in ONLY:
+        return value in ONLY[name]
+    for key, peft_name in FROM_FOLDER.items():
+        if name == peft_name:
+            return (value is None and name not in REQUIRED) or accepts(f"adapter.{key}", value)
+    return name in HARMLESS or value in UNSET

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from reference import largest_difference, peft_curve
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.plan import Counts, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
@@ -68,8 +70,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(recipe: Path, overrides: list[str], whole: tuple[str, ...], start: Path) -> Any:
     """Return the curve of a plain peft loop for a recipe; `whole` are parts of the names of what else is trained."""
-    from peft import LoraConfig
-
     plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
     stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
     batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
@@ -189,6 +189,38 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[
     assert survey(trained["run"])["export"]["problems"] == []
     (trained["run"].export / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
     assert "adapter_model.safetensors is damaged" in survey(trained["run"])["export"]["problems"][0]
+
+
+def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
+    """Return a recipe that continues from a folder with peft's configuration, changed."""
+    LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (tmp_path / "adapter_model.safetensors").touch()
+    return Recipe(adapter=Adapter(kind="lora", from_=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"alora_invocation_tokens": [1, 2]},
+        {"use_qalora": True}, {"eva_config": {"rho": 2.0}}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"},
+        {"peft_type": "LOHA"}, {"a_key_of_a_later_peft": 1}, {"r": 0}, {"r": "8"}, {"r": None}, {"lora_alpha": "x"},
+        {"target_modules": ".*q_proj"}, {"target_modules": None}, {"modules_to_save": "lm_head"}, {"use_dora": 1},
+    ],
+)  # fmt: skip
+def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: dict[str, Any], tmp_path: Path) -> None:
+    _, problems = with_adapter_of_folder(adapter_folder(tmp_path, **changes))
+    [(name, value)] = changes.items()
+    assert [(p.field, p.message) for p in problems] == [
+        ("adapter.from", f"{tmp_path} has {name}: {value!r}, which cannot be continued here")
+    ]
+
+
+def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
+    found, problems = with_adapter_of_folder(adapter_folder(tmp_path, init_lora_weights="gaussian", lora_dropout=0.5))
+    assert not problems and found.adapter.target == ["q_proj", "v_proj"]
+    assert (found.adapter.r, found.adapter.alpha, found.adapter.dropout) == (4, 8, 0.0)
 
 
 SMALL = TINY | {"num_hidden_layers": 2}
