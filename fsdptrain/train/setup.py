@@ -263,8 +263,6 @@ def load_state(
         allocate(model, device)  # what was not read
         if not resuming and not plan.pretrained:
             draw_weights(model, bare, plan.recipe, session.progress, copy_own_rows)
-        if not resuming and plan.recipe.adapter.kind:
-            start_adapters(model, plan, copy_own_rows)
     except Exception:  # libraries wrap the Stopped of `session.progress` in errors of their own
         if not session.stop.count:
             raise
@@ -272,6 +270,8 @@ def load_state(
     leave_if_stopped(world, session.stop)
     if quantizer:
         quantizer.finish()
+    if not resuming and plan.recipe.adapter.kind:
+        start_adapters(model, plan, copy_own_rows)
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.model.adapter import freeze
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
+from fsdptrain.train import setup
 from fsdptrain.train.optim import learning_rate
 
 STEPS, BATCH = 8, 8
@@ -189,6 +191,22 @@ def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[
     assert survey(trained["run"])["export"]["problems"] == []
     (trained["run"].export / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
     assert "adapter_model.safetensors is damaged" in survey(trained["run"])["export"]["problems"][0]
+
+
+def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop signal reached another rank while it read weights; with DoRA, starting the adapters is collective."""
+    plan = make_plan(load(trained["recipe"], ["adapter.use_dora=true"]), Topology("cpu", 1, 2))
+    for name in ("read_weights", "allocate"):
+        monkeypatch.setattr(setup, name, lambda *_: None)
+    monkeypatch.setattr(setup, "start_adapters", lambda *_: pytest.fail("this rank waits for the one that has left"))
+    world = SimpleNamespace(device=torch.device("cpu"), any=lambda _: True)
+    session = SimpleNamespace(plan=plan, stop=SimpleNamespace(count=0), progress=None)
+    checkpointer = SimpleNamespace(world=world, newest_step=lambda: 0)
+    inputs = SimpleNamespace(prepared=SimpleNamespace(bare=None))
+    with pytest.raises(Stopped):
+        setup.load_state(None, session, inputs, checkpointer)  # type: ignore[arg-type]
 
 
 def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
