@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,10 +41,11 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
 from fsdptrain.parallel.issued import ISSUED, named
-from fsdptrain.parallel.world import World
+from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.train import trainer
+from fsdptrain.train import step as engine_module
+from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate, make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
@@ -520,6 +522,7 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
         run.read_steps()
         run.prefetch.close()
         found[name] = {"events": events, "state": digest_of(run), "together": together}
+    found["counted"] = counted(recipe, [*overrides, "log.every=100", "train.steps=20"])
     run = build(recipe, [*overrides, "log.every=100"])
     watch(run, [], late=True, most_unread=3)
     run.step(0), run.step(1), run.read_steps()
@@ -534,6 +537,37 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
     return found | {
         "stopped": {"error": error, "unchanged": before == digest_of(run, counters=2.0), "counted": counters == {3.0}}
     }
+
+
+def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Train ten finite steps, read every second by clocks on which a step takes 0.1 s on rank 0 and 0.3 s on rank 1.
+
+    Returns how many steps were read together, and for each whether its wait for data was counted; no copy of numbers
+    seems complete before it is read.
+    """
+    run, queued, waited = build(recipe, overrides), [0], []
+    together = watch(run, [], late=True)
+    make = run.engine.accumulate
+
+    def accumulate(*words: Any) -> torch.Tensor:
+        queued[0] += 1
+        return make(*words)
+
+    run.engine.accumulate = accumulate  # type: ignore[method-assign]
+    run.totals.pace.add = lambda data_s, *_: waited.append([each > 0 for each in data_s])  # type: ignore
+    clock = SimpleNamespace(perf_counter=lambda: queued[0] * (0.1 + 0.2 * run.world.rank))
+    with (
+        patch.object(trainer, "count_within", stops.count_within),
+        patch.object(trainer, "NOTICED_S", 2.0),
+        patch.object(engine_module, "time", clock),
+        patch.object(HostCopy, "done", lambda copy: False),
+        patch.object(HostCopy, "wait", lambda copy: None),
+    ):
+        for step in range(3, 13):
+            run.step(step)
+        run.read_steps()
+    run.prefetch.close()
+    return {"together": together, "waited": waited}
 
 
 def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1) -> list[int]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class QueuedStep:
     """An optimizer step that the device may not have finished: its number, when it began, and the numbers of all ranks.
 
-    `began` is in seconds of `time.perf_counter`, before the wait for data. `numbers` is float64 [ranks, 9].
+    `began` is in seconds of `time.perf_counter`, before a wait for data that counts. `numbers` is float64 [ranks, 9].
     """
 
     step: int
@@ -54,8 +54,8 @@ class StepStats:
     `peak_memory` and `reserved_memory` are the largest of all ranks, in bytes. `step_s` are this rank's seconds, its
     wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
     read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
-    for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data) and
-    `compute_s` (the forward passes of the blocks) in seconds.
+    for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0
+    if the device had work left from the step before) and `compute_s` (the forward passes of the blocks) in seconds.
     """
 
     loss: float

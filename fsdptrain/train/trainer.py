@@ -181,19 +181,21 @@ class Trainer:
         """Make optimizer step number `step` (from 0). Return whether any rank has a stop request, as far as it is read.
 
         On an accelerator this step is queued. The steps before it are read when one of them is logged, and at the
-        latest after NOTICED_S seconds, which the ranks count in steps (see `stops`).
+        latest after half of NOTICED_S seconds, which the ranks count in steps (see `stops`).
         """
-        # The wait for data is measured by itself, to tell slow input from slow compute.
+        # The wait for data is measured by itself, to tell slow input from slow compute. It delays nothing as long as
+        # the device has queued steps to work on.
         started = time.perf_counter()
         inputs = self.prefetch.get(step)
-        self.unread.append(self.queue_step(inputs, time.perf_counter() - started))
+        idle = not self.unread or self.unread[-1].queued.numbers.done()
+        self.unread.append(self.queue_step(inputs, time.perf_counter() - started if idle else 0.0))
         if not self.reads_late:
             return self.read_steps()
         read = due(step, self.plan.recipe.log.every) or len(self.unread) > self.most_unread
         return self.read_steps(keep=1) if read else False
 
     def queue_step(self, inputs: StepInputs, data_s: float = 0.0) -> MadeStep:
-        """Queue a step; nothing waits for the device. `data_s` are the seconds that this rank waited for the inputs."""
+        """Queue a step; nothing waits for the device. `data_s` are the seconds that it was delayed by its inputs."""
         recipe, step = self.plan.recipe, inputs.step
         lr = learning_rate(step, self.sizes.total_steps, recipe.optim, recipe.schedule)
         # The stop request is exchanged with the numbers of the step, so that it needs no collective of its own.
