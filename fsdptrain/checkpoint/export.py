@@ -295,8 +295,10 @@ class Exported:
     def _dequantized(self, groups: Iterator[Tensors]) -> Iterator[Tensors]:
         """Yield the same groups, with the weights that were quantised for training as the model computed with them."""
         recipe = self.plan.recipe
-        compute = getattr(torch, recipe.fsdp.mixed_precision.param_dtype)
-        layers = layers_in_nf4(self.unsharded, recipe)
+        computed = recipe.fsdp.mixed_precision.param_dtype
+        compute = getattr(torch, computed)
+        # What transformers keeps in float32, and is not quantised, depends on the compute dtype.
+        layers = layers_in_nf4(skeleton_in_dtype(self.unsharded, recipe.model.dtype, computed), recipe)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # it quantises a hundred times as fast
         for group in groups:
             for name, weight in group.items():

@@ -100,6 +100,7 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     """Return the layers of a skeleton that transformers would hand to bitsandbytes, by name.
 
     They are all linear layers except the head, those that are tied to the embedding or kept in float32, and experts.
+    The model may have adapters: a layer that is kept in float32 then has another name, and adapters are linear layers.
     """
     # Not part of transformers' interface: an ordinary run must not depend on them.
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -111,7 +112,8 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
         for name, layer in model.named_modules()
         if (type(layer) is nn.Linear or isinstance(layer, Conv1D))
         and should_convert_module(name, skipped)
-        and f"{name}.weight" not in model.float32_names
+        and not name.rpartition(".")[0].endswith((".lora_A", ".lora_B"))
+        and model.float32_names.isdisjoint({f"{name}.weight", f"{name}.base_layer.weight"})
     }
 
 

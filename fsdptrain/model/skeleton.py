@@ -85,9 +85,13 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     return made
 
 
-def skeleton_in_dtype(model: Any, dtype: str) -> Any:
-    """Return a skeleton of the same architecture in `dtype`, except for what transformers keeps in float32."""
-    return skeleton(model.config, Model(dtype=dtype, attn_implementation=model.config._attn_implementation))  # type: ignore[arg-type]
+def skeleton_in_dtype(model: Any, dtype: str, compute: str | None = None) -> Any:
+    """Return a skeleton of the same architecture in `dtype`, except for what transformers keeps in float32.
+
+    `compute` is as in `skeleton`.
+    """
+    kernel = model.config._attn_implementation
+    return skeleton(model.config, Model(dtype=dtype, attn_implementation=kernel), compute)  # type: ignore[arg-type]
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> Any:

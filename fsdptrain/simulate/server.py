@@ -174,7 +174,7 @@ class Models:
         self.config = config
         self._kernels: dict[tuple[str, bool], str] = {}  # (compute dtype, whether flash_attention_2 fits) → kernel
         self._bare: Any = None
-        self._counted: Any = None
+        self._counted: dict[str, Any] = {}  # by compute dtype: what transformers keeps in float32 depends on it
 
     def with_kernel(self, plan: Plan) -> Plan:
         """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
@@ -188,9 +188,12 @@ class Models:
 
     def skeleton(self, plan: Plan) -> Any:
         """Return a skeleton with which parameters and FLOPs are counted: no kernel changes them."""
-        if self._counted is None and (plan.freezes or self._bare is None):
-            self._counted = freeze(skeleton(self.config, plan.recipe.model), plan.recipe)
-        return self._counted or self._bare
+        if not plan.freezes and self._bare is not None:
+            return self._bare
+        compute = plan.recipe.fsdp.mixed_precision.param_dtype
+        if compute not in self._counted:
+            self._counted[compute] = freeze(skeleton(self.config, plan.recipe.model, compute), plan.recipe)
+        return self._counted[compute]
 
 
 def models_of(job: dict[str, Any], plan: Plan, known: dict[str, Models]) -> Models:

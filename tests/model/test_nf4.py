@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import small_config
 from peft import PeftModel
 from reference import in_nf4, largest_difference
 from simulated import on_fake, plan_of
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from fsdptrain.checkpoint.export import Exported
 from fsdptrain.config.plan import Counts, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
@@ -32,6 +34,7 @@ from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.simulate import step as simulate
+from fsdptrain.simulate.server import Models
 
 bitsandbytes = import_quietly("bitsandbytes")
 
@@ -245,6 +248,22 @@ def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monke
         RecipeError, match=r"are stored quantised \(bitsandbytes\), which cannot be read: name the model"
     ):
         load_config(other, 512)
+
+
+def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe: Path, tmp_path: Path) -> None:
+    """Hunyuan keeps its routers in float32 when it computes in bfloat16."""
+    words = ["fsdp.mixed_precision.param_dtype=bfloat16", "adapter.target=[q_proj,wg]"]
+    plan = make_plan(load(recipe, words), Topology("cpu", 1, 1))
+    config, model = small_config("hunyuan_v1_moe"), plan.recipe.model
+    trained = set(layers_in_nf4(skeleton(config, model, "bfloat16"), plan.recipe))
+    master = skeleton(config, model)
+    assert len(set(layers_in_nf4(master, plan.recipe)) - trained) == config.num_hidden_layers
+    assert len(quantised_ids(Models(config).skeleton(plan), plan.recipe)) == len(trained)
+    base = {name: torch.randn(param.shape) for name, param in master.named_parameters() if param.ndim == 2}
+    (merged,) = Exported(master, plan, tmp_path)._dequantized(iter([dict(base)]))
+    assert {name for name in base if not torch.equal(base[name], merged[name])} == {
+        f"{name}.weight" for name in trained
+    }
 
 
 @pytest.mark.soak
