@@ -67,7 +67,7 @@ def takes_two_dtypes() -> bool:
 
 
 def keeps_integers() -> bool:
-    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision: not in torch 2.11."""
+    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision, by a trial."""
     param = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
     FSDPParam.init_dtype_attrs(param, MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # type: ignore[arg-type]
     return param.param_dtype is None

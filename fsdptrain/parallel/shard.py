@@ -163,7 +163,7 @@ def check_dtypes(bare: Any, plan: Plan) -> None:
     """Raise RecipeError if this version of torch cannot compute with the dtypes of the parameters of a unit.
 
     Before 2.13 it has one group of parameters, and so one dtype, for each unit: some in float32, others in bf16 are not
-    possible. Still older versions cast integers, too.
+    possible. A version that casts integers when it gathers them cannot gather quantised weights.
     """
     recipe = plan.recipe
     compute = recipe.fsdp.mixed_precision.param_dtype

@@ -231,7 +231,7 @@ def test_what_cannot_be_quantised_is_refused(recipe: Path, tmp_path: Path, monke
     assert Counts.of(weights).quantised == 6 * 64 * 64 - 2 * 64 * 32 + 2 * 32 * 64
     with pytest.raises(RecipeError, match="qlora quantises linear layers whose inputs are a multiple of 64, and Llama"):
         layers_in_nf4(bare(hidden_size=96), plan.recipe)
-    with monkeypatch.context() as patched:  # torch 2.11
+    with monkeypatch.context() as patched:  # a torch that casts integers
         patched.setattr(
             FSDPParam, "init_dtype_attrs", lambda self, policy: setattr(self, "param_dtype", policy.param_dtype)
         )
