@@ -63,6 +63,9 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         for name in dict.fromkeys([*REQUIRED, *found])
         if not _can_continue(name, found.get(name))
     ]
+    if recipe.adapter.kind == "qlora" and found.get("use_dora"):
+        reason = f"{folder} has DoRA, which is not possible with quantised weights: use kind: lora"
+        problems.append(Problem(reason, "adapter.from"))
     if problems:
         return recipe, problems
     values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}

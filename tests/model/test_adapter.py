@@ -239,6 +239,12 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     found, problems = with_adapter_of_folder(adapter_folder(tmp_path, init_lora_weights="gaussian", lora_dropout=0.5))
     assert not problems and found.adapter.target == ["q_proj", "v_proj"]
     assert (found.adapter.r, found.adapter.alpha, found.adapter.dropout) == (4, 8, 0.0)
+    dora = adapter_folder(tmp_path, use_dora=True)
+    found, problems = with_adapter_of_folder(dora)
+    assert not problems and found.adapter.use_dora
+    dora.adapter.kind = "qlora"
+    _, [problem] = with_adapter_of_folder(dora)
+    assert problem.field == "adapter.from" and "has DoRA, which is not possible with quantised" in problem.message
 
 
 SMALL = TINY | {"num_hidden_layers": 2}
