@@ -422,7 +422,7 @@ def saved_names(model: Any) -> dict[str, str]:
     adapters = {name: param for name, param in trained.items() if is_adapter(name)}
     saved = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=NAME, save_embedding_layers=False)
     keys = {id(param): key for key, param in saved.items()}
-    return {name: PREFIX + keys.get(id(param), name) for name, param in trained.items()}
+    return {name: PREFIX + (keys[id(param)] if is_adapter(name) else name) for name, param in trained.items()}
 
 
 def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
