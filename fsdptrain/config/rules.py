@@ -73,6 +73,9 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         )
 
 
+LIBRARIES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # of a kind of adapter
+
+
 def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield the problems between the keys of `adapter`, `model.trainable` and `export`."""
     adapter, model = recipe.adapter, recipe.model
@@ -87,10 +90,12 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
             "adapter.modules_to_save",
             "model.trainable",
         )
-    if adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem(
-            'qlora needs bitsandbytes, which is not installed: pip install "fsdptrain[qlora]"', "adapter.kind"
-        )
+    for library in LIBRARIES.get(adapter.kind or "", ()):
+        if importlib.util.find_spec(library) is None:
+            yield Problem(
+                f"{adapter.kind} needs {library}, which is not installed: pip install 'fsdptrain[{adapter.kind}]'",
+                "adapter.kind",
+            )
     if adapter.kind == "qlora" and adapter.use_dora:
         yield Problem(
             "is not possible with quantised weights, whose lengths it needs: use kind: lora", "adapter.use_dora"
@@ -161,7 +166,7 @@ def _optim_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     library = kind.facts.library
     if library is not None and importlib.util.find_spec(library) is None:
         yield Problem(
-            f'{kind} needs {library}, which is not installed: pip install "fsdptrain[{library}]"', "optim.name"
+            f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"
         )
 
 

@@ -620,13 +620,18 @@ def test_an_optimizer_has_its_own_defaults_and_refuses_the_keys_that_it_does_not
     assert Recipe().optim.betas == [0.9, 0.95]
 
 
-def test_an_optimizer_whose_library_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for kind in ("adamw_8bit", "lion"):
         problems = refused(tmp_path, BASE, f"optim.name={kind}")
         assert [p.field for p in problems] == ["optim.name"]
-        assert problems[0].message.endswith('not installed: pip install "fsdptrain[bitsandbytes]"')
+        assert problems[0].message.endswith("not installed: pip install 'fsdptrain[bitsandbytes]'")
     assert read(tmp_path, BASE, "optim.name=muon").recipe.optim.momentum == 0.95
+    for kind, libraries in {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}.items():
+        assert [(p.field, p.message) for p in refused(tmp_path, BASE, f"adapter.kind={kind}")] == [
+            ("adapter.kind", f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{kind}]'")
+            for library in libraries
+        ]
 
 
 def test_every_suggested_value_is_one_that_is_taken() -> None:
