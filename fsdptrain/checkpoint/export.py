@@ -339,17 +339,17 @@ def export_live(
 def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
 
-    Raises RecipeError if the frozen weights that belong to the checkpoint are not those of the model's files.
+    Raises RecipeError if the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
     plan = _read_untrusted_plan(rundir)
     folder = _choose_checkpoint(rundir, step, screen.say)
     manifest = read_manifest(folder)
-    if plan.freezes:
-        check_frozen_files(plan, manifest)
     what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
     if dtype is not None and what.adapter == "separate":
         raise RecipeError("--dtype has no effect: export.adapter: separate saves the adapter in model.dtype")
+    if plan.freezes and what.adapter != "separate":  # which reads nothing of the frozen weights
+        check_frozen_files(plan, manifest)
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))

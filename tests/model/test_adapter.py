@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import with_adapter_of_folder
-from fsdptrain.config.plan import Counts, make_plan
+from fsdptrain.config.plan import Counts, Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
@@ -160,6 +160,10 @@ def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None
     try:
         with pytest.raises(RecipeError, match="the files of the model differ from those that the run to resume has"):
             export_checkpoint(trained["run"], None, trained["tmp"] / "other", None, Screen())
+        plan = trained["run"].plan.read_text()
+        trained["run"].plan.write_text(varied(Plan.from_json(plan), {"export.adapter": "separate"}).to_json())
+        export_checkpoint(trained["run"], None, trained["tmp"] / "other", None, Screen())  # reads no base
+        trained["run"].plan.write_text(plan)
         [kind, message] = on_ranks(1, "trains", trained["tmp"] / "d", recipe=recipe, variants={"": words})[0][""]
     finally:
         kept.rename(weights)
