@@ -237,6 +237,8 @@ def lora_config(recipe: Recipe, targets: list[str] | str, convolutions: bool = F
 def _inject(model: Any, recipe: Recipe) -> None:
     """Let peft add the adapters, on the meta device; its weights are set by `start_adapters` or by a checkpoint."""
     adapter = recipe.adapter
+    whole = _modules_to_save(model, adapter)
+    ends = {name for name, _ in model.named_modules() if name.endswith(tuple(adapter.modules_to_save))}
     targets = _targets(model, adapter)
     _check_targets(model, targets, recipe)
     layers = [model.get_submodule(name) for name in targets]
@@ -255,7 +257,8 @@ def _inject(model: Any, recipe: Recipe) -> None:
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
-    model.peft_config[NAME].modules_to_save = adapter.modules_to_save or None
+    # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
+    model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None
 
 
 def _targets(model: Any, adapter: Adapter) -> list[str]:

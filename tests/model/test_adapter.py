@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from reference import largest_difference, peft_curve
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
@@ -302,7 +302,11 @@ def test_what_gets_an_adapter() -> None:
     assert adapted_words(frozen("mixtral", {})) == "k_proj o_proj q_proj v_proj"
     assert adapted_words(frozen("tied", {})) == "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
     assert adapted_words(frozen("llama", {"target": ["lm_head"]}, loss="plain")) == "lm_head"
-    model = frozen("llama", {"target": ["model.layers.0.*"], "modules_to_save": ["model.norm"]})
+    assert frozen("llama", {"modules_to_save": ["lm_head"]}).peft_config["default"].modules_to_save == ["lm_head"]
+    model = frozen("llama", {"target": ["model.layers.0.*"], "modules_to_save": ["norm"]})
+    opened = get_peft_model(AutoModelForCausalLM.from_config(CONFIGS["llama"]), model.peft_config["default"])
+    trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model, opened)]
+    assert trained[0] == trained[1], "peft takes `norm` for every layer norm"
     params = dict(model.named_parameters())
     assert {(p.requires_grad, p.dtype) for p in params.values()} == {(True, torch.float32), (False, torch.bfloat16)}
     trained = {name for name, param in params.items() if param.requires_grad and "lora" not in name}
