@@ -18,6 +18,7 @@ from test_adapter import BATCH, STEPS, reference
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.export import Exported
 from fsdptrain.config.plan import Counts, make_plan, varied
@@ -71,6 +72,7 @@ def test_a_layer_computes_as_bitsandbytes_own(dtype: torch.dtype, device: str, m
     own = nf4.dequantise(layer.stored, dtype)
     assert torch.equal(own, bitsandbytes.functional.dequantize_4bit(theirs.weight.data, theirs.weight.quant_state))
     assert torch.equal(own, nf4.round_trip(weight, nn.Linear(320, 257), dtype))
+    assert torch.equal(own.T, nf4.round_trip(weight.T, Conv1D(257, 320), dtype))
     inputs = [torch.randn(2, 7, 320).to(device, dtype).requires_grad_() for _ in range(2)]
     inputs[1].data.copy_(inputs[0])
     grad = torch.randn(2, 7, 257).to(device, dtype)
@@ -111,22 +113,17 @@ def assert_as_bitsandbytes(recipe: Path, found: dict[str, Any], start: Path) -> 
     for name, facts in found.items():
         compute = name.split()[0]
         curve = reference(recipe, [f"fsdp.mixed_precision.param_dtype={compute}"], (), Path(f"{start}-{compute}"))
-        loss, norm = largest_difference(facts["curve"], curve)
+        loss, norm = largest_difference(facts["curve"], curve[: len(facts["curve"])])
         print(f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}")
         assert max(loss, norm) <= LIMITS[compute], name
         assert facts["quantised"] == 21 and facts["as bitsandbytes"] and facts["unchanged"], name
 
 
 def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -> None:
-    """And bytes on the wire with the forecast, exports with the trained model, transposed weights with transformers."""
-    start, gpt2 = tmp_path / "start", tmp_path / "gpt2"
-    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(gpt2)
-    other = {"gpt2": [f"model.id={gpt2}", f"output_dir={tmp_path / 'other'}"]}
-    words = {"recipe": str(recipe), "variants": VARIANTS | other, "steps": STEPS, "start": str(start)}
+    """And bytes on the wire with the forecast, exports with the trained model."""
+    start = tmp_path / "start"
+    words = {"recipe": str(recipe), "variants": VARIANTS, "steps": STEPS // 2, "start": str(start)}
     ranks = on_ranks(2, "quantised", tmp_path, **words)
-    found = ranks[0].pop("gpt2")
-    assert found["quantised"] == 8 and found["as bitsandbytes"] and found["unchanged"]
     assert_as_bitsandbytes(recipe, ranks[0], start)
     # What is gathered is the quantised bytes, as the forecast says.
     written = load(recipe, VARIANTS["bfloat16"])
@@ -272,3 +269,13 @@ def test_curves_of_every_strategy(world: int, recipe: Path, tmp_path: Path) -> N
     start, variants = tmp_path / "start", WORLDS[world]
     ranks = on_ranks(world, "quantised", tmp_path, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start))
     assert_as_bitsandbytes(recipe, ranks[0], start)
+
+
+@pytest.mark.soak
+def test_transposed_weights_are_quantised_as_bitsandbytes_does(recipe: Path, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    variants = {"gpt2": [f"model.id={tmp_path / 'gpt2'}", f"output_dir={tmp_path / 'other'}"]}
+    words = {"recipe": str(recipe), "variants": variants, "steps": 2, "start": str(tmp_path / "start")}
+    found = on_ranks(2, "quantised", tmp_path, **words)[0]["gpt2"]
+    assert found["quantised"] == 8 and found["as bitsandbytes"] and found["unchanged"]
