@@ -257,6 +257,12 @@ def _inject(model: Any, recipe: Recipe) -> None:
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
+    # For some architectures peft turns names of layers into the weights of all experts (hunyuan_v1_moe).
+    if others := adapted_layers(model).keys() - set(targets):
+        raise RecipeError(
+            f"adapter.target: for {type(model).__name__} peft also adapts {min(others)}, which cannot be trained under "
+            "FSDP (peft#3080): name other layers, such as [q_proj, v_proj]"
+        )
     # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
     model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import small_config
 from peft import LoraConfig, get_peft_model
 from reference import largest_difference, peft_curve
 from safetensors.torch import load_file, save_file
@@ -258,6 +259,7 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4),
     "phi3": Phi3Config(**SMALL, pad_token_id=0),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "hunyuan": small_config("hunyuan_v1_moe"),
 }
 
 
@@ -280,6 +282,7 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
         ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
         ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
         ("mixtral", {"target": ["experts"]}, "the weights of experts are one tensor, which peft cannot adapt"),
+        ("hunyuan", {}, "peft also adapts model.layers.0.mlp.experts, which cannot be trained"),
         ("llama", None, "model.trainable: 'layer.1' matches no parameter; there are"),
     ],
 )  # fmt: skip
