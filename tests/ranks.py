@@ -421,6 +421,7 @@ def compare_updates(kind: OptimizerKind, mesh: DeviceMesh, steps: int) -> dict[s
     others = [param for name, param in whole.items() if name in undecayed]
     references = library_optimizers(kind, decayed, others, [param for param in decayed if param.ndim == 2])
     model = fully_shard(model, mesh=mesh)
+    model.frozen_names = set()  # as a skeleton has them
     optim = dataclasses.replace(Optim(name=kind, lr=1e-2), **kind.facts.settings)
     optimizer = make_optimizer(model, optim)
     start_state(optimizer)
