@@ -185,6 +185,13 @@ def asset_names(folder: Path) -> list[str]:
     return [name for name in present if name in wanted]
 
 
+def copy_assets(assets: Path, folder: Path, names: list[str]) -> None:
+    """Copy files of a `model` folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(assets / name, folder / name)
+
+
 def file_stamps(folder: Path) -> Stamps:
     """Return the size and modification time of every file in a folder, by its path inside the folder."""
     found = {str(path.relative_to(folder)): _stamp(path) for path in sorted(folder.rglob("*"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.events import Progress
 from fsdptrain.model.adapter import adapted_layers, base_name, is_adapter, merged_weight, save_config, saved_names
 from fsdptrain.model.units import trained_state
-from fsdptrain.ownership import asset_names
+from fsdptrain.ownership import asset_names, copy_assets
 
 # Files of the model itself, which an adapter's folder does not have: transformers would open it as a whole model.
 OF_MODEL = ("config.json", "generation_config.json")
@@ -82,10 +81,7 @@ def merged_tensors(
 def write_adapter(folder: Path, trained: Any, tensors: Tensors, recipe: Recipe, assets: Path) -> int:
     """Write an adapter as peft does, with tokenizer and model card; check it, and return the bytes of its tensors."""
     folder.mkdir(exist_ok=True)
-    for name in asset_names(assets):
-        if name not in OF_MODEL and not name.endswith(".py"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(assets / name, folder / name)
+    copy_assets(assets, folder, [n for n in asset_names(assets) if n not in OF_MODEL and not n.endswith(".py")])
     names = saved_names(trained)
     saved = {key: tensors[name].contiguous() for name, key in names.items()}
     save_tensors(saved, folder / ADAPTER_WEIGHTS, {"format": "pt"})

@@ -50,6 +50,7 @@ from fsdptrain.model.weights import read_groups
 from fsdptrain.ownership import (
     Stamps,
     asset_names,
+    copy_assets,
     file_stamps,
     make_scratch,
     read_export_record,
@@ -190,13 +191,6 @@ def write_folder(
         return writer.bytes + beside(scratch)
 
     return publish(fill, out, sum(tensor.nbytes for tensor in state.values()), written)
-
-
-def copy_assets(assets: Path, folder: Path, names: list[str]) -> None:
-    """Copy files of a `model` folder."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(assets / name, folder / name)
 
 
 def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps | None = None) -> ExportResult:
