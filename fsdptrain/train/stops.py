@@ -39,7 +39,7 @@ class StopPoll:
         self._world, self._stop = world, stop
         self._noticed_s = NOTICED_S if world.device.type != "cpu" else 0.0
         self._calls, self._next = 0, 1  # calls since the last exchange, and the one that makes the next
-        self._exchanged = 0.0  # when; 0: not yet, so that no time a call is known
+        self._exchanged = 0.0  # when; 0 before the first exchange
 
     def __call__(self) -> bool:
         """Return whether any rank had a stop request at the last exchange; every rank must call this."""
