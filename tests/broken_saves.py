@@ -43,9 +43,9 @@ def taken_meanwhile(checkpointer: Any, step: int) -> AbstractContextManager[Any]
     """Take the checkpoint's name while its files are written."""
     write = checkpoint.write_shards
 
-    def taking(path: Path, shards: Any) -> Any:
+    def taking(*arguments: Any) -> Any:
         checkpointer.rundir.checkpoint(step).mkdir(exist_ok=True)
-        return write(path, shards)
+        return write(*arguments)
 
     return patch.object(checkpoint, "write_shards", taking)
 

@@ -1,7 +1,7 @@
 """Sharded checkpoints: save, verify, load, remove. One safetensors file per rank, one manifest, one rename.
 
-    every rank: copy shards to host memory → write its file → fsync → read it back ─┐ (in the background when async)
-    rank 0:     ──────────────────────────────────────── manifest → rename → fsync ─┴→ remove the oldest
+    every rank: copy shards to host memory → write its file → fsync, checksum → read it back ─┐ (async: in a thread)
+    rank 0:     ────────────────────────────────────────────────── manifest → rename → fsync ─┴→ remove the oldest
 
 Shards are slices along dimension 0, as FSDP2 makes them, stored with their first row. So any world size can read them:
 a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
@@ -11,15 +11,18 @@ so a checkpoint stores nothing but tensors and the step.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -32,7 +35,6 @@ from fsdptrain.checkpoint.manifest import (
     Manifest,
     checkpoint_problems,
     complete_steps,
-    file_entry,
     fsync,
     newest_manifest,
     resume_problems,
@@ -46,6 +48,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
+READ_BYTES = 2**22  # read back at a time
 
 
 class Checkpointer:
@@ -129,9 +132,9 @@ class Checkpointer:
             needed = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(prepare_scratch, scratch, target, needed)))
-            entry = self._on_every_rank(
-                action, with_disk_report(partial(write_shards, scratch / shard_name(self.world.rank), staged))
-            )
+            read_back = self.plan.recipe.checkpoint.verify == "read-back"
+            write = partial(write_shards, scratch / shard_name(self.world.rank), staged, read_back)
+            entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self._all_gather(entry)))
             self._on_rank_zero(action, with_disk_report(partial(self._publish, step, scratch, target, files)))
         except BaseException:
@@ -256,10 +259,10 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]] | None:
+def write_shards(path: Path, shards: dict[str, Shard], read_back: bool = True) -> tuple[str, dict[str, Any]] | None:
     """Write shards durably; return (file name, bytes and checksum), or None when there is nothing to write.
 
-    Raises CheckpointError when the disk returns other bytes than were written.
+    With `read_back`, raises CheckpointError when the disk returns other bytes than were written.
     """
     shards = {name: shard for name, shard in shards.items() if shard.local.numel()}
     if not shards:
@@ -267,11 +270,54 @@ def write_shards(path: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, A
     places = {name: [shard.first, *shard.shape] for name, shard in shards.items()}
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_tensors(tensors, path, {"places": json.dumps(places)})
-    entry = file_entry(path)  # read from the page cache
-    fsync(path)
-    if file_entry(path) != entry:
+    pieces = pieces_of_file(path, tensors)
+    # One thread waits for the disk while the other computes the checksum: of the memory, not of what came to the file.
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(fsync, path)
+        entry = {"bytes": sum(map(len, pieces)), "sha256": checksum_of(pieces)}
+        synced.result()
+    if path.stat().st_size != entry["bytes"] or (read_back and not file_holds(path, pieces)):
         raise CheckpointError(f"{path}: the bytes read back are not those written: suspect the disk")
     return path.name, entry
+
+
+Pieces = list[memoryview]  # the bytes of a file, in order
+
+
+def pieces_of_file(path: Path, tensors: dict[str, torch.Tensor]) -> Pieces:
+    """Return the bytes of a safetensors file: the header, which is read, and the memory of its tensors, not copied.
+
+    The library chooses the order of the tensors, so it is taken from the header.
+    """
+    with path.open("rb") as stream:
+        length = stream.read(8)
+        text = stream.read(int.from_bytes(length, "little"))
+    header = json.loads(text)
+    order = sorted(tensors, key=lambda name: header[name]["data_offsets"])
+    return [
+        memoryview(length + text),
+        *(tensors[name].view(-1).view(torch.uint8).numpy().data for name in order),
+    ]
+
+
+def checksum_of(pieces: Pieces) -> str:
+    """Return the SHA-256 of the pieces one after another, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def file_holds(path: Path, pieces: Pieces) -> bool:
+    """Return whether a file holds these bytes and no others. Comparing takes a fifth of the time of a checksum."""
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        for piece in pieces:
+            for start in range(0, len(piece), READ_BYTES):
+                wanted = piece[start : start + READ_BYTES]
+                if not np.array_equal(buffer[: stream.readinto(buffer[: len(wanted)])], wanted):
+                    return False
+        return not stream.read(1)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:

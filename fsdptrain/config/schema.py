@@ -244,6 +244,11 @@ class Checkpoint:
     every: int | None = key(500, "steps between checkpoints; null: only when the run is stopped or ends", at_least=1)
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     async_: bool = key(True, "write in the background; training waits only for the copy to host memory")
+    verify: Literal["read-back", "checksum"] = key(
+        "read-back",
+        "read-back: compare each file with memory after it was written, by reading it from the disk, before older "
+        "checkpoints are removed; checksum: store its checksum only, which a resume compares anyway",
+    )
     resume: Literal["auto", "never"] = key("auto", "auto: continue from the newest valid checkpoint in output_dir")
 
 

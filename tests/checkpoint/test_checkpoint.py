@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 
+from fsdptrain.checkpoint import save as save_module
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
@@ -365,6 +367,62 @@ def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     load_checkpoint(folder, {name: shard_of(tensor) for name, tensor in made.items()})
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.int64)
+
+
+def different_tensors() -> dict[str, Shard]:
+    """Return shards of several dtypes, some of which are not contiguous, empty or scalars."""
+    tensors = {str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in DTYPES}
+    tensors |= {"transposed": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0, 3), "a": torch.tensor(3.5)}
+    return {name: shard_of(tensor) for name, tensor in tensors.items()}
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.safetensors"
+    assert write_shards(path, different_tensors()) == (path.name, file_entry(path))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == file_entry(path)["sha256"]
+
+
+CHANGES = {
+    "a bit of the header": lambda content: flipped(content, 20),
+    "a bit of a tensor": lambda content: flipped(content, -40),
+    "the last bit": lambda content: flipped(content, -1),
+    "a byte less": lambda content: content[:-1],
+    "a byte more": lambda content: content + b"x",
+}
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_reading_back_notices_every_change_and_the_checksum_shows_it_later(
+    change: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sync = tmp_path / "step-00000001", save_module.fsync
+    folder.mkdir()
+    path = folder / "rank-00000.safetensors"
+
+    def damaging(path: Path) -> None:
+        sync(path)
+        path.write_bytes(change(path.read_bytes()))
+
+    monkeypatch.setattr(save_module, "fsync", damaging)
+    with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
+        write_shards(path, different_tensors(), read_back=True)
+    if len(change(b"12345678" * 8)) != 64:  # another length is noticed without reading
+        with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
+            write_shards(path, different_tensors(), read_back=False)
+        return
+    written = write_shards(path, different_tensors(), read_back=False)
+    assert written
+    Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).write(folder)
+    assert checkpoint_problems(folder) == [f"{path} is damaged: its checksum differs from the manifest's"]
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_not_renamed(run: RunDir, saves: Any) -> None:
