@@ -27,6 +27,7 @@ from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
+from fsdptrain.config.values import default_config
 from fsdptrain.errors import Problem, RecipeError, shortened
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
@@ -214,7 +215,7 @@ class Plan:
             values = fields["recipe"].get(section, {})
             if keyword in values:
                 values[f"{keyword}_"] = values.pop(keyword)
-        recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), fields.pop("recipe")))
+        recipe = OmegaConf.to_object(OmegaConf.merge(default_config(), fields.pop("recipe")))
         return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
 
 

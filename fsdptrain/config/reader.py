@@ -37,6 +37,7 @@ from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml
 from fsdptrain.config.values import (
     accepts,
     below_open_mapping,
+    default_config,
     range_problems,
     same_kind,
     value_text,
@@ -345,7 +346,7 @@ def _unknown_key_message(word: str, prefix: str, siblings: list[str]) -> str:
 
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
     """Return the `Recipe` of these values: check types with OmegaConf, resolve references, build the dataclass."""
-    config = OmegaConf.structured(Recipe)
+    config = default_config()
     accepted: dict[str, Leaf] = {}
     wrong: list[Leaf] = []
     # Set every value; OmegaConf refuses values of a wrong type.
