@@ -58,6 +58,7 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         return recipe, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}", "adapter.from")]
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return recipe, [Problem(f"{folder} has no {ADAPTER_WEIGHTS}", "adapter.from")]
+    _name_layers_once(found)
     problems = [
         Problem(f"{folder} has {name}: {found.get(name)!r}, which cannot be continued here", "adapter.from")
         for name in dict.fromkeys([*REQUIRED, *found])
@@ -75,8 +76,23 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
     return dataclasses.replace(recipe, adapter=adapter), []
 
 
+def _name_layers_once(found: dict[str, Any]) -> None:
+    """Move layers that peft only finds by their weights (see `model.adapter`) from target_parameters to target_modules.
+
+    Weights of experts, whose names end otherwise, stay there.
+    """
+    layers, weights = found.get("target_modules"), found.get("target_parameters")
+    if not isinstance(layers, list) or not isinstance(weights, list):
+        return
+    if all(isinstance(name, str) and name.endswith(".weight") for name in weights):
+        found["target_modules"] = [*layers, *(name.removesuffix(".weight") for name in weights)]
+        del found["target_parameters"]
+
+
 def _can_continue(name: str, value: Any) -> bool:
     """Return whether an adapter with this value in peft's configuration is trained here as peft would train it."""
+    if "${" in str(value):  # OmegaConf would resolve it
+        return False
     if name in ONLY:
         return value in ONLY[name]
     for key, peft_name in FROM_FOLDER.items():

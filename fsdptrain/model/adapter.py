@@ -50,7 +50,7 @@ def freeze(model: Any, recipe: Recipe) -> Any:
 
     Frozen parameters get the compute dtype, trained ones keep the master dtype; what transformers keeps in float32
     stays so (`float32_names` get the new names). A recipe that trains everything changes nothing. Raises RecipeError if
-    peft is missing, or if the recipe names layers that the model does not have or that cannot be adapted.
+    the recipe names layers that the model does not have or that cannot be adapted.
     """
     if recipe.adapter.kind is not None:
         whole = _modules_to_save(model, recipe.adapter)
@@ -207,24 +207,15 @@ def without_adapters(model: Any) -> Iterator[None]:
         place(inner=False)
 
 
-def lora_config(recipe: Recipe, targets: list[str] | str, convolutions: bool = False) -> LoraConfig:
-    """Return peft's configuration. `convolutions`: the layers are transformers' Conv1D, with transposed weights.
-
-    Raises RecipeError if peft is not installed.
-    """
-    try:
-        LoraConfig = import_quietly("peft").LoraConfig
-    except ImportError:
-        kind = recipe.adapter.kind
-        raise RecipeError(f"adapter.kind: {kind} needs peft: pip install 'fsdptrain[{kind}]'") from None
+def lora_config(recipe: Recipe, convolutions: bool = False) -> LoraConfig:
+    """Return peft's configuration, without targets. `convolutions`: layers are transformers' Conv1D, transposed."""
     adapter, model = recipe.adapter, recipe.model
     name = str(model.id)
-    return LoraConfig(
+    config: LoraConfig = import_quietly("peft").LoraConfig(
         r=adapter.r,
         lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=targets,
-        modules_to_save=adapter.modules_to_save or None,
+        target_modules=[],
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
         fan_in_fan_out=convolutions,
@@ -232,6 +223,7 @@ def lora_config(recipe: Recipe, targets: list[str] | str, convolutions: bool = F
         base_model_name_or_path=str(Path(name).absolute()) if Path(name).is_dir() else name,
         revision=model.revision,
     )
+    return config
 
 
 def _inject(model: Any, recipe: Recipe) -> None:
@@ -241,30 +233,63 @@ def _inject(model: Any, recipe: Recipe) -> None:
     ends = {name for name, _ in model.named_modules() if name.endswith(tuple(adapter.modules_to_save))}
     targets = _targets(model, adapter)
     _check_targets(model, targets, recipe)
-    layers = [model.get_submodule(name) for name in targets]
-    plain = adapter.target != "all-linear" and not any(set("*?[") & set(name) for name in adapter.target)
-    wanted = adapter.target if plain and not _more_than(model, adapter.target, targets) else targets
-    config = lora_config(recipe, wanted, any(isinstance(layer, Conv1D) for layer in layers))
-    config.modules_to_save = None  # such modules are trained in place: peft would keep a frozen copy of each
+    config = lora_config(recipe, any(isinstance(model.get_submodule(name), Conv1D) for name in targets))
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():  # of what `_check_targets` has checked, and Conv1D beside Linear
         warnings.simplefilter("ignore")
         try:
             with parameters_on_meta():
-                inject_adapter_in_model(config, model, NAME)
+                # From the keys of a state dict peft takes exactly these layers; it changes names of `target_modules`.
+                keys = dict.fromkeys((f"{name}.lora_A.weight" for name in targets), torch.empty(0))
+                inject_adapter_in_model(config, model, NAME, state_dict=keys)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
-    # For some architectures peft turns names of layers into the weights of all experts (hunyuan_v1_moe).
-    if others := adapted_layers(model).keys() - set(targets):
-        raise RecipeError(
-            f"adapter.target: for {type(model).__name__} peft also adapts {min(others)}, which cannot be trained under "
-            "FSDP (peft#3080): name other layers, such as [q_proj, v_proj]"
-        )
+    _set_targets(model, targets, adapter)
     # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
     model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None
+
+
+def _set_targets(model: Any, targets: list[str], adapter: Adapter) -> None:
+    """Set what peft's configuration needs so that peft finds the adapted layers again when it opens the adapter.
+
+    Raises RecipeError for DoRA on a layer that peft would only find by its weight.
+    """
+    config = model.peft_config[NAME]
+    by_weight = _taken_for_experts(model, targets)
+    if by_weight:
+        if adapter.use_dora:
+            raise RecipeError(
+                f"adapter.use_dora: peft could not open an adapter with DoRA on {by_weight[0]} of "
+                f"{type(model).__name__}: remove use_dora, or name other layers in adapter.target"
+            )
+        # peft computes with `weight + B A` there: the same function, but for dropout, which it cannot apply.
+        config.target_parameters = [f"{name}.weight" for name in by_weight]
+        config.lora_dropout = 0.0
+    plain = adapter.target != "all-linear" and not any(set("*?[") & set(name) for name in adapter.target)
+    exact = plain and not by_weight and not _more_than(model, adapter.target, targets)
+    config.target_modules = set(adapter.target if exact else targets) - set(by_weight)
+
+
+def _taken_for_experts(model: Any, targets: list[str]) -> list[str]:
+    """Return the layers that peft does not find by their names in `target_modules`.
+
+    In adapters for deepseek_v3, glm4_moe and others peft reads the words gate_proj, up_proj and down_proj as experts of
+    transformers 4, whose weights are one tensor now. Dense MLPs and shared experts have layers of these names too.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    words = {name.rpartition(".")[2] for name in targets}
+    kept: set[str] = set()
+    for word in words:
+        config = LoraConfig(target_modules=[word])
+        with contextlib.suppress(ValueError):  # up_proj without gate_proj
+            convert_peft_config_for_transformers(config, model, None)
+            kept.update(config.target_modules or ())
+    return [name for name in targets if name.rpartition(".")[2] not in kept]
 
 
 def _targets(model: Any, adapter: Adapter) -> list[str]:
@@ -346,6 +371,12 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
             f"adapter.target: {shared[0]} shares its weight with {shared[1]}, so its adapter could not be merged: "
             "leave it out"
         )
+    highest = max(_highest_rank(model.get_submodule(name)) for name in targets)
+    if recipe.adapter.r > highest:
+        raise RecipeError(
+            f"adapter.r: {recipe.adapter.r} is more than a layer with an adapter has inputs or outputs: use at most "
+            f"{highest}, or train the layers without adapters by model.trainable"
+        )
     head = model.get_output_embeddings()
     names = [name for name in targets if model.get_submodule(name) is head]
     if names and recipe.train.loss == "chunked":
@@ -353,6 +384,12 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
             f"adapter.target: {names[0]} is the head, whose adapter train.loss: chunked does not compute: use "
             "train.loss: plain, or train the whole head with adapter.modules_to_save"
         )
+
+
+def _highest_rank(layer: Any) -> int:
+    """Return the highest rank that the weight of a layer can have."""
+    sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
+    return int(min(sizes))
 
 
 def _shared(model: Any, names: list[str]) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from reference import largest_difference, peft_curve
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
+from torch import nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Phi3Config
 
 from fsdptrain.checkpoint.export import export_checkpoint
@@ -27,7 +30,7 @@ from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.model.adapter import freeze
+from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.rundir import RunDir
@@ -172,8 +175,6 @@ def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None
 
 
 def test_peft_opens_the_adapter_and_merges_it_to_the_same_weights(trained: dict[str, Any]) -> None:
-    from peft import PeftModel
-
     out, base = trained["tmp"] / "out", trained["tmp"] / "model"
     export_checkpoint(trained["run"], None, out, None, Screen())
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "adapter")
@@ -230,6 +231,8 @@ def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
         {"use_qalora": True}, {"eva_config": {"rho": 2.0}}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"},
         {"peft_type": "LOHA"}, {"a_key_of_a_later_peft": 1}, {"r": 0}, {"r": "8"}, {"r": None}, {"lora_alpha": "x"},
         {"target_modules": ".*q_proj"}, {"target_modules": None}, {"modules_to_save": "lm_head"}, {"use_dora": 1},
+        {"target_modules": ["${name}"]}, {"modules_to_save": ["${oc.env:HOME}"]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
     ],
 )  # fmt: skip
 def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -253,13 +256,14 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
 
 
 SMALL = TINY | {"num_hidden_layers": 2}
+SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4),
     "phi3": Phi3Config(**SMALL, pad_token_id=0),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
-    "hunyuan": small_config("hunyuan_v1_moe"),
+    **{kind: small_config(kind, num_hidden_layers=2) for kind in SHARED_EXPERTS},
 }
 
 
@@ -281,8 +285,9 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
         ("tied", {"target": ["embed_tokens"]}, "model.embed_tokens shares its weight with lm_head"),
         ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
         ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
+        ("llama", {"r": 65}, "adapter.r: 65 is more than a layer with an adapter has inputs or outputs: use"),
         ("mixtral", {"target": ["experts"]}, "the weights of experts are one tensor, which peft cannot adapt"),
-        ("hunyuan", {}, "peft also adapts model.layers.0.mlp.experts, which cannot be trained"),
+        ("deepseek_v3", {"use_dora": True}, "peft could not open an adapter with DoRA on model.layers.0.mlp.gate_proj"),
         ("llama", None, "model.trainable: 'layer.1' matches no parameter; there are"),
     ],
 )  # fmt: skip
@@ -290,6 +295,36 @@ def test_what_cannot_be_adapted_is_refused_by_name(kind: str, adapter: dict[str,
     with pytest.raises(RecipeError) as error:
         frozen(kind, adapter, trainable=("layer.1",) if adapter is None else ())
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("deepseek_v3", "all-linear"), ("glm4_moe", ["gate_proj", "down_proj"]),
+        *(pytest.param(kind, "all-linear", marks=pytest.mark.soak) for kind in SHARED_EXPERTS[1:]),
+    ],
+)  # fmt: skip
+def test_peft_opens_adapters_on_dense_and_shared_experts(kind: str, target: Any, tmp_path: Path) -> None:
+    """peft would take the names of these layers for those of the other experts, which stay frozen."""
+    torch.manual_seed(2)
+    base, ids = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval(), torch.arange(1, 33)[None]
+    model = copy.deepcopy(base)
+    model.float32_names = set()
+    recipe = Recipe(adapter=Adapter(kind="lora", r=3, dropout=0.1, target=target))
+    recipe.fsdp.mixed_precision.param_dtype = "float32"
+    freeze(model, recipe).eval()
+    layers = {name for name, layer in base.named_modules() if type(layer) is nn.Linear and name != "lm_head"}
+    expected = {n for n in layers if target == "all-linear" or n.endswith(tuple(target))}
+    assert adapted_layers(model).keys() == expected
+    params = {name: 0.1 * torch.randn(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    save_config(model, tmp_path)
+    save_file({key: params[name] for name, key in saved_names(model).items()}, tmp_path / "adapter_model.safetensors")
+    with torch.no_grad():
+        trained, plain = functional_call(model, params, ids).logits, base(ids).logits
+        opened = PeftModel.from_pretrained(base, tmp_path)(ids).logits
+    assert (opened - trained).abs().max() < 1e-5 * (plain - trained).abs().max()
+    found, problems = with_adapter_of_folder(Recipe(adapter=Adapter(kind="lora", from_=str(tmp_path))))
+    assert not problems and set(found.adapter.target) == expected
 
 
 def adapted_words(model: Any) -> str:
