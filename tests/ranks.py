@@ -33,7 +33,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
-from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError
+from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
 from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.adapter import base_name
 from fsdptrain.model.parameters import weights_of
@@ -851,6 +851,41 @@ def split_copies(recipe: str, variants: dict[str, list[str]]) -> dict[str, str |
                 found[name] = None
             except FsdptrainError as error:
                 found[name] = str(error)
+    return found
+
+
+def split_while_training(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Flip a bit of a weight of the last rank after the third step; return each run's error and checkpoints."""
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, [f"name={name}", *overrides])
+
+        def spoiling(number: int, run: Trainer = run, make_step: Any = run.step) -> bool:
+            stop = make_step(number)
+            if number == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                local(list(run.engine.model.parameters())[-1].detach()).view(torch.int32).view(-1)[:1] ^= 1
+            return bool(stop)
+
+        error = None
+        with patch.object(run, "step", spoiling):
+            try:
+                run.train()
+            except WorkerLost as lost:
+                error = str(lost)
+        found[name] = [error, run.session.rundir.checkpoint_steps()]
+    return found
+
+
+def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Return `refusals` on nodes of two ranks, for each order of hosts: a letter is the host name of a rank."""
+    found = {}
+    for hosts in orders:
+        with (
+            patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+            patch("socket.gethostname", lambda hosts=hosts: hosts[dist.get_rank()]),
+        ):
+            named = {name: [f"name={hosts}-{name}", *overrides] for name, overrides in variants.items()}
+            found[hosts] = refusals(recipe, named)
     return found
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
+COMPARE_COPIES_EVERY = 100  # steps, the default; a comparison reads each weight on the device once
+
 
 class CopySpan(Enum):
     """The ranks that share one copy of the model."""
@@ -113,6 +115,10 @@ class Strategy(StrEnum):
     def unused_keys(self) -> list[UnusedKey]:
         """Return the keys of the recipe that have no effect with this strategy."""
         unused = []
+        if not self.replicates:
+            unused.append(
+                UnusedKey("fsdp.compare_copies_every", COMPARE_COPIES_EVERY, "there is one copy of the model")
+            )
         if not self.in_groups:
             unused.append(UnusedKey("fsdp.shard_size", None, "only HYBRID_* strategies shard in groups"))
         if self.span is CopySpan.RANK:

@@ -18,7 +18,7 @@ from fsdptrain.config.hardware import card
 from fsdptrain.config.network import set_gloo_interface
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import send
-from fsdptrain.errors import Stopped
+from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.parallel.issued import SIDE
 from fsdptrain.processes import StopRequest
 
@@ -144,6 +144,10 @@ class World:
         dist.all_gather_object(values, value, group=self.side)
         return values
 
+    def hosts(self) -> list[str]:
+        """Return the host name of every rank; collective."""
+        return [str(name) for name in self.gather_objects(socket.gethostname())]
+
     def peak_memory(self) -> int:
         """Return this rank's peak in bytes: of the device memory that torch allocated, or of resident memory on CPU."""
         if self.device.type == "cuda":
@@ -185,6 +189,25 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
+
+
+def check_groups(plan: Plan, world: World) -> None:
+    """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one; collective.
+
+    HYBRID_* shards within nodes, because links between them are slow. A launcher may number the ranks in another order
+    than by nodes. An `fsdp.shard_size` in the recipe allows groups of several nodes.
+    """
+    if not plan.recipe.fsdp.strategy.in_groups or plan.recipe.fsdp.shard_size is not None:
+        return
+    hosts, strategy = world.hosts(), plan.recipe.fsdp.strategy
+    for first, *others in world.mesh.mesh.reshape(-1, plan.shard_size).tolist():
+        if other := next((rank for rank in others if hosts[rank] != hosts[first]), None):
+            raise RecipeError(
+                f"fsdp.strategy: {strategy} keeps each copy of the model on one node, but ranks {first} and {other}, "
+                f"which share a copy, are on {hosts[first]} and {hosts[other]}: let the launcher number the ranks node "
+                "by node (srun --distribution=block, mpirun --map-by slot), or set fsdp.shard_size, which allows "
+                "copies over several nodes"
+            )
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:

@@ -17,7 +17,7 @@ from fsdptrain.errors import NonFiniteError, Stopped, WorkerLost
 from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
-from fsdptrain.parallel.world import World
+from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import learning_rate
@@ -112,6 +112,7 @@ class Trainer:
             world = World.start(plan, session.stop)
         inputs = suited_to_one_gpu(inputs, world)
         session.watchdog.beat()
+        check_groups(plan, world)
         # Ranks with different files would train on without an error, so they compare what they have read.
         stream = inputs.stream
         world.agree((inputs.prepared.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
@@ -160,14 +161,19 @@ class Trainer:
         done, stop = resumed, False
         while True:
             last = done >= self.sizes.total_steps
-            # An evaluation or a save needs all steps read: one may have to be skipped or to end the run.
-            if last or stop or due(done, recipe.eval.every) or due(done, recipe.checkpoint.every):
+            # An evaluation, a save or a comparison needs all steps read: one may have to be skipped or to end the run.
+            every = (recipe.eval.every, recipe.checkpoint.every, recipe.fsdp.compare_copies_every)
+            if last or stop or any(due(done, steps) for steps in every):
                 stop |= self.read_steps()
             # Evaluate before saving: a stop during the evaluation is then still followed by a save.
             if not stop and self.evaluation_due(done, last):
                 stop = self.evaluate(done)
             # Save on a stop as well, so that no step is lost. The checkpoint that was resumed from exists already.
-            if done > resumed and (last or stop or due(done, recipe.checkpoint.every)):
+            saves = done > resumed and (last or stop or due(done, recipe.checkpoint.every))
+            # A save writes one of the copies, so they are compared before it.
+            if saves or (done > resumed and due(done, recipe.fsdp.compare_copies_every)):
+                self.compare_copies(done)
+            if saves:
                 stop |= self.save(done, wait=last or stop or not recipe.checkpoint.async_)
                 gc.collect()
             if last or stop:
@@ -314,6 +320,17 @@ class Trainer:
             loss, tokens = result
             self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
         return result is None
+
+    def compare_copies(self, done: int) -> None:
+        """Raise WorkerLost if the copies of the model differ after `done` steps, once earlier saves are complete."""
+        if self.world.replicas == 1:
+            return
+        try:
+            check_replicas(self.engine.model, self.world, done)
+        except WorkerLost:
+            self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+            self.checkpointer.wait()
+            raise
 
     def save(self, done: int, wait: bool) -> bool:
         """Save a checkpoint. Return whether a stop came meanwhile; always False without `wait`."""
