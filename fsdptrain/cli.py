@@ -153,8 +153,9 @@ def run(
 ) -> None:
     """Train a model, or resume its run. The run folder is output_dir."""
     written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
+    from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
     from fsdptrain.config.plan import make_plan
-    from fsdptrain.config.topology import find_topology, writes_run_dir
+    from fsdptrain.config.topology import find_topology
     from fsdptrain.config.versions import untested_versions
     from fsdptrain.events import cut_partial_lines
     from fsdptrain.forecast.allocator import default_settings
@@ -167,27 +168,29 @@ def run(
     from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
 
-    topology = find_topology(written.recipe, dict(os.environ))
+    topology = find_topology(written.recipe, os.environ, explicit=written.where)
+    launched = find_launcher(os.environ)
+    os.environ.update(worker_variables(launched))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = RunDir(Path(plan.run_dir))
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
         # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
-            if writes_run_dir(topology):
+            if is_first(launched):
                 _show_finished(rundir, earlier.step)
             return
-        # Under torchrun this process is a worker itself, and does not launch any.
+        # Started by torchrun or as one of several tasks on a node, this process is a worker and does not launch any.
         if topology.joined:
             os.environ.update(default_settings(os.environ) if topology.device == "cuda" else {})
             from fsdptrain.train.worker import work
 
-            if writes_run_dir(topology):
+            if is_first(launched):
                 cut_partial_lines(rundir)
                 Screen().say(heading(plan, rundir, earlier))
             work(plan)
         # The forecast is computed while the workers train, and compared with what they measured.
-        screen = stack.enter_context(Screen())
+        screen = stack.enter_context(Screen(quiet=not is_first(launched)))
         for warning in untested_versions():
             screen.say(warning)
         comparison = None

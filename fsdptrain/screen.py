@@ -29,9 +29,11 @@ ETA_STEPS = 32  # the ETA uses the mean time of so many steps
 class Screen:
     """Shows records: on a terminal with a live line below them, otherwise as plain lines."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+        """`quiet`: read the records, but print nothing."""
         # Set force_terminal, because with FORCE_COLOR Rich treats a pipe as a terminal and fills it with frames.
-        self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty())
+        terminal = sys.stdout.isatty()
+        self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=terminal, quiet=quiet)
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.last: dict[str, Record] = {}  # the newest record of each kind
         self.peak_memory = 0

@@ -39,10 +39,6 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         yield Problem(
             "has no effect without checkpoint.every: training waits for the last checkpoint", "checkpoint.async"
         )
-    if recipe.launch.nnodes > 1 and recipe.launch.rdzv_endpoint is None:
-        yield Problem(
-            "several nodes need a rendezvous: set launch.rdzv_endpoint to host:port of the first node", "launch.nnodes"
-        )
     if recipe.launch.nnodes == 1 and recipe.launch.rdzv_endpoint is not None:
         yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
     if isinstance(recipe.launch.nproc_per_node, int) and recipe.launch.nproc_per_node < 1:

@@ -294,8 +294,10 @@ class Launch:
         "workers per node; auto: one per visible GPU that gets a micro-batch in each step, or 2 on a CPU",
         forms=("auto", int),
     )
-    nnodes: int = key(1, "number of nodes; start the same command on each", at_least=1)
-    rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1")
+    nnodes: int = key(
+        1, "number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known", at_least=1
+    )
+    rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1 on plain hosts")
     max_restarts: int = key(
         0, "restarts after a worker dies; errors that would happen again are not retried", at_least=0
     )

@@ -3,54 +3,112 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.schema import Recipe
+from fsdptrain.config.launchers import Launched, find_launcher
+from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import counted
+
+NO_ENDPOINT = (
+    "several nodes need a rendezvous: set launch.rdzv_endpoint to host:port of the first node, or start the command on "
+    "every node with srun"
+)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes of a run: `nnodes` machines with `nproc_per_node` workers each, on one kind of device."""
+    """The processes of a run: `nnodes` machines with `nproc_per_node` workers each, on one kind of device.
+
+    `source` names the launcher that these numbers come from; it is empty if they come from the recipe. `endpoint` is
+    host:port on the first machine, where the others meet it; None on a single machine.
+    """
 
     device: Literal["cpu", "cuda"]
     nnodes: int
     nproc_per_node: int
-    joined: bool = False  # the workers were started by another torchrun
+    joined: bool = False  # the launcher started the workers
+    source: str = ""
+    endpoint: str | None = None
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nnodes * self.nproc_per_node
 
+    @property
+    def origin(self) -> str:
+        """The source as an addition to the numbers: ` (from Slurm job 12)`; empty without one."""
+        return f" (from {self.source})" if self.source else ""
+
 
 def writes_run_dir(topology: Topology) -> bool:
-    """Return whether this process writes the run folder: the command itself, or rank 0 under another torchrun."""
+    """Return whether this process writes the run folder: the command itself, or rank 0 of started workers."""
     return not topology.joined or os.environ["RANK"] == "0"
 
 
-def find_topology(recipe: Recipe, env: dict[str, str], elsewhere: bool = False, root: Path = Path("/")) -> Topology:
-    """Return the processes of a run on this machine: those of a running torchrun, else those that `launch` sets.
+def find_topology(
+    recipe: Recipe,
+    env: Mapping[str, str],
+    elsewhere: bool = False,
+    root: Path = Path("/"),
+    explicit: Collection[str] = (),
+) -> Topology:
+    """Return the processes of a run on this machine: those of the launcher that started this one, else of `launch`.
 
-    `env` is the environment, `root` the folder that holds /dev and /proc. `elsewhere`: the run is planned for other
-    machines. Raises RecipeError for more workers than visible GPUs, unless `elsewhere`.
+    `env` is the environment, `root` the folder that holds /dev and /proc, `explicit` the keys that the recipe sets.
+    `elsewhere`: the run is planned for other machines. Raises RecipeError for keys that contradict the launcher and,
+    unless `elsewhere`, for more workers than visible GPUs and for several nodes without an endpoint.
     """
     gpus = visible_gpus(env, root)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
-    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
-        world = int(env["WORLD_SIZE"])
-        local = int(env.get("LOCAL_WORLD_SIZE", world))
-        return Topology(device, world // local, local, joined=True)
-    nproc = _workers(recipe, gpus or 2)
-    if gpus and nproc > gpus and not elsewhere:
-        message = f"{nproc} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
+    launch, launched = recipe.launch, find_launcher(env)
+    if launched:
+        _check_agreement(recipe, launched, explicit)
+    nnodes = launched.nnodes if launched else launch.nnodes
+    endpoint = launched.endpoint if launched else launch.rdzv_endpoint
+    nproc = launched.nproc_per_node if launched else None
+    topology = Topology(
+        device,
+        nnodes,
+        nproc or _workers(recipe, nnodes, gpus or 2),
+        joined=launched is not None and launched.local_rank is not None,
+        source=launched.source if launched else "",
+        endpoint=endpoint,
+    )
+    if not elsewhere:
+        _check_machine(topology, gpus)
+    return topology
+
+
+def _check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
+    """Raise RecipeError for keys of `launch` that contradict the launcher."""
+    known = {
+        "launch.nnodes": launched.nnodes,
+        "launch.nproc_per_node": launched.nproc_per_node,
+        "launch.rdzv_endpoint": launched.endpoint,
+    }
+    problems = [
+        Problem(f"{wanted} contradicts {launched.source}, which has {found}: remove this key", path)
+        for path, found in known.items()
+        if path in explicit and found is not None and (wanted := value_at(recipe, path)) not in (None, "auto", found)
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _check_machine(topology: Topology, gpus: int) -> None:
+    """Raise RecipeError if the workers that this process starts cannot run here, or not meet those of other nodes."""
+    if topology.nnodes > 1 and topology.endpoint is None:
+        raise RecipeError([Problem(NO_ENDPOINT, "launch.nnodes")])
+    if gpus and topology.nproc_per_node > gpus and not topology.joined:
+        message = f"{topology.nproc_per_node} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
         raise RecipeError([Problem(message, "launch.nproc_per_node")])
-    return Topology(device, recipe.launch.nnodes, nproc)
 
 
 def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topology:
@@ -61,7 +119,7 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
     device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
     launch = recipe.launch
     if count is None:
-        return Topology(device, launch.nnodes, _workers(recipe, hardware.gpus_per_node))
+        return Topology(device, launch.nnodes, _workers(recipe, launch.nnodes, hardware.gpus_per_node))
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
         raise RecipeError(
@@ -70,10 +128,10 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
     return Topology(device, count // nproc, nproc)
 
 
-def _workers(recipe: Recipe, available: int) -> int:
+def _workers(recipe: Recipe, nnodes: int, available: int) -> int:
     """Return `launch.nproc_per_node`; for `auto` the devices `available`, if each gets at least one micro-batch."""
     wanted, train = recipe.launch.nproc_per_node, recipe.train
     if wanted != "auto":
         return wanted
-    busy = train.global_batch_size // (train.micro_batch_size * recipe.launch.nnodes)
+    busy = train.global_batch_size // (train.micro_batch_size * nnodes)
     return min(available, max(1, busy))

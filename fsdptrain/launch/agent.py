@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from fsdptrain.config.launchers import find_launcher
 from fsdptrain.config.network import local_end
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
@@ -131,7 +132,8 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as torchrun
 
-    topology, launch = plan.topology, plan.recipe.launch
+    topology, launched = plan.topology, find_launcher(os.environ)
+    assert topology.endpoint is not None
     words = [
         f"--nnodes={topology.nnodes}",
         f"--nproc-per-node={topology.nproc_per_node}",
@@ -140,11 +142,13 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
         "--signals-to-handle=SIGHUP",
         f"--log-dir={scratch}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={launch.rdzv_endpoint}",
+        f"--rdzv-endpoint={topology.endpoint}",
         f"--rdzv-id={plan.recipe.name}",
     ]
+    if launched:  # on plain hosts torchrun compares addresses, which fails where a node's name is not its host name
+        words.append(f"--rdzv-conf=is_host={launched.node == 0}")
     # Without it the first node gives the others the name that it finds for itself, which may be localhost.
-    if end := local_end(parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=0)[0]):
+    if end := local_end(parse_rendezvous_endpoint(topology.endpoint, default_port=0)[0]):
         words.append(f"--local-addr={end.address}")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TERMINATE_S))
     try:

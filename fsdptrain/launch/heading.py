@@ -55,7 +55,7 @@ def _describe_ranks(plan: Plan) -> str:
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
     hybrid = 1 < plan.shard_size < topology.world_size
     copies = f", {plan.replicas} copies of {plan.shard_size} shards" if hybrid else ""
-    return f"{topology.world_size} × {topology.device}{nodes}, {plan.recipe.fsdp.strategy}{copies}"
+    return f"{topology.world_size} × {topology.device}{nodes}{topology.origin}, {plan.recipe.fsdp.strategy}{copies}"
 
 
 def _describe_batch(plan: Plan) -> str:

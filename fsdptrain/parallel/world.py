@@ -81,7 +81,7 @@ class World:
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         topology = plan.topology
         if topology.device == "cuda":
-            device = torch.device("cuda", local_rank)
+            device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
         else:

@@ -119,6 +119,8 @@ def prepare_process(session: Session) -> None:
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
     """Raise RecipeError if torch sees fewer GPUs than this plan has workers, or any GPU under a plan for the CPU."""
     workers = topology.nproc_per_node
+    if topology.joined and gpus == 1:  # Slurm and MPI may show each worker its own GPU only
+        workers = 1
     value = env.get("CUDA_VISIBLE_DEVICES")
     setting = "" if value is None else f" with CUDA_VISIBLE_DEVICES={value}"
     if topology.device == "cpu" and gpus:

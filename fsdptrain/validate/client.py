@@ -65,7 +65,7 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
     if target:
         topology = topology_of(loaded.recipe, target.count, target.hardware)
     else:  # `elsewhere`, because the levels report everything that this machine lacks
-        topology = find_topology(loaded.recipe, dict(os.environ), elsewhere=True)
+        topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     notes = ([target.note] if target and target.note else []) + untested_versions()
     return Request(plan, [str(problem) for problem in problems], notes, target.hardware if target else None)

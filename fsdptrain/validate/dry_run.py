@@ -61,9 +61,9 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     facts = {
         "strategy": plan.recipe.fsdp.strategy, "world_size": topology.world_size, "replicas": plan.replicas,
         "shard_size": plan.shard_size, "accumulation": plan.accumulation,
-        "tokens_per_step": train.global_batch_size * seq_len,
+        "tokens_per_step": train.global_batch_size * seq_len, "source": topology.source or None,
     }  # fmt: skip
-    device = "GPUs" if topology.device == "cuda" else "CPU ranks"
+    device = ("GPUs" if topology.device == "cuda" else "CPU ranks") + topology.origin
     copies = "one copy of the model" if plan.replicas == 1 else f"{plan.replicas} copies of the model, each"
     spread = f"sharded over {plan.shard_size} ranks" if plan.shard_size > 1 else "on one rank"
     micro, size = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")

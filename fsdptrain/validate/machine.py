@@ -17,6 +17,7 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.topology import NO_ENDPOINT
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.text import size
@@ -73,7 +74,7 @@ def machine_line(facts: dict[str, Any]) -> str:
 def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
     workers, gpus, kernel = plan.topology.nproc_per_node, len(facts["gpus"]), facts["attention"]["kernel"]
-    if plan.topology.device == "cuda" and gpus < workers:
+    if plan.topology.device == "cuda" and gpus < workers and not plan.topology.joined:
         yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
     for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
         if name not in facts["backends"]:
@@ -82,6 +83,8 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
         )
+    if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
+        yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
     if facts["rendezvous"]["state"] in ("in use", "unknown host"):
         yield RecipeError(
             f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; choose a "
@@ -108,9 +111,11 @@ def rendezvous(plan: Plan) -> dict[str, str]:
 
     Raise RecipeError for an endpoint that is not host:port.
     """
-    endpoint = plan.recipe.launch.rdzv_endpoint
-    if plan.topology.nnodes == 1 or endpoint is None:
+    topology, endpoint = plan.topology, plan.topology.endpoint
+    if endpoint is None:
         return {"endpoint": "loopback", "state": "any free port"}
+    if topology.joined:  # a store of torchrun may listen there already
+        return {"endpoint": endpoint, "state": f"from {topology.source}"}
     try:
         host, port = parse_rendezvous_endpoint(endpoint, TORCHRUN_PORT)
     except ValueError as error:

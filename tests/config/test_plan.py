@@ -137,7 +137,7 @@ def test_a_relative_path_is_searched_next_to_the_recipe(tmp_path: Path, monkeypa
         (
             {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "x", "CUDA_VISIBLE_DEVICES": "0"},
             "auto",
-            Topology("cuda", 2, 8, joined=True),
+            Topology("cuda", 2, 8, joined=True, source="torchrun", endpoint="x:29500"),
         ),
     ],
 )

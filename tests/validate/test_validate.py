@@ -175,6 +175,9 @@ def test_the_state_of_the_rendezvous(tmp_path: Path) -> None:
     plan, _ = draft(recipe, "launch.nnodes=2", "launch.rdzv_endpoint=here:there")
     with pytest.raises(RecipeError, match=r"launch\.rdzv_endpoint"):
         machine.rendezvous(plan)
+    plan, _ = draft(recipe, "launch.nnodes=2")
+    problems = map(str, machine.machine_problems(plan, machine.machine_facts(plan)))
+    assert any("launch.nnodes: several nodes need a rendezvous" in problem for problem in problems)
 
 
 def test_the_histogram_holds_every_row_once() -> None:

@@ -1,0 +1,219 @@
+"""What is read from the environments of launchers.
+
+`launchers.json` holds the environments of all processes of real commands, without unrelated variables: of Slurm 22.05
+on two nodes, Open MPI 4.1, MPICH 4.0 and Intel MPI 2021.18. Those of Kubeflow are written after its source.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import write_recipe
+
+from fsdptrain.config.launchers import (
+    FIRST_PORT,
+    PORTS,
+    STEPS,
+    Launched,
+    find_launcher,
+    first_host,
+    is_first,
+    port_of_job,
+    worker_variables,
+)
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology, find_topology
+from fsdptrain.errors import RecipeError
+
+RECORDED: dict[str, list[dict[str, str]]] = json.loads((Path(__file__).parent / "launchers.json").read_text())
+
+# Command → nodes and processes per node; where several processes share a node, each is a worker.
+SHAPES = {
+    "srun -N2 --ntasks-per-node=1": (2, 1),
+    "srun -N2 --ntasks-per-node=2": (2, 2),
+    "srun -N1 -n3": (1, 3),
+    "sbatch -N2 --ntasks-per-node=2, srun": (2, 2),
+    "sbatch -N2 --ntasks-per-node=2, srun -N1 -n1": (1, 1),
+    "sbatch, srun --mpi=pmi2": (2, 2),
+    "sbatch, srun --distribution=cyclic": (2, 2),
+    "sbatch, Open MPI -n 4": (2, 2),
+    "sbatch, Open MPI -n 2 --map-by ppr:1:node": (2, 1),
+    "sbatch, MPICH -n 4 -ppn 2": (2, 2),
+    "Open MPI -n 2": (1, 2),
+    "MPICH -n 2": (1, 2),
+    "Intel MPI -n 2": (1, 2),
+}
+NEED_ADDRESS = {"MPICH -hosts a,b -n 4 -ppn 2": (2, 2), "MPICH -hosts a,b -n 2 -ppn 1": (2, 1)}
+PET = {
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}  # fmt: skip
+PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "1"}
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def launched_by(command: str, **added: str) -> list[Launched]:
+    found = [find_launcher({**env, **added}) for env in RECORDED[command]]
+    return [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize(("command", "shape"), [*SHAPES.items(), *NEED_ADDRESS.items()])
+def test_the_processes_of_a_real_command_form_one_run(command: str, shape: tuple[int, int]) -> None:
+    nodes, per_node = shape
+    found = launched_by(command, **({"MASTER_ADDR": "a"} if command in NEED_ADDRESS else {}))
+    assert len(found) == nodes * per_node
+    assert {(each.nnodes, each.source, each.endpoint) for each in found} == {
+        (nodes, found[0].source, found[0].endpoint)
+    }
+    assert sorted(each.node for each in found) == [node for node in range(nodes) for _ in range(per_node)]
+    assert sum(map(is_first, found)) == 1
+    variables = [worker_variables(each) for each in found]
+    if per_node == 1:  # fsdptrain starts the workers of the node
+        assert variables == [{}] * nodes
+        assert (found[0].endpoint is None) == (nodes == 1)
+        return
+    ranks = sorted((int(each["RANK"]), int(each["LOCAL_RANK"])) for each in variables)
+    assert ranks == [(rank, rank % per_node) for rank in range(nodes * per_node)]
+    assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in variables} == {
+        (str(nodes * per_node), str(per_node))
+    }
+    assert {each["MASTER_ADDR"] for each in variables} == (
+        {"127.0.0.1"} if nodes == 1 else {"a" if command in NEED_ADDRESS else "n1"}
+    )
+
+
+@pytest.mark.parametrize("command", ["salloc -N2", "sbatch -N2 --ntasks-per-node=2"])
+def test_a_shell_inside_a_job_is_no_step(command: str) -> None:
+    (env,) = RECORDED[command]
+    assert "SLURM_JOB_ID" in env and find_launcher(env) is None
+    # salloc with `use_interactive_step`, and the batch script of newer versions
+    assert find_launcher({**RECORDED["srun -N1 -n3"][0], "SLURM_STEP_ID": "4294967290"}) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("srun -N2 -n3", "has 2,1 tasks on its nodes"),
+        ("sbatch, Open MPI -n 4 --map-by node", "must have consecutive numbers"),
+        ("MPICH -hosts a,b -n 4 -ppn 2", "MASTER_ADDR"),
+    ],
+)
+def test_a_command_that_cannot_be_one_run_is_refused_by_a_rank(command: str, says: str) -> None:
+    refusals = []
+    for env in RECORDED[command]:
+        try:
+            find_launcher(env)
+        except RecipeError as error:
+            refusals.append(str(error))
+    assert refusals and all(says in refusal for refusal in refusals)
+
+
+def test_torchrun_inside_of_another_launcher_counts_itself() -> None:
+    own = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
+    for outer in [*RECORDED["srun -N2 --ntasks-per-node=1"], PET, {}]:
+        found = find_launcher({**outer, **own, "MASTER_PORT": "1"})
+        assert found == Launched("torchrun", 2, 1, 4, "h:1", 1)
+        assert worker_variables(found) == {**own, "MASTER_PORT": "1"}
+
+
+def test_the_variables_of_kubeflow() -> None:
+    assert find_launcher(PET) == Launched("Kubeflow", 4, 2, 8, "job-node-0-0.job:29400")
+    assert find_launcher({**PET, "PET_NPROC_PER_NODE": "gpu"}) == Launched(
+        "Kubeflow", 4, 2, None, "job-node-0-0.job:29400"
+    )
+    assert find_launcher({**PET, "PET_NNODES": "1", "PET_NODE_RANK": "0"}) == Launched("Kubeflow", 1, 0, 8)
+    assert find_launcher(PYTORCH_JOB) == Launched("RANK and WORLD_SIZE", 3, 1, None, "job-master-0:23456")
+    with pytest.raises(RecipeError, match="PET_NNODES is '1:4'"):
+        find_launcher({**PET, "PET_NNODES": "1:4"})
+    with pytest.raises(RecipeError, match="PET_MASTER_ADDR is not set"):
+        find_launcher({**PET, "PET_MASTER_ADDR": ""})
+    with pytest.raises(RecipeError, match="RANK is 'x'"):
+        find_launcher({**PYTORCH_JOB, "RANK": "x"})
+
+
+# As `scontrol show hostnames` of Slurm 22.05 resolves them.
+HOSTS = {
+    "n[1-2]": "n1", "node[001-003,010]": "node001", "gpu-a[08-11]": "gpu-a08", "a,b,c": "a", "single": "single",
+    "rack[0-1]-node[01-02]": "rack0-node01", "x[1,3-5],y7": "x1", "c[1-2]-ib[0,5],login": "c1-ib0",
+    "n[1-3]n[4-5]": "n1n4", "gpu-[9-11]": "gpu-9",
+    "p4d-dy-[1-2]": "p4d-dy-1", "n[0007]": "n0007", "dgx-[01,05-06]-c[2-3]": "dgx-01-c2", "": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("hosts", "first"), HOSTS.items())
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+jobs = st.integers(1, 2**31)
+
+
+@given(jobs, st.integers(0, STEPS - 1), st.integers(-269, 269), st.integers(0, STEPS - 1))
+def test_steps_of_neighbouring_jobs_have_different_ports(job: int, step: int, apart: int, other: int) -> None:
+    port, second = port_of_job(job, step), port_of_job(job + apart, other)
+    assert FIRST_PORT <= port < FIRST_PORT + PORTS <= 32768
+    assert (port == second) == ((job, step) == (job + apart, other))
+
+
+def test_the_port_of_a_step_does_not_depend_on_the_node_and_a_user_can_set_it() -> None:
+    assert {each.endpoint for each in launched_by("srun -N2 --ntasks-per-node=1")} == {f"n1:{port_of_job(1, 0)}"}
+    chosen = launched_by("srun -N2 --ntasks-per-node=1", MASTER_ADDR="ib-n1", MASTER_PORT="6000")
+    assert {each.endpoint for each in chosen} == {"ib-n1:6000"}
+
+
+def topology(tmp_path: Path, env: dict[str, str], *overrides: str, **options: Any) -> Topology:
+    written = load(write_recipe(tmp_path, launch={"nproc_per_node": "auto"}), list(overrides))
+    return find_topology(written.recipe, {**NO_GPUS, **env}, explicit=written.where, root=tmp_path, **options)
+
+
+def test_the_same_recipe_becomes_the_run_that_its_launcher_started(tmp_path: Path) -> None:
+    alone = topology(tmp_path, {})
+    assert (alone, alone.origin) == (Topology("cpu", 1, 2), "")
+    by_node = topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][1])
+    assert by_node == Topology("cpu", 2, 2, source="Slurm job 1", endpoint=f"n1:{port_of_job(1)}")
+    by_task = topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=2"][1])
+    assert by_task == Topology("cpu", 2, 2, joined=True, source="Slurm job 2", endpoint=f"n1:{port_of_job(2)}")
+    gpus = topology(tmp_path, {**PET, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"})
+    assert (gpus.world_size, gpus.origin) == (32, " (from Kubeflow)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["launch.nnodes=4"], "launch.nnodes: 4 contradicts Slurm job 2, which has 2"),
+        (["launch.nnodes=1"], "launch.nnodes: 1 contradicts"),
+        (["launch.nproc_per_node=8"], "launch.nproc_per_node: 8 contradicts Slurm job 2, which has 2"),
+        (
+            ["launch.nnodes=2", "launch.rdzv_endpoint=n1:29500"],
+            f"launch.rdzv_endpoint: n1:29500 contradicts Slurm job 2, which has n1:{port_of_job(2)}: remove this key",
+        ),
+    ],
+)
+def test_keys_that_contradict_the_launcher_are_refused(overrides: list[str], says: str, tmp_path: Path) -> None:
+    env = RECORDED["srun -N2 --ntasks-per-node=2"][0]
+    with pytest.raises(RecipeError) as refused:
+        topology(tmp_path, env, *overrides)
+    assert says in str(refused.value)
+    assert topology(tmp_path, env, "launch.nnodes=2", "launch.nproc_per_node=2").world_size == 4
+
+
+def test_several_plain_hosts_need_an_endpoint_and_a_launcher_has_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"launch\.nnodes: several nodes need a rendezvous.*rdzv_endpoint"):
+        topology(tmp_path, {}, "launch.nnodes=2")
+    assert topology(tmp_path, {}, "launch.nnodes=2", elsewhere=True).endpoint is None  # `validate` reports it
+    assert topology(tmp_path, {}, "launch.nnodes=2", "launch.rdzv_endpoint=a:1").endpoint == "a:1"
+    assert topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][0], "launch.nnodes=2").nnodes == 2
+
+
+def test_a_resume_does_not_depend_on_the_launcher(tmp_path: Path) -> None:
+    written = load(write_recipe(tmp_path, launch={"nproc_per_node": 2}))
+    environments = ({}, PET | {"PET_NPROC_PER_NODE": "2"}, RECORDED["srun -N2 --ntasks-per-node=2"][0])
+    plans = [make_plan(written, find_topology(written.recipe, {**NO_GPUS, **env})) for env in environments]
+    assert len({plan.digest() for plan in plans}) == 3  # two runs in one folder do not mix
+    assert [plan.identity() for plan in plans] == [plans[0].identity()] * 3
