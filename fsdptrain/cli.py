@@ -273,12 +273,19 @@ def export(
     step: Annotated[int | None, typer.Option(help="the checkpoint of this step; default: the newest valid one")] = None,
     out: Annotated[Path | None, typer.Option(help="folder to write; default: RUN_DIR/export")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the recipe's")] = None,
+    adapter: Annotated[str | None, typer.Option(help="separate, merged or both; default: the recipe's")] = None,
+    merge_base: Annotated[str | None, typer.Option(help="original or dequantized; default: the recipe's")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder. Needs one process and no GPU."""
+    from typing import get_args, get_type_hints
+
+    from fsdptrain.config.schema import Export
     from fsdptrain.rundir import RunDir
 
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise RecipeError(f"--dtype: {dtype!r} is not one of float32, bfloat16, float16")
+    for name, value in (("dtype", dtype), ("adapter", adapter), ("merge_base", merge_base)):
+        choices = get_args(get_type_hints(Export)[name])
+        if value not in (None, *choices):
+            raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     run_dir = _expanded_path(run_dir)
     rundir = RunDir(run_dir.absolute())
     if not rundir.plan.is_file():
@@ -291,7 +298,7 @@ def export(
     from fsdptrain.screen import Screen
 
     with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
-        export_checkpoint(rundir, step, target, dtype, screen)
+        export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base)
 
 
 def _output_folder(out: Path, rundir: RunDir) -> Path:

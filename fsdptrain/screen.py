@@ -164,6 +164,12 @@ class Screen:
         kinds = {"separate": "the adapter, ", "merged": "merged, ", "both": "merged, and the adapter, "}
         what = kinds.get(record.get("adapter", ""), "")
         self.say(f"export: {record['path']} ({what}{size(record['bytes'])}, {record['dtype']})")
+        if "compared" in record:
+            self.say(f"  {_comparison_text(record['compared'])}")
+        if record.get("opened"):
+            self.say("  opened by transformers in a fresh process")
+        if "not_compared" in record:
+            self.say(f"  not compared with the trained model: {record['not_compared']}")
         if "kept" in record:
             self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
@@ -200,3 +206,17 @@ class Screen:
             f"peak {self.peak_memory / GIB:.2f} GiB/rank",
         ]
         return " · ".join(facts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
+
+
+def _comparison_text(compared: list[Record]) -> str:
+    """Return how far the logits of an export are from those of the trained model."""
+    names = {"model": "", "merged": "merged ", "separate": "adapter on its base "}
+    ways = [
+        f"{names[found['what']]}by {found['mean']:.1e} on average, {found['largest']:.1e} at most" for found in compared
+    ]
+    tokens, spread = compared[0]["tokens"], compared[0]["spread"]
+    rows = "held-out" if compared[0]["held_out"] else "training"
+    return (
+        f"opened in a fresh process, logits differ from the trained model's: {'; '.join(ways)} "
+        f"({tokens} {rows} tokens, logits spread by {spread:.2g})"
+    )

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import OptimizerKind, padded_columns
-from fsdptrain.config.plan import make_plan
+from fsdptrain.config.plan import make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
@@ -166,8 +166,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, start: st
             "gathered": sum(gathered),
         }
         if run.plan.recipe.export.adapter == "both":
-            bare, rundir = run.inputs.prepared.bare, run.session.rundir
-            export_live(model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
+            assert run.export() is None
     return found
 
 
@@ -292,28 +291,29 @@ def exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str
     return wrong
 
 
-def adapter_exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
-    """Train adapters of each variant and export them; return the logits of a row as the trainer computes them.
+def adapter_exports(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, str]:
+    """Train adapters of each variant and export them, for each `export.merge_base` into a folder of that name.
 
-    Of a variant that fails, the traceback is returned.
+    The run folder also gets `sample.pt`: rows, and the logits that the trainer computes for them. Returns the traceback
+    of each variant that fails.
     """
-    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     for name, overrides in variants.items():
         try:
             run = build(recipe, overrides)
             curve(run, steps)
-            with run.engine.forward_only():
-                ids = torch.arange(1, 33)[None]
-                inputs = {"input_ids": ids, "position_ids": torch.arange(32)[None], "use_cache": False}
-                if varlen.used_by(run.engine.model):
-                    inputs |= {"documents": torch.tensor([0, 32], dtype=torch.int32), "longest_document": 32}
-                found[name] = run.engine.model(**inputs).logits[0].float().tolist()
-            bare, rundir = run.inputs.prepared.bare, run.session.rundir
-            export_live(run.engine.model, bare, rundir, run.plan, run.checkpointer, run.reporter, steps)
+            sample, rundir, bare = run.sample(), run.session.rundir, run.inputs.prepared.bare
+            for base in ("original", "dequantized") if run.plan.recipe.adapter.kind == "qlora" else ("original",):
+                plan = varied(run.plan, {"export.merge_base": base})
+                export_live(run.engine.model, bare, rundir, plan, run.checkpointer, run.reporter, steps)
+                if run.world.rank == 0:
+                    rundir.export.rename(rundir.root / base)
+            if run.world.rank == 0:
+                torch.save([sample.rows, sample.logits], rundir.root / "sample.pt")
         except Exception:
             traceback.print_exc()
-            found[name] = traceback.format_exc()
-    return found
+            failed[name] = traceback.format_exc()
+    return failed
 
 
 def trains(recipe: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -148,6 +148,20 @@ def test_the_summary_separates_this_command_from_the_whole_run(records: list[dic
     assert f"\n{message} · training loss 5.9941\n" in shown
 
 
+def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
+    screen = Screen(Console(file=io.StringIO(), width=400))
+    record = {"event": "export", "path": "out", "bytes": 1024, "dtype": "float32", "adapter": "both"}
+    found = {"tokens": 200, "held_out": True, "spread": 2.345, "mean": 1.23e-7, "largest": 4.56e-6, "limit": 1e-3}
+    screen.show(record | {"compared": [{"what": "merged", **found}, {"what": "separate", **found, "mean": 2e-7}]})
+    screen.show(record | {"not_compared": "opening it took more than 30:00"})
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert (
+        "  opened in a fresh process, logits differ from the trained model's: merged by 1.2e-07 on average, 4.6e-06 at "
+        "most; adapter on its base by 2.0e-07 on average, 4.6e-06 at most (200 held-out tokens, logits spread by 2.3)\n"
+    ) in shown
+    assert "  not compared with the trained model: opening it took more than 30:00\n" in shown
+
+
 def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

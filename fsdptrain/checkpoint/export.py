@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
+from fsdptrain.checkpoint.compare import POLL_S, Comparison, Sample, Way, limit_of, weights_memory
 from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
-    Manifest,
     checkpoint_problems,
     fsync,
     read_manifest,
@@ -37,8 +40,8 @@ from fsdptrain.checkpoint.save import Checkpointer, save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
-from fsdptrain.config.plan import Plan
-from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files
+from fsdptrain.config.plan import Plan, varied
+from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, weight_stamps
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
 from fsdptrain.model.adapter import freeze, layers_in_nf4
@@ -255,30 +258,41 @@ class Exported:
         self.trained_groups = trained_groups(self.trained, self.groups)
 
     def write(
-        self, tensors: Iterator[Tensors], out: Path, progress: Progress, written: Stamps | None = None
+        self,
+        tensors: Iterator[Tensors],
+        out: Path,
+        progress: Progress,
+        written: Stamps | None = None,
+        check: Callable[[Path], None] = lambda folder: None,
+        check_base: Callable[[], None] = lambda: None,
     ) -> ExportResult:
-        """Write and check the folder `out` from the tensors of `trained_groups`; see `write_folder`."""
+        """Write and check the folder `out` from the tensors of `trained_groups`; see `write_folder`.
+
+        `check` is called with the complete folder, before it replaces an earlier one, and `check_base` before and after
+        the frozen weights are read from their files; both may raise.
+        """
         recipe = self.plan.recipe
         if self.adapter == "separate":
 
             def fill(scratch: Path) -> int:
-                return write_adapter(
-                    scratch, self.trained, collected(tensors, self.groups, progress), recipe, self.assets
-                )
+                adapter = collected(tensors, self.groups, progress)
+                count = write_adapter(scratch, self.trained, adapter, recipe, self.assets)
+                check(scratch)
+                return count
 
             needed = sum(param.nbytes for param in self.trained.parameters() if param.requires_grad)
             return publish(fill, out, needed, written)
         adapter: Tensors = {}
 
         def beside(scratch: Path) -> int:
-            return (
-                write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, recipe, self.assets)
-                if self.adapter == "both"
-                else 0
-            )
+            count = 0
+            if self.adapter == "both":
+                count = write_adapter(scratch / ADAPTER_FOLDER, self.trained, adapter, recipe, self.assets)
+            check(scratch)
+            return count
 
         if self.plan.freezes:
-            base = read_groups(self.unsharded, self.plan, self.groups)
+            base = checked(read_groups(self.unsharded, self.plan, self.groups), check_base)
             if recipe.export.merge_base == "dequantized":
                 base = self._dequantized(base)
             tensors = merged_tensors(self.trained, base, tensors, adapter if self.adapter == "both" else None)
@@ -288,17 +302,42 @@ class Exported:
 
     def _dequantized(self, groups: Iterator[Tensors]) -> Iterator[Tensors]:
         """Yield the same groups, with the weights that were quantised for training as the model computed with them."""
-        recipe = self.plan.recipe
-        computed = recipe.fsdp.mixed_precision.param_dtype
-        compute = getattr(torch, computed)
-        # What transformers keeps in float32, and is not quantised, depends on the compute dtype.
-        layers = layers_in_nf4(skeleton_in_dtype(self.unsharded, recipe.model.dtype, computed), recipe)
+        compute = getattr(torch, self.plan.recipe.fsdp.mixed_precision.param_dtype)
+        layers = self._quantised_layers()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # it quantises a hundred times as fast
         for group in groups:
             for name, weight in group.items():
                 if layer := layers.get(name.removesuffix(".weight")):
                     group[name] = round_trip(weight.to(device), layer, compute).to(weight)
             yield group
+
+    def _quantised_layers(self) -> dict[str, nn.Module]:
+        """Return the layers that are quantised for training: name → layer."""
+        recipe = self.plan.recipe
+        # What transformers keeps in float32, and is not quantised, depends on the compute dtype.
+        compute = recipe.fsdp.mixed_precision.param_dtype
+        return layers_in_nf4(skeleton_in_dtype(self.unsharded, recipe.model.dtype, compute), recipe)
+
+    def ways(self) -> dict[str, Way]:
+        """Return how the folder that `write` makes is opened: `model`, `merged`, `separate` → way."""
+        recipe, found = self.plan.recipe, {}
+        compute, quantised = recipe.fsdp.mixed_precision.param_dtype, self._quantised_layers()
+        if self.adapter != "separate":
+            # Merged into the original weights, an adapter of QLoRA computes something else than what was trained.
+            limit = None if quantised and recipe.export.merge_base == "original" else limit_of(compute, self.dtype)
+            memory = weights_memory(self.unsharded, self.dtype)
+            found["merged" if self.adapter else "model"] = Way(".", self.dtype, memory, limit)
+        if self.adapter in ("separate", "both"):
+            layers = [n for n, layer in self.unsharded.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
+            found["separate"] = Way(
+                "." if self.adapter == "separate" else ADAPTER_FOLDER,
+                compute,
+                weights_memory(self.unsharded, compute, quantised),
+                limit_of(compute),
+                adapter=True,
+                unquantised=[name for name in layers if name not in quantised] if quantised else None,
+            )
+        return found
 
 
 def export_live(
@@ -310,72 +349,155 @@ def export_live(
     reporter: Reporter,
     step: int,
     between_groups: Callable[[], None] = lambda: None,
+    sample: Sample | None = None,
+    stamps: list[tuple[str, int, int, int]] | None = None,
 ) -> None:
     """Export a live model after `step` steps; collective. Raises CheckpointError on every rank when rank 0 fails.
 
-    `between_groups` is called on every rank before each group of tensors; it may raise, if it does so on all ranks.
+    `between_groups` is called on every rank before each group of tensors, and while a fresh process opens the export
+    and compares it with `sample`; it may raise, if it does so on all ranks. Without `sample` nothing is compared.
+    `stamps` are the `weight_stamps` of the frozen weights when the run began.
     """
     what = Exported(unsharded, plan, rundir.model)
-    writes = checkpointer.world.rank == 0
+    world = checkpointer.world
+    writes = world.rank == 0
+
+    def wait() -> None:
+        world.gather_objects(True)
+        between_groups()
+        time.sleep(POLL_S)
+
+    def check_base() -> None:
+        check_unchanged(plan, stamps, checkpointer.identity)
+
     tensors = gathered_tensors(model, what.trained_groups, writes, between_groups)
     failure: Exception | None = None
     if writes:
-        try:
-            facts = _write_and_record(rundir, step, what, tensors, reporter.progress)
-            reporter.event("export", **facts)
-        except (CheckpointError, RecipeError) as error:
-            failure = error
+        ways = what.ways() if sample else {}
+        with Comparison(sample, ways, plan.trust_remote_code, reporter.progress, wait) as comparison:
+            try:
+                facts = _write_and_record(rundir, step, what, tensors, reporter.progress, comparison, check_base)
+                reporter.event("export", **facts)
+            except (CheckpointError, RecipeError) as error:
+                failure = error
     for _ in tensors:  # gathering is collective: complete it even after a failure
         pass
+    while any(world.gather_objects(False)):  # rank 0 waits for the other process
+        between_groups()
     checkpointer.raise_on_every_rank(failure)
 
 
-def export_checkpoint(rundir: RunDir, step: int | None, out: Path, dtype: str | None, screen: Screen) -> None:
+def export_checkpoint(
+    rundir: RunDir,
+    step: int | None,
+    out: Path,
+    dtype: str | None,
+    screen: Screen,
+    adapter: str | None = None,
+    merge_base: str | None = None,
+) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
 
-    Raises RecipeError if the checkpoint's adapter would be merged into other frozen weights than it was trained with.
+    `adapter` and `merge_base` replace those keys of the recipe's section `export`. Raises RecipeError if an option has
+    no effect, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
-    plan = _read_untrusted_plan(rundir)
+    plan = with_options(_read_untrusted_plan(rundir), adapter, merge_base)
     folder = _choose_checkpoint(rundir, step, screen.say)
     manifest = read_manifest(folder)
     what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
     if dtype is not None and what.adapter == "separate":
-        raise RecipeError("--dtype has no effect: export.adapter: separate saves the adapter in model.dtype")
+        raise RecipeError(
+            "--dtype has no effect: export.adapter: separate saves the adapter in model.dtype; add --adapter merged"
+        )
     if plan.freezes and what.adapter != "separate":  # which reads nothing of the frozen weights
-        check_frozen_files(plan, manifest)
+        check_frozen_files(plan, manifest.identity)
 
     def progress(stage: str, done: int, total: int) -> None:
         screen.show(progress_record(stage, done, total))
 
-    with StoredCheckpoint(folder) as checkpoint:
+    # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be on
+    # another machine.
+    ways = {name: way for name, way in what.ways().items() if plan.recipe.export.compare and not way.adapter}
+    wait = partial(time.sleep, POLL_S)
+    with (
+        StoredCheckpoint(folder) as checkpoint,
+        Comparison(None, ways, plan.trust_remote_code, progress, wait) as comparison,
+    ):
         tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
-            facts = _write_and_record(rundir, manifest.step, what, tensors, progress)
+            facts = _write_and_record(rundir, manifest.step, what, tensors, progress, comparison)
         else:
-            done = what.write(tensors, out, progress)
-            facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
+            done = what.write(tensors, out, progress, check=comparison.check)
+            facts = _facts(what, out, done) | comparison.facts
     screen.show({"event": "export", **facts})
     screen.summary(0.0)
 
 
-def check_frozen_files(plan: Plan, manifest: Manifest) -> None:
+def with_options(plan: Plan, adapter: str | None, merge_base: str | None) -> Plan:
+    """Return the plan with `export.adapter` and `export.merge_base` from the command line; None keeps the recipe's.
+
+    Raises RecipeError if one of them has no effect on this run.
+    """
+    kind = plan.recipe.adapter.kind
+    if adapter and not kind:
+        raise RecipeError("--adapter has no effect: the run has no adapter (adapter.kind)")
+    plan = varied(plan, {"export.adapter": adapter}) if adapter else plan
+    if merge_base and kind != "qlora":
+        raise RecipeError("--merge-base has no effect: only a run with adapter.kind: qlora has quantised weights")
+    if merge_base and plan.recipe.export.adapter == "separate":
+        raise RecipeError("--merge-base has no effect on a separate adapter: add --adapter merged, or both")
+    return varied(plan, {"export.merge_base": merge_base}) if merge_base else plan
+
+
+def check_frozen_files(plan: Plan, identity: dict[str, Any]) -> None:
     """Raise RecipeError unless the files of the pretrained model are those that a checkpoint was trained on."""
     found = files_digest(file_checksums(safetensors_files(plan)))
-    if problems := resume_problems(manifest.identity, manifest.identity | {BASE_KEY: found}):
+    if problems := resume_problems(identity, identity | {BASE_KEY: found}):
         raise RecipeError(problems)
 
 
+def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int, int]] | None, identity: dict[str, Any]) -> None:
+    """Raise RecipeError if the files of the frozen weights were replaced by other ones since their `stamps`."""
+    if stamps is None or weight_stamps(plan) == stamps:
+        return
+    try:
+        check_frozen_files(plan, identity)
+    except RecipeError:
+        alone = ", or save the adapter alone: fsdptrain export --adapter separate" if plan.recipe.adapter.kind else ""
+        raise RecipeError(
+            f"model.id: the files of {plan.recipe.model.id} changed during the run, and what was trained does not fit "
+            f"the new ones: put the former files back and run it again{alone}"
+        ) from None
+
+
+def checked(groups: Iterator[Tensors], check: Callable[[], None]) -> Iterator[Tensors]:
+    """Yield the same groups, with a `check` before the first and after the last one."""
+    check()
+    yield from groups
+    check()
+
+
 def _write_and_record(
-    rundir: RunDir, step: int, what: Exported, tensors: Iterator[Tensors], progress: Progress
+    rundir: RunDir,
+    step: int,
+    what: Exported,
+    tensors: Iterator[Tensors],
+    progress: Progress,
+    comparison: Comparison,
+    check_base: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event."""
     _, before = read_export_record(rundir)
-    done = what.write(tensors, rundir.export, progress, before)
+    done = what.write(tensors, rundir.export, progress, before, comparison.check, check_base)
     write_export_record(rundir, step, done.files)
-    facts = {"step": step, "path": str(rundir.export), "bytes": done.bytes, "dtype": what.dtype}
-    if what.adapter:
-        facts["adapter"] = what.adapter
+    return {"step": step, **_facts(what, rundir.export, done), **comparison.facts}
+
+
+def _facts(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
+    """Return what was written, and where, for the event `export`."""
+    facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
+    facts |= {"adapter": what.adapter} if what.adapter else {}
     return facts | ({"kept": str(done.kept)} if done.kept else {})
 
 

@@ -274,6 +274,11 @@ class Export:
         "with adapter.kind: qlora, the weights that the adapter is merged into. original: those of the files; "
         "dequantized: those that the adapter was trained with",
     )
+    compare: bool = key(
+        True,
+        "open the folder in a fresh process at the end of a run, and compare its logits with those of the trained "
+        "model before it replaces an earlier one",
+    )
 
 
 @dataclass

@@ -116,6 +116,16 @@ class Corpus:
             "longest": longest,
         }
 
+    def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
+        """Return a corpus with the beginning of the first piece of blocks `numbers`, each in a block of its own.
+
+        A beginning has at most `length` tokens.
+        """
+        first = self.pieces[self.blocks[list(numbers)]]
+        lengths = np.minimum(first[:, 1], length)
+        pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
+        return dataclasses.replace(self, pieces=pieces, blocks=np.arange(len(pieces) + 1), labels=lengths)
+
     def show(self, tokenizer: Any) -> str:
         """Return the first piece of the first block as text, with the trained parts in ⟦ ⟧."""
         start, length, _ = (int(n) for n in self.pieces[self.blocks[0]])

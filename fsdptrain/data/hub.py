@@ -187,6 +187,15 @@ def file_checksums(files: list[str]) -> list[tuple[str, int, str]]:
         return list(pool.map(of, files))
 
 
+def weight_stamps(plan: Plan) -> list[tuple[str, int, int, int]]:
+    """Return (path, bytes, modification time in ns, inode) of each file of weights: what differs if it was replaced."""
+    found = []
+    for file in safetensors_files(plan):
+        status = Path(file).stat()
+        found.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
+    return found
+
+
 def files_digest(checksums: list[tuple[str, int, str]]) -> str:
     """Return one digest of the sizes and checksums of files, whatever their order."""
     return hashlib.sha256(json.dumps(sorted(checksums)).encode()).hexdigest()

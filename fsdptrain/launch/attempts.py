@@ -23,7 +23,17 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
-WITHOUT_EFFECT = ("name", "output_dir", "checkpoint.", "log.", "launch.", "export.at_end", "world_size", "device")
+WITHOUT_EFFECT = (
+    "name",
+    "output_dir",
+    "checkpoint.",
+    "log.",
+    "launch.",
+    "export.at_end",
+    "export.compare",
+    "world_size",
+    "device",
+)
 
 
 Changes = dict[str, list[Any]]  # key → [old, new]

@@ -20,7 +20,7 @@ from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
-from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files
+from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, weight_stamps
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
@@ -70,13 +70,17 @@ class Session:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`."""
+    """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`.
+
+    `stamps` are those of the files of weights, if some weights are frozen.
+    """
 
     prepared: PreparedModel
     tokenizer: PreTrainedTokenizerBase
     stream: Stream
     held_out: list[int]
     eval_corpus: Corpus
+    stamps: list[tuple[str, int, int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def prepare_inputs(session: Session) -> Inputs:
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
-    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus)
+    stamps = weight_stamps(plan) if plan.freezes else None
+    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps)
 
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:

@@ -201,11 +201,16 @@ class Engine:
             )
         return None
 
-    def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the model's arguments for a micro-batch on the device."""
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         inputs["use_cache"] = False
         if varlen.used_by(self.model):
             inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
+        return inputs
+
+    def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
+        inputs = self._inputs(batch)
         if self.plan.recipe.train.loss == "chunked":
             loss: torch.Tensor = self.model(**inputs, labels=batch["labels"], divisor=divisor)  # see model.loss
             return loss
@@ -279,6 +284,27 @@ class Engine:
                 self.beat()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
+
+    def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
+        """Return the logits of `Corpus.beginnings`, for each block float32 [tokens, vocabulary] on the CPU.
+
+        Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
+        graphs exist, but the head computes the tokens only that are asked for.
+        """
+        lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
+        longest, found = max(lengths), []
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :longest], *args[1:])) if head else None
+        with self.forward_only():
+            for i in range(0, len(lengths), size):
+                numbers = [*range(i, min(i + size, len(lengths)))]
+                batch = beginnings.batch(numbers + [-1] * (size - len(numbers)))
+                logits = self.model(**self._inputs(to_device(batch, self.world.device))).logits
+                found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
+                self.beat()
+        if hook:
+            hook.remove()
+        return found
 
     @contextlib.contextmanager
     def forward_only(self) -> Iterator[None]:

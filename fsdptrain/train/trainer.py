@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fsdptrain.checkpoint.compare import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.errors import NonFiniteError, Stopped, WorkerLost
@@ -348,12 +349,28 @@ class Trainer:
             if self.any_stop():
                 raise Stopped("stopped while exporting")
 
-        bare, rundir, done = self.inputs.prepared.bare, self.session.rundir, self.sizes.total_steps
+        inputs, rundir, done = self.inputs, self.session.rundir, self.sizes.total_steps
+        sample = self.sample() if self.plan.recipe.export.compare else None
         try:
-            export_live(self.engine.model, bare, rundir, self.plan, self.checkpointer, self.reporter, done, check_stop)
+            export_live(
+                self.engine.model, inputs.prepared.bare, rundir, self.plan, self.checkpointer, self.reporter, done,
+                check_stop, sample, inputs.stamps,
+            )  # fmt: skip
         except Stopped:
             return done
         return None
+
+    def sample(self) -> Sample:
+        """Return the beginnings of some rows, and the logits that the model computes for them; collective.
+
+        They are of the rows that are held out, or of those that it trains on if there are none.
+        """
+        self.session.watchdog.beat()
+        held_out = self.inputs.held_out
+        corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
+        beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], TOKENS)
+        rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
+        return Sample(rows, self.engine.logits(beginnings), bool(held_out))
 
     def any_stop(self) -> bool:
         """Return whether any rank has a stop request; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Phi3Config
 
-from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.export import check_unchanged, checked, export_checkpoint, with_options
+from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.plan import Counts, Plan, make_plan, varied
@@ -28,6 +30,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import prepare
+from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, weight_stamps
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names
@@ -64,7 +67,7 @@ def adapter_recipe(tmp: Path, **changes: Any) -> Path:
     changes = {
         "model": {"id": str(tmp / "model"), "tokenizer": {"train": 512}}, "adapter": {"kind": "lora", "r": 3},
         "optim__lr": 1e-3, "train__steps": STEPS, "train__global_batch_size": BATCH,
-        "export": {"adapter": "both", "dtype": "float32"},
+        "export": {"adapter": "both", "dtype": "float32", "compare": False},
     } | changes  # fmt: skip
     return write_recipe(tmp, **changes)
 
@@ -253,6 +256,40 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     dora.adapter.kind = "qlora"
     _, [problem] = with_adapter_of_folder(dora)
     assert problem.field == "adapter.from" and "has DoRA, which is not possible with quantised" in problem.message
+
+
+def test_the_base_is_compared_again_before_the_adapter_is_merged(recipe: Path, tmp_path: Path) -> None:
+    shutil.copytree(recipe.parent / "model", tmp_path / "model")
+    plan = make_plan(load(recipe, [*LORA, f"model.id={tmp_path / 'model'}"]), Topology("cpu", 1, 1))
+    identity = plan.identity() | {BASE_KEY: files_digest(file_checksums(safetensors_files(plan)))}
+    stamps, weights = weight_stamps(plan), tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors, weights, {"format": "pt"})
+    assert weight_stamps(plan) != stamps
+    check_unchanged(plan, stamps, identity)  # the same content
+    tensors["model.embed_tokens.weight"][7, 7] += 1
+    groups = checked(iter([{"a": torch.ones(1)}, {}]), partial(check_unchanged, plan, weight_stamps(plan), identity))
+    assert len(next(groups)) == 1
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"model.id: the files of .* changed during the run.* --adapter separate"):
+        list(groups)
+
+
+def test_options_of_an_export_replace_keys_of_the_recipe_or_are_refused(recipe: Path) -> None:
+    def chosen(kind: str | None, *options: str | None) -> tuple[str, str]:
+        plan = make_plan(load(recipe, [f"adapter.kind={kind}"] if kind else []), Topology("cpu", 1, 1))
+        export = with_options(plan, *options).recipe.export
+        return export.adapter, export.merge_base
+
+    assert chosen("lora", "merged", None) == ("merged", "original")
+    assert chosen("qlora", "both", "dequantized") == ("both", "dequantized")
+    assert chosen("qlora", None, None) == ("separate", "original")
+    with pytest.raises(RecipeError, match="--adapter has no effect: the run has no adapter"):
+        chosen(None, "merged", None)
+    with pytest.raises(RecipeError, match=r"--merge-base has no effect: only a run with adapter\.kind: qlora"):
+        chosen("lora", "merged", "original")
+    with pytest.raises(RecipeError, match="--merge-base has no effect on a separate adapter: add --adapter merged"):
+        chosen("qlora", None, "dequantized")
 
 
 SMALL = TINY | {"num_hidden_layers": 2}

@@ -13,7 +13,7 @@ from architectures import small_config
 from peft import PeftModel
 from reference import in_nf4, largest_difference
 from simulated import on_fake, plan_of
-from support import ROOT, TINY, on_ranks, write_recipe
+from support import ROOT, TINY, events, on_ranks, write_recipe
 from test_adapter import BATCH, STEPS, reference
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -139,6 +139,11 @@ def test_curves_agree_with_peft_and_bitsandbytes(recipe: Path, tmp_path: Path) -
     merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     ids = torch.arange(40)[None]
     assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-5
+    # The run has found the same, in a process of its own that opened both.
+    [event] = events(Path(plan.run_dir), "export")
+    assert [found["what"] for found in event["compared"]] == ["merged", "separate"]
+    for found in event["compared"]:
+        assert found["mean"] <= found["largest"] < 1e-4 < found["spread"] and found["tokens"] > 20, found
 
 
 def test_what_is_gathered_is_the_quantised_bytes(tmp_path: Path) -> None:

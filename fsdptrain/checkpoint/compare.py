@@ -1,0 +1,220 @@
+"""Compare an export with the model that was trained, before it replaces an earlier one.
+
+A fresh process opens the folder as its user does (`checkpoint.reopen`), and computes logits for a few rows on the CPU.
+They are compared with those of the trained model. It starts before the export is written, because importing
+transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from fsdptrain.checkpoint.shards import Tensors
+from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.errors import CheckpointError, killed_by
+from fsdptrain.events import Progress
+from fsdptrain.processes import child_command, child_environment
+from fsdptrain.text import duration, size
+
+ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
+
+
+# The largest mean difference of logits, as a part of their spread, by the coarser dtype of training and export.
+# Rounding gives less: 1e-6 in float32, and about 1e-2 in bfloat16, whose numbers have 8 bits (2^-8 = 4e-3). A wrong
+# export gives about 1; one whose adapter has no effect gives what the adapter changes.
+LIMITS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+LONGEST_S = 1800.0  # to open an export; then it is not compared
+
+
+POLL_S = 0.2  # between checks whether the process is done
+
+
+RESERVE = 2 * 2**30  # bytes of host memory besides the weights: libraries, logits, and what others need
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of tokens, and the logits of the trained model for each: float32 [tokens, vocabulary], on rank 0."""
+
+    rows: list[list[int]]
+    logits: list[torch.Tensor]
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to open an export: its folder inside the whole, the dtype, and the host memory that its weights take.
+
+    `unquantised`, for an adapter: the layers that stay as they are when bitsandbytes quantises the base; None: all do.
+    `limit` is the largest mean difference as a part of the spread; None: any.
+    """
+
+    folder: str
+    dtype: str
+    memory: int
+    limit: float | None
+    adapter: bool = False
+    unquantised: list[str] | None = None
+
+    def job(self, root: Path) -> dict[str, Any]:
+        """Return what `checkpoint.reopen` needs to open it."""
+        extra = {"unquantised": self.unquantised} if self.adapter else {}
+        return {"folder": str(root / self.folder), "dtype": self.dtype, **extra}
+
+
+class FreshProcess:
+    """The process that opens an export. It starts to import at once, before it gets its job."""
+
+    def __init__(self) -> None:
+        # On the CPU, because the GPUs are full; on all cores, because the ranks wait.
+        ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
+        cores = str(len(os.sched_getaffinity(0)))
+        own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": cores}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = child_command("fsdptrain.checkpoint.reopen")
+        self._process = subprocess.Popen(command, env=own, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+    def run(self, job: dict[str, Any], wait: Callable[[], None]) -> Tensors | str:
+        """Return the logits of a job, or why there are none; `wait` is called until they are there, and may raise.
+
+        Raises CheckpointError if transformers or peft cannot open the export.
+        """
+        end = time.monotonic() + LONGEST_S
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                answer = pool.submit(self._process.communicate, json.dumps(job).encode())
+                while not answer.done():
+                    if time.monotonic() > end:
+                        return f"opening it took more than {duration(LONGEST_S)}"
+                    wait()
+                logits, errors = answer.result()
+            finally:
+                self.close()
+        text, code = errors.decode(errors="replace"), self._process.returncode
+        if code < 0:
+            return f"the process that opened it was {killed_by(signal.Signals(-code).name)}"
+        if code:
+            print(text, end="", file=sys.stderr, flush=True)
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            raise CheckpointError(
+                f"it cannot be opened in a fresh process: {lines[-1] if lines else f'exit code {code}'}"
+            )
+        return load(logits)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Comparison:
+    """The comparison of one export with the trained model; `facts` are its fields of the event `export`."""
+
+    def __init__(
+        self, sample: Sample | None, ways: dict[str, Way], trust: bool, progress: Progress, wait: Callable[[], None]
+    ) -> None:
+        """Without `sample` the export is only opened, and without `ways` to do this not even that.
+
+        `trust`: the model's own code may run. `wait` is called while the other process works; it may raise.
+        """
+        self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
+        obstacle = memory_obstacle(ways)
+        self.facts: dict[str, Any] = {"not_compared": obstacle} if obstacle else {}
+        self._process = FreshProcess() if ways and not obstacle else None
+
+    def check(self, root: Path) -> None:
+        """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
+        if self._process is None:
+            return
+        sample = self._sample
+        self._progress("comparing the export with the trained model" if sample else "opening the export", 0, 0)
+        exports = {name: way.job(root) for name, way in self._ways.items()}
+        job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
+        answer = self._process.run(job, self._wait)
+        if isinstance(answer, str):
+            self.facts["not_compared"] = answer
+        elif sample:
+            self.facts["compared"] = differences(sample, self._ways, answer)
+        else:
+            self.facts["opened"] = True
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process:
+            self._process.close()
+
+
+def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[dict[str, Any]]:
+    """Return, for each way to open an export, how far its logits are from those of the trained model.
+
+    Raises CheckpointError if they are not finite, or farther than rounding explains.
+    """
+    found = []
+    for name, way in ways.items():
+        pairs = [(answer[f"{name}.{number}"], logits) for number, logits in enumerate(sample.logits)]
+        far = torch.cat([(opened - logits).abs().flatten() for opened, logits in pairs])
+        spread = torch.cat([(logits - logits.mean(-1, keepdim=True)).abs().flatten() for _, logits in pairs])
+        facts = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
+        tokens = sum(map(len, sample.rows))
+        if way.limit is not None and not facts["mean"] <= way.limit * facts["spread"]:
+            raise CheckpointError(
+                f"the export ({name}) does not compute what was trained: on {tokens} tokens its logits differ by "
+                f"{facts['mean']:.3g} on average and {facts['largest']:.3g} at most, and rounding explains "
+                f"{way.limit * facts['spread']:.3g} on average. It was removed; the checkpoint is not affected, and "
+                "export.compare=false exports without this check"
+            )
+        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, "limit": way.limit})
+    return found
+
+
+def limit_of(*dtypes: str) -> float:
+    """Return the limit for an export that was trained and saved in these dtypes."""
+    return max(LIMITS[dtype] for dtype in dtypes)
+
+
+def memory_obstacle(ways: dict[str, Way]) -> str | None:
+    """Return why the host's memory does not hold an export, opened by another process; None if it does."""
+    needed, available = max((way.memory + RESERVE for way in ways.values()), default=0), available_memory()
+    if needed <= available:
+        return None
+    return f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that a new process can use: of the machine, or of the container's limit."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        available = min(available, limit - used + int(counts["inactive_file"]))
+    except (OSError, ValueError):  # no limit
+        pass
+    return available
+
+
+def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
+    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4."""
+    in_nf4, width = {f"{name}.weight" for name in quantised}, getattr(torch, dtype).itemsize
+    return round(
+        sum(param.numel() * (NF4_BYTES if name in in_nf4 else width) for name, param in model.named_parameters())
+    )
