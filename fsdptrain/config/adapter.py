@@ -55,7 +55,8 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        return recipe, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}", "adapter.from")]
+        hint = "name a folder on this machine that peft has saved, such as the export of an earlier run"
+        return recipe, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}; {hint}", "adapter.from")]
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return recipe, [Problem(f"{folder} has no {ADAPTER_WEIGHTS}", "adapter.from")]
     _name_layers_once(found)
@@ -70,6 +71,7 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
     if problems:
         return recipe, problems
     values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
+    values["alpha"] = float(values["alpha"])  # as it is read from the plan, which must have the same digest
     if isinstance(values["target"], list):
         values["target"] = sorted(values["target"])
     adapter = dataclasses.replace(recipe.adapter, from_=str(folder.absolute()), **values)

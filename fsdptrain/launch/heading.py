@@ -12,10 +12,11 @@ from fsdptrain.text import counted
 
 
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
-    """Return one labelled line each for run, model, data, ranks, batch, learning rate and, if used, the Hub."""
+    """Return a labelled line each for run, model, data, ranks, batch, learning rate; what is trained; the Hub."""
     lines = {
         "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {short_path(rundir.root)}",
         "model": _describe_model(plan),
+        **({"trains": _describe_trained(plan)} if plan.freezes else {}),
         "data": _describe_data(plan),
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),
@@ -41,7 +42,24 @@ def _describe_model(plan: Plan) -> str:
     where = model.id and (short_path(Path(model.id)) if Path(model.id).is_absolute() else model.id)
     name = where or model.config.get("model_type", "model")
     start = "pretrained" if plan.pretrained else "from scratch"
-    return f"{name}, {start}; {model.dtype} weights, {fsdp.mixed_precision.param_dtype} compute"
+    weights = "" if plan.freezes else f"{model.dtype} weights, "
+    return f"{name}, {start}; {weights}{fsdp.mixed_precision.param_dtype} compute"
+
+
+def _describe_trained(plan: Plan) -> str:
+    """Return what is trained of a model that is frozen otherwise."""
+    adapter, model = plan.recipe.adapter, plan.recipe.model
+    names = model.trainable if adapter.kind is None else adapter.target
+    what = ", ".join(names) if len(names) <= 3 else f"{len(names)} named layers"
+    if adapter.kind is not None:
+        what = "all linear layers" if names == "all-linear" else what
+        start = f" from {short_path(Path(adapter.from_))}" if adapter.from_ else ""
+        what = f"{'DoRA' if adapter.use_dora else 'LoRA'} of rank {adapter.r}{start} on {what}"
+        what += f" and {', '.join(adapter.modules_to_save)} as a whole" if adapter.modules_to_save else ""
+    frozen = f"in {plan.recipe.fsdp.mixed_precision.param_dtype}"
+    if adapter.kind == "qlora":
+        frozen += ", linear layers in 4 bits (NF4)"
+    return f"{what}, in {model.dtype}; the rest is frozen {frozen}"
 
 
 def _describe_data(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
@@ -440,21 +440,29 @@ def _first_value(name: str, param: torch.Tensor, seed: int) -> torch.Tensor:
     return whole
 
 
+def check_adapter_file(model: Any, folder: Path) -> None:
+    """Raise RecipeError unless a folder that peft has written has just the tensors that are trained of a model."""
+    path = folder / ADAPTER_WEIGHTS
+    expected = {key: tuple(model.get_parameter(name).shape) for name, key in saved_names(model).items()}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"adapter.from: cannot read {path}: {error_summary(error)}") from None
+    if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
+        key = wrong[0]
+        raise RecipeError(
+            f"adapter.from: {path} does not fit {type(model).__name__}: {key} is {found.get(key, 'missing')}, the "
+            f"model needs {expected.get(key, 'no such tensor')}; name the model of this adapter in model.id"
+        )
+
+
 def _read_adapter(model: Any, folder: Path, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Set adapters, and modules that are trained as a whole, from a folder that peft has written."""
-    params = {key: model.get_parameter(name) for name, key in saved_names(model).items()}
-    path = folder / ADAPTER_WEIGHTS
-    with safe_open(path, framework="pt") as opened:
-        found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
-        expected = {key: tuple(param.shape) for key, param in params.items()}
-        if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
-            key = wrong[0]
-            raise RecipeError(
-                f"adapter.from: {path} does not fit the model: {key} is {found.get(key, 'missing')}, the model needs "
-                f"{expected.get(key, 'no such tensor')}"
-            )
-        for key, param in params.items():
-            copy_own_rows(param, opened.get_tensor(key))
+    check_adapter_file(model, folder)
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
+        for name, key in saved_names(model).items():
+            copy_own_rows(model.get_parameter(name), opened.get_tensor(key))
 
 
 # ---------------------------------------------------------------------------------------------- peft's files

@@ -19,7 +19,7 @@ from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.adapter import freeze, quantised_ids
+from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
@@ -69,6 +69,8 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
             trained = freeze(
                 skeleton(config, plan.recipe.model, plan.recipe.fsdp.mixed_precision.param_dtype), plan.recipe
             )
+        if plan.recipe.adapter.from_ is not None:
+            check_adapter_file(trained, Path(plan.recipe.adapter.from_))
     with _collected(problems):
         units = units_of(trained, plan.recipe.fsdp.wrap)
     with _collected(problems):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
-from fsdptrain.config.dtypes import NF4_BYTES
+from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.adapter import quantised_ids, unquantised_note
@@ -80,7 +82,8 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
     rows = [unit_facts(plan, *unit, packed) for unit in owned]
-    count, embedding = Counts.of(weights_of(model, packed).values()), model.get_input_embeddings().weight
+    weights = weights_of(model, packed).values()
+    count, embedding = Counts.of(weights), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
     return {
         "architecture": type(model).__name__,
@@ -89,6 +92,7 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
         "trainable_parameters": count.trained,
         "adapter_parameters": count.adapters,
         "quantised_parameters": count.quantised,
+        "saved_bytes": saved_by_freezing(plan, weights),
         "shard_bytes": sum(row["shard_bytes"] for row in rows),
         "wrapped": sorted({type(module).__name__ for unit in units for module in unit.modules}),
         "units": group_similar_units(rows),
@@ -102,6 +106,13 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
         "blocks": len(blocks),
         "recomputed_blocks": 0 if kind == "none" else len(blocks[::every]),
     }
+
+
+def saved_by_freezing(plan: Plan, weights: Collection[Weight]) -> int:
+    """Return the bytes by which frozen parameters are smaller than trained ones with state and gradients."""
+    frozen = [dataclasses.replace(weight, trained=True) for weight in weights if not weight.trained]
+    gradients = BYTES[plan.recipe.model.dtype] * sum(weight.numel for weight in frozen)
+    return plan.state_bytes(frozen) + gradients - plan.gathered_bytes(Counts.of(weights).of_frozen())
 
 
 def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, list[str], list[nn.Parameter]]]:
@@ -185,7 +196,8 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
     nf4 = f" ({packed:,} of them in 4 bits, NF4)" if packed else ""
     frozen = [
         f"{trained:,} parameters are trained ({share:.2%}), {facts['parameters'] - trained:,} are frozen in "
-        f"{dtypes['compute']}{nf4}, without master weights and optimizer state"
+        f"{dtypes['compute']}{nf4}, which saves {size(facts['saved_bytes'])} of master weights, gradients and "
+        "optimizer state over all ranks of a copy"
     ]
     return [
         f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "

@@ -40,6 +40,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.optim import learning_rate
+from fsdptrain.train.preflight import prepare_model
 
 STEPS, BATCH = 8, 8
 LORA = ["adapter.kind=lora", "adapter.r=3"]
@@ -250,6 +251,10 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     found, problems = with_adapter_of_folder(adapter_folder(tmp_path, init_lora_weights="gaussian", lora_dropout=0.5))
     assert not problems and found.adapter.target == ["q_proj", "v_proj"]
     assert (found.adapter.r, found.adapter.alpha, found.adapter.dropout) == (4, 8, 0.0)
+    section = {"kind": "lora", "from": str(tmp_path)}
+    model = {"id": "org/name", "tokenizer": {"train": 512}}
+    plan = make_plan(load(write_recipe(tmp_path, model=model, adapter=section, export={})), Topology("cpu", 1, 2))
+    assert Plan.from_json(plan.to_json()).digest() == plan.digest(), "the workers would refuse the plan"
     dora = adapter_folder(tmp_path, use_dora=True)
     found, problems = with_adapter_of_folder(dora)
     assert not problems and found.adapter.use_dora
@@ -290,6 +295,20 @@ def test_options_of_an_export_replace_keys_of_the_recipe_or_are_refused(recipe: 
         chosen("lora", "merged", "original")
     with pytest.raises(RecipeError, match="--merge-base has no effect on a separate adapter: add --adapter merged"):
         chosen("qlora", None, "dequantized")
+
+
+def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    adapter_folder(tmp_path)
+    section = {"kind": "lora", "from": str(tmp_path)}
+    plan = make_plan(load(adapter_recipe(tmp_path, adapter=section)), Topology("cpu", 1, 1))
+    with pytest.raises(RecipeError, match=r"adapter.from: cannot read .*adapter_model.safetensors"):
+        prepare_model(plan, 512)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(4, 128)}, weights)
+    with pytest.raises(RecipeError) as error:
+        prepare_model(plan, 512)
+    assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
 
 
 SMALL = TINY | {"num_hidden_layers": 2}
