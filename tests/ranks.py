@@ -63,6 +63,7 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
     """Set up the trainer of a recipe on this process group."""
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    plan = dataclasses.replace(plan, threads=1)  # more would only wait for one another
     rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
     reporter, watchdog = reporter_of(plan, rundir, rank, None), Watchdog(plan, rank)
     return Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), watchdog))
@@ -85,56 +86,79 @@ def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str,
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
-def adapted(recipe: str, variants: dict[str, list[str]], steps: int, start: str) -> dict[str, Any]:
-    """Train adapters; return of each variant the curve, facts about the model, and whether the base is as in its file.
+def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
+    """Train adapters; return of each variant the curve, dtypes, and what became of the base.
 
-    Rank 0 writes the first weights of what is trained, whole, to the file `start`-NAME of each variant.
+    `unchanged`: whether it is what it was before, bit for bit; `as in the file`: whether it is as in the file. `made`
+    is the folder for what `observed_curve` writes, in a file of each variant.
     """
     found = {}
-    for name, overrides in variants.items():
+    for number, (name, overrides) in enumerate(variants.items()):
         run = build(recipe, overrides)
         params = dict(run.engine.model.named_parameters())
-        first = {n: p.detach().full_tensor() for n, p in params.items() if p.requires_grad}
-        if run.world.rank == 0:
-            torch.save(first, f"{start}-{name}")
         base = {n: p for n, p in params.items() if not p.requires_grad}
-        made = curve(run, steps)
+        before = {n: local(p.detach()).clone() for n, p in base.items()}
+        reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
+        whole = {base_name(n).removeprefix("transformer."): p.detach().full_tensor() for n, p in base.items()}
         with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
-            whole = {n: p.detach().full_tensor() for n, p in base.items()}
-            same = all(
-                torch.equal(tensor, file.get_tensor(base_name(n)).to(tensor.dtype))
-                for n, tensor in whole.items()
-                if base_name(n) in file.keys()  # noqa: SIM118
-            )
-        found[name] = {
-            "curve": made,
-            "base_is_unchanged": same,
-            "base": sorted({str(p.dtype) for p in base.values()}),
-            "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
-        }
+            keys = {key.removeprefix("transformer."): key for key in file.keys() if "experts" not in key}  # noqa: SIM118
+            found[name] = {
+                "curve": reached,
+                "unchanged": all(torch.equal(before[n], local(p.detach())) for n, p in base.items()),
+                "as in the file": all(
+                    torch.equal(whole[n], file.get_tensor(key).to(whole[n].dtype))
+                    for n, key in keys.items()
+                    if n in whole
+                ),
+                "base": sorted({str(p.dtype) for p in base.values()}),
+                "trained": sorted({str(p.dtype) for p in params.values() if p.requires_grad}),
+            }
     return found
 
 
-def quantised(recipe: str, variants: dict[str, list[str]], steps: int, start: str) -> dict[str, Any]:
+def observed_curve(run: Trainer, steps: int, path: Path) -> list[list[float]]:
+    """Make some steps; return their curve. Rank 0 writes what is trained, whole, to a file.
+
+    The file has dictionaries by parameter: `start` and `end`, the values before the first step and after the last, and
+    `gradients`, those of the batches of step 0 with the values at the end, without clipping.
+    """
+    trained = {name: param for name, param in run.engine.model.named_parameters() if param.requires_grad}
+    start = {name: param.detach().full_tensor().clone() for name, param in trained.items()}
+    reached = curve(run, steps)
+    end = {name: param.detach().full_tensor() for name, param in trained.items()}
+    gradients = gradients_of(run, 0)
+    if run.world.rank == 0:
+        torch.save({"start": start, "end": end, "gradients": gradients}, path)
+    return reached
+
+
+def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
+    """Return the whole gradient of every trained parameter for the batches of a step, which is not made."""
+    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+    run.engine.accumulate(step, batches, run.stream.label_tokens(run.plan.step_positions(step)))
+    params = run.engine.model.named_parameters()
+    found = {name: param.grad.full_tensor() for name, param in params if param.requires_grad}
+    run.engine.drop_gradients()
+    return found
+
+
+def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
     """Train adapters beside quantised weights; return of each variant the curve and what became of the weights.
 
     `as bitsandbytes`: whether every quantised weight, gathered, is what bitsandbytes makes of the whole tensor of the
     file, bit for bit. `unchanged`: whether all frozen bytes are the same after training. `gathered`: the bytes of the
-    gathers of the first step. Rank 0 writes the first weights of what is trained, whole, to the file `start`-DTYPE;
-    DTYPE is the first word of a variant's name. With `export.adapter: both` the model is exported.
+    gathers of a step. With `export.adapter: both` the model is exported. `made` is the folder for what
+    `observed_curve` writes, in a file of each variant.
     """
     from bitsandbytes import functional
 
     found, gather = {}, DefaultAllGather.__call__
-    for name, overrides in variants.items():
+    for number, (name, overrides) in enumerate(variants.items()):
         run = build(recipe, overrides)
         model, same, count = run.engine.model, True, 0
         compute = getattr(torch, run.plan.recipe.fsdp.mixed_precision.param_dtype)
         frozen = [p for p in model.parameters() if not p.requires_grad]
         before = [local(param.detach()).clone() for param in frozen]
-        first = {n: p.detach().full_tensor() for n, p in model.named_parameters() if p.requires_grad}
-        if run.world.rank == 0:
-            torch.save(first, f"{start}-{name.split()[0]}")
         with safe_open(Path(run.plan.recipe.model.id) / "model.safetensors", framework="pt") as file:
             in_file = {key.removeprefix("transformer."): key for key in file.keys()}  # noqa: SIM118
             for layer_name, layer in model.named_modules():
@@ -155,15 +179,14 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, start: st
             return gather(comm, output_tensor, *args, **options)
 
         with patch.object(DefaultAllGather, "__call__", counted):
-            made = curve(run, 1)
-        made += curve(run, steps, 1)
+            reached = observed_curve(run, steps, Path(made) / f"{number}.pt")
         after = [local(param.detach()) for param in model.parameters() if not param.requires_grad]
         found[name] = {
-            "curve": made,
+            "curve": reached,
             "quantised": count,
             "as bitsandbytes": same,
             "unchanged": all(map(torch.equal, before, after)),
-            "gathered": sum(gathered),
+            "gathered": sum(gathered) / (steps + 1),  # the gradients of one more step are observed
         }
         if run.plan.recipe.export.adapter == "both":
             assert run.export() is None
@@ -228,7 +251,7 @@ def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps
             batches = [resumed.stream.batch(micro) for micro in resumed.plan.micro_batches(step, resumed.world.rank)]
             resumed.engine.step(step, batches, 1, 1e-3)
             resumed.engine.loss = whole  # type: ignore[method-assign]
-        planned = run.plan.state_bytes(weights_of(run.inputs.prepared.bare).values())
+        planned = run.plan.state_bytes(weights_of(run.inputs.prepared.trained).values())
         found[name] = {
             "curve": made, "resumed": rest, "first": steps - len(rest), "stored": stored, "planned": planned,
             "unchanged": digest_of(resumed) == before,
@@ -636,11 +659,9 @@ def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
 def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Return the gradient norm of the engine, and that of the gathered gradients (pytorch#170862)."""
     run = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
+    whole = [gradient.double() for gradient in gradients_of(run, 0).values()]
     batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
-    run.engine.accumulate(0, batches, tokens)
-    whole = [p.grad.full_tensor().double() for p in run.engine.model.parameters()]
-    run.engine.drop_gradients()
     [stats] = run.engine.read([run.engine.step(0, batches, tokens, 0.0)])
     return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
 

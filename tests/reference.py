@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,14 @@ def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[floa
     return worst[0].item(), worst[1].item()
 
 
+def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest distance of a gradient from the expected one, relative to its length, and its name."""
+    assert found.keys() == expected.keys()
+    lengths = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    assert min(lengths.values()) > 0, "a gradient that is zero shows nothing"
+    return max((float((found[name] - expected[name]).norm()) / lengths[name], name) for name in expected)
+
+
 def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrices: list[Any]) -> list[Any]:
     """Return optimizers of the libraries on whole tensors, which together do what `optim.name` should do.
 
@@ -105,12 +113,13 @@ def peft_curve(
     compute: torch.dtype,
     whole: Sequence[str] = (),
     quantised: bool = False,
-) -> list[list[float]]:
+) -> tuple[list[list[float]], Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]:
     """[loss, gradient norm] a step of a plain loop over peft's model; `start` are the adapter's first weights by name.
 
-    The base is in `compute`, what is trained in float32: matrices decay, vectors and embeddings do not. Parameters
-    with a part of their name in `whole` are trained, too. No `config`: there are no adapters.
-    `quantised`: transformers lets bitsandbytes quantise the linear layers of the base.
+    Also returned: a function from weights of what is trained to the gradients of the first batch, without clipping. The
+    base is in `compute`, what is trained in float32: matrices decay, vectors and embeddings do not. Parameters with a
+    part of their name in `whole` are trained, too. No `config`: there are no adapters. `quantised`: transformers lets
+    bitsandbytes quantise the linear layers of the base.
     """
     from peft import get_peft_model
 
@@ -123,9 +132,7 @@ def peft_curve(
     params = {name.removeprefix(prefix): param for name, param in model.named_parameters()}
     embedding = model.get_input_embeddings()
     undecayed = {id(param) for param in embedding.parameters()} if isinstance(embedding, torch.nn.Embedding) else set()
-    with torch.no_grad():
-        for name, value in start.items():
-            params[name].copy_(value)
+    _set_values(params, start)
     for name, param in params.items():
         param.requires_grad_(name in start or any(part in name for part in whole))
         if not param.requires_grad and param.is_floating_point():
@@ -135,17 +142,35 @@ def peft_curve(
     plain = [param for param in trained.values() if param.ndim == 1 or id(param) in undecayed]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
-    curve = []
-    for batch, rate in zip(batches, rates, strict=True):
+
+    def backward(batch: dict[str, torch.Tensor]) -> float:
         cast = {f"{prefix}{n}": param.to(compute) for n, param in params.items() if param.is_floating_point()}
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         logits = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        return loss.item()
+
+    curve = []
+    for batch, rate in zip(batches, rates, strict=True):
+        loss, norm = backward(batch), torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        curve.append([loss.item(), norm.item()])
-    return curve
+        curve.append([loss, norm.item()])
+
+    def gradients(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        _set_values(params, values)
+        backward(batches[0])
+        found = {name: param.grad for name, param in trained.items() if param.grad is not None}
+        optimizer.zero_grad()
+        return found
+
+    return curve, gradients
+
+
+@torch.no_grad()
+def _set_values(params: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        params[name].copy_(value)

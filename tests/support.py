@@ -24,6 +24,19 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 
+STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, overrides)
+    "FULL_SHARD": (1, []),
+    "SHARD_GRAD_OP": (1, []),
+    "NO_SHARD": (1, []),
+    "HYBRID_SHARD": (2, ["fsdp.shard_size=2"]),
+    "HYBRID_SHARD_ZERO2": (2, ["fsdp.shard_size=2"]),
+}
+
+
+def strategies(world: int) -> dict[str, list[str]]:
+    """Return the overrides of every strategy that this world size allows."""
+    return {s: [f"fsdp.strategy={s}", *words] for s, (ranks, words) in STRATEGIES.items() if world >= ranks}
+
 
 def recipe_dict(tmp: Path, **changes: Any) -> dict[str, Any]:
     """Return a recipe that trains a tiny Llama on CPU in float32; `changes` are keys with `__` instead of dots."""

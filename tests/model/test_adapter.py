@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,9 @@ import pytest
 import torch
 from architectures import small_config
 from peft import LoraConfig, PeftModel, get_peft_model
-from reference import largest_difference, peft_curve
+from reference import largest_difference, peft_curve, worst_gradient
 from safetensors.torch import load_file, save_file
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, strategies, write_recipe
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Phi3Config
@@ -43,20 +45,59 @@ from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.preflight import prepare_model
 
 STEPS, BATCH = 8, 8
+WORLDS = (1, 2, 4)
+SMALL = TINY | {"num_hidden_layers": 2}
+SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # the default ones are not in 512
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, **NO_DROPOUT, **NO_TOKENS),
+    "phi3": Phi3Config(**SMALL, **NO_TOKENS),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    **{kind: small_config(kind, num_hidden_layers=2) for kind in SHARED_EXPERTS},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, beside which model, and how far the curve may be from that of a plain peft loop.
+
+    `whole` are parts of the names of what is trained besides adapters; `limit` is that of losses and gradient norms,
+    `gradients` that of the gradient of every adapter, relative to its length.
+    """
+
+    words: list[str]
+    whole: tuple[str, ...] = ()
+    model: str = "model"
+    limit: float = 1e-5
+    gradients: float = 1e-5
+
+    def overrides(self, recipe: Path) -> list[str]:
+        """Return the overrides of the recipe."""
+        return [*self.words, f"model.id={recipe.parent / self.model}"]
+
+
 LORA = ["adapter.kind=lora", "adapter.r=3"]
+QLORA = ["adapter.kind=qlora", "adapter.r=3"]
+BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+FULL = "fsdp.activation_checkpointing=full"
 EMBEDDED = ["adapter.target=[embed_tokens, q_proj, 'model.layers.*.mlp.up_proj']", "adapter.modules_to_save=[lm_head]"]
-CURVES: dict[str, tuple[list[str], tuple[str, ...], float, float]] = {
-    # name → overrides, what is trained besides adapters, and the limits of loss and gradient norm
-    "all linear": (LORA, (), 1e-5, 1e-5),
-    "bf16, recomputed": (
-        # At a high rate Adam's first steps, which are ±lr whatever the gradient is, amplify the rounding of bf16.
-        [*LORA, "fsdp.mixed_precision.param_dtype=bfloat16", "fsdp.activation_checkpointing=full", "optim.lr=1e-4"], (),
-        2e-3, 2e-3,
-    ),
-    "DoRA, head": (
-        [*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",), 1e-5, 1e-5
-    ),
-    "last block": (["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm"), 1e-5, 1e-5),
+CASES = {
+    "LoRA": Case(LORA),
+    # At a high rate Adam's first steps, which are ±lr whatever the gradient is, amplify the rounding of bf16.
+    "LoRA bf16, recomputed": Case([*LORA, BF16, FULL, "optim.lr=1e-4"], limit=2e-3, gradients=2e-2),
+    "DoRA, head": Case([*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",)),
+    "last block": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
+}
+MODELS = {  # fused projections, transposed weights, experts, tied embeddings, an adapter on the head
+    f"{kind} {name}": Case([*words, *more], model=model)
+    for kind, words in (("LoRA", LORA), ("QLoRA", QLORA))
+    for name, (model, more) in {
+        "phi3": ("phi3", []), "gpt2": ("gpt2", []), "mixtral": ("mixtral", []), "tied": ("tied", []),
+        "on the head": ("model", ["adapter.target=[lm_head, k_proj]", "train.loss=plain"]),
+    }.items()
 }  # fmt: skip
 
 
@@ -67,7 +108,7 @@ def adapter_recipe(tmp: Path, **changes: Any) -> Path:
         AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp / "model")
     changes = {
         "model": {"id": str(tmp / "model"), "tokenizer": {"train": 512}}, "adapter": {"kind": "lora", "r": 3},
-        "optim__lr": 1e-3, "train__steps": STEPS, "train__global_batch_size": BATCH,
+        "optim__lr": 1e-3, "train__steps": STEPS, "train__global_batch_size": BATCH, "train__micro_batch_size": 2,
         "export": {"adapter": "both", "dtype": "float32", "compare": False},
     } | changes  # fmt: skip
     return write_recipe(tmp, **changes)
@@ -75,64 +116,116 @@ def adapter_recipe(tmp: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return adapter_recipe(tmp_path_factory.mktemp("adapter"), adapter={}, export={})
+    recipe = adapter_recipe(tmp_path_factory.mktemp("adapter"), adapter={}, export={})
+    for kind in {case.model for case in MODELS.values()} - {"model"}:
+        AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(recipe.parent / kind)
+    return recipe
 
 
-def reference(recipe: Path, overrides: list[str], whole: tuple[str, ...], start: Path) -> Any:
-    """Return the curve of a plain peft loop for a recipe; `whole` are parts of the names of what else is trained."""
-    plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
+def reference(recipe: Path, case: Case, start: dict[str, torch.Tensor], steps: int = STEPS) -> Any:
+    """Return the curve of a plain peft loop that begins with these weights, and its gradients (see `peft_curve`)."""
+    plan = make_plan(load(recipe, case.overrides(recipe)), Topology("cpu", 1, 2))
     stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
-    batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
-    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(STEPS)]
+    batches = [stream.batch(plan.step_positions(step)) for step in range(steps)]
+    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(steps)]
     adapter, dtype = plan.recipe.adapter, plan.recipe.fsdp.mixed_precision.param_dtype
-    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    every = adapter.target == "all-linear"
     config = LoraConfig(
         r=adapter.r, lora_alpha=int(adapter.alpha), use_dora=adapter.use_dora, use_rslora=adapter.use_rslora,
-        target_modules=every if adapter.target == "all-linear" else ["embed_tokens", "q_proj", "up_proj"],
-        task_type="CAUSAL_LM",
+        target_modules="all-linear" if every else [name.rpartition(".")[2] for name in adapter.target],
+        fan_in_fan_out=case.model == "gpt2", task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.set_num_threads(1)
-    first = torch.load(start)
     return peft_curve(
-        str(plan.recipe.model.id), config if adapter.kind else None, first, batches, rates, getattr(torch, dtype),
-        whole, quantised=adapter.kind == "qlora",
+        str(plan.recipe.model.id), config if adapter.kind else None, start, batches, rates, getattr(torch, dtype),
+        case.whole, quantised=adapter.kind == "qlora",
     )  # fmt: skip
 
 
-def assert_peft_agrees(recipe: Path, found: dict[str, Any], start: Path) -> None:
-    for name, facts in found.items():
-        kind = name.partition(" × ")[0]
-        loss, norm = largest_difference(facts["curve"], reference(recipe, *CURVES[kind][:2], Path(f"{start}-{name}")))
-        print(f"{name:50} loss {loss:.1e}  norm {norm:.1e}")
-        assert loss <= CURVES[kind][2] and norm <= CURVES[kind][3], (name, loss, norm)
-        assert facts["base_is_unchanged"] and facts["trained"] == ["torch.float32"], facts
-        assert facts["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
+class Parity:
+    """Compares curves and gradients of variants of cases with plain loops, and keeps the distances.
+
+    A plain loop is computed once for a case: every variant of it must begin with the same weights.
+    """
+
+    def __init__(self, recipe: Path, cases: dict[str, Case], steps: int = STEPS) -> None:
+        self.recipe, self.cases, self.steps = recipe, cases, steps
+        self.rows: dict[str, dict[int, str]] = {}  # variant → number of ranks → distances
+        self.wrong: dict[str, tuple[float, ...]] = {}
+        self._expected: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}
+
+    def train(self, job: str, world: int, variants: dict[str, list[str]], tmp: Path) -> dict[str, Any]:
+        """Train variants on some ranks and compare them; return what the job has found on the first.
+
+        The name of a variant begins with that of its case, up to a `×`.
+        """
+        case_of = {name: self.cases[name.partition(" × ")[0]] for name in variants}
+        words = {name: [*case_of[name].overrides(self.recipe), *more] for name, more in variants.items()}
+        arguments = {"recipe": str(self.recipe), "variants": words, "steps": self.steps, "made": str(tmp)}
+        ranks = on_ranks(world, job, tmp, 3600, **arguments)
+        curves = [[facts["curve"] for facts in found.values()] for found in ranks]
+        assert all(other == curves[0] for other in curves), "ranks report different curves"
+        for number, (name, facts) in enumerate(ranks[0].items()):
+            assert facts["unchanged"], f"{name}: the base has changed"
+            distances = self._distances(name, facts["curve"], torch.load(tmp / f"{number}.pt"))
+            shown = "{:.0e} / {:.0e} / {:.0e}".format(*distances)
+            self.rows.setdefault(name, {})[world] = shown
+            print(f"{name:50} {world} ranks  {shown}", flush=True)
+            case = case_of[name]
+            if max(distances[:2]) > case.limit or distances[2] > case.gradients:
+                self.wrong[f"{name} × {world}"] = distances
+        return dict(ranks[0])
+
+    def _distances(self, name: str, curve: Any, made: dict[str, Any]) -> tuple[float, float, float]:
+        """Return the distances of losses, gradient norms, and of the gradient that is farthest from the expected."""
+        kind, start = name.partition(" × ")[0], made["start"]
+        if kind not in self._expected:
+            self._expected[kind] = (start, reference(self.recipe, self.cases[kind], start, self.steps))
+        first, (expected, gradients) = self._expected[kind]
+        assert start.keys() == first.keys() and all(torch.equal(start[n], first[n]) for n in first), name
+        return (*largest_difference(curve, expected), worst_gradient(made["gradients"], gradients(made["end"]))[0])
+
+    def finish(self) -> None:
+        """Print the distances as a table in Markdown, and fail if one is above its limit."""
+        worlds = sorted({world for found in self.rows.values() for world in found})
+        print("\nloss / gradient norm / gradient of the worst parameter")
+        print(f"| trained × strategy | {' | '.join(f'{world} ranks' for world in worlds)} |")
+        print(f"| --- |{' --- |' * len(worlds)}")
+        for name, found in self.rows.items():
+            print(f"| {name} | {' | '.join(found.get(world, '–') for world in worlds)} |")
+        assert not self.wrong
 
 
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
-    """On two ranks, over which rank 3 does not divide: loss, gradient norm, dtypes; and the base stays as it was."""
-    variants, start = {name: case[0] for name, case in CURVES.items()}, tmp_path / "start"
-    ranks = on_ranks(2, "adapted", tmp_path, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start))
-    assert [facts["curve"] for facts in ranks[0].values()] == [facts["curve"] for facts in ranks[1].values()]
-    assert_peft_agrees(recipe, ranks[0], start)
+    """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
+    cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
+    parity = Parity(recipe, cases)
+    found = parity.train("adapted", 2, {name: [] for name in cases}, tmp_path)
+    parity.finish()
+    for name, facts in found.items():
+        assert facts["as in the file"] and facts["trained"] == ["torch.float32"], facts
+        assert facts["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
+
+
+def every_strategy(cases: Iterable[str], world: int) -> dict[str, list[str]]:
+    """Return the cases with every strategy that a world size allows."""
+    return {f"{case} × {name}": words for case in cases for name, words in strategies(world).items()}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_curves_of_every_strategy_agree_with_a_plain_peft_loop(world: int, recipe: Path, tmp_path: Path) -> None:
-    strategies = {s: [f"fsdp.strategy={s}"] for s in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}
-    if world > 1:
-        strategies |= {s: [f"fsdp.strategy={s}", "fsdp.shard_size=2"] for s in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")}
-    variants = {
-        f"{name} × {strategy} × {world}": [*case[0], *more]
-        for name, case in CURVES.items()
-        for strategy, more in strategies.items()
-    }
-    start = tmp_path / "start"
-    ranks = on_ranks(
-        world, "adapted", tmp_path, 900, recipe=str(recipe), variants=variants, steps=STEPS, start=str(start)
-    )
-    assert_peft_agrees(recipe, ranks[0], start)
+def test_every_strategy_agrees_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
+    parity = Parity(recipe, CASES)
+    for world in WORLDS:
+        parity.train("adapted", world, every_strategy(CASES, world), tmp_path / str(world))
+    parity.finish()
+
+
+@pytest.mark.soak
+def test_other_architectures_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
+    parity = Parity(recipe, MODELS)
+    for world in WORLDS:
+        parity.train("adapted", world, {name: [] for name in MODELS}, tmp_path / str(world))
+    parity.finish()
 
 
 @pytest.fixture(scope="module")
@@ -309,18 +402,6 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     with pytest.raises(RecipeError) as error:
         prepare_model(plan, 512)
     assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
-
-
-SMALL = TINY | {"num_hidden_layers": 2}
-SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
-CONFIGS = {
-    "llama": LlamaConfig(**SMALL),
-    "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4),
-    "phi3": Phi3Config(**SMALL, pad_token_id=0),
-    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
-    **{kind: small_config(kind, num_hidden_layers=2) for kind in SHARED_EXPERTS},
-}
 
 
 def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...] = (), loss: str = "chunked") -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import largest_difference, plain_curve
-from support import TINY, on_ranks, write_recipe
+from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.plan import make_plan
@@ -21,13 +21,6 @@ from fsdptrain.train.optim import learning_rate
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
-STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, overrides)
-    "FULL_SHARD": (1, []),
-    "SHARD_GRAD_OP": (1, []),
-    "NO_SHARD": (1, []),
-    "HYBRID_SHARD": (2, ["fsdp.shard_size=2"]),
-    "HYBRID_SHARD_ZERO2": (2, ["fsdp.shard_size=2"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +55,7 @@ def references(recipe: Path) -> dict[str, list[list[float]]]:
 
 def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str) -> tuple[str, list[str]]:
     overrides = [
-        f"fsdp.strategy={strategy}", *STRATEGIES[strategy][1], f"fsdp.mixed_precision.param_dtype={dtype}",
+        *strategies(world)[strategy], f"fsdp.mixed_precision.param_dtype={dtype}",
         f"train.micro_batch_size={BATCH // (world * accumulation)}",
         f"fsdp.accumulation={'hold' if hold else 'reduce'}",
     ]  # fmt: skip
@@ -71,14 +64,13 @@ def variant(world: int, strategy: str, accumulation: int, hold: bool, dtype: str
 
 def all_variants(world: int) -> dict[str, list[str]]:
     """Return every strategy that this world size allows, with accumulation 1, 2 (held) and 4, in both dtypes."""
-    strategies = [name for name, (ranks, _) in STRATEGIES.items() if world >= ranks]
-    return dict(variant(world, s, a, a == 2, dtype) for dtype in LIMITS for s in strategies for a in (1, 2, 4))
+    return dict(variant(world, s, a, a == 2, dtype) for dtype in LIMITS for s in strategies(world) for a in (1, 2, 4))
 
 
 def some_variants(world: int) -> dict[str, list[str]]:
     """Return one variant of each strategy in float32 with held gradients (on one rank NO_SHARD), FULL_SHARD in bf16."""
-    strategies = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
-    names = [f"{strategy} × {world} / 2 held float32" for strategy in strategies]
+    chosen = {1: ("NO_SHARD",), 2: STRATEGIES}[world]
+    names = [f"{strategy} × {world} / 2 held float32" for strategy in chosen]
     made = {name: overrides for name, overrides in all_variants(world).items() if name in names}
     return made | dict([variant(world, "FULL_SHARD", 4, False, "bfloat16")]) | (shards_held() if world == 2 else {})
 
