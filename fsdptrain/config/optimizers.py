@@ -145,6 +145,7 @@ class Facts:
     found_inf: bool = False
     needs_ranks: bool = False
     splits: Callable[[Weight], bool] | None = None
+    leaner: str | None = None  # see `OptimizerKind.leaner`
     library: str | None = None  # a library that is not always installed, and the extra of fsdptrain that installs it
 
 
@@ -165,6 +166,7 @@ class OptimizerKind(StrEnum):
             {"fused": True},  # a foreach step would need another temporary as large as the shard
             ("adam", "adamw_torch", "adamw_torch_fused"),
             found_inf=True,
+            leaner="adamw_8bit",
         ),
     )
     adamw_8bit = (
@@ -218,6 +220,11 @@ class OptimizerKind(StrEnum):
         member._value_ = word
         member.facts = facts
         return member
+
+    @property
+    def leaner(self) -> OptimizerKind | None:
+        """The optimizer with the same update, but a smaller state of lower precision; None if there is none."""
+        return OptimizerKind(self.facts.leaner) if self.facts.leaner else None
 
     def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
         """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""

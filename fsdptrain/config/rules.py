@@ -99,7 +99,8 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
     if adapter.kind and adapter.from_ is not None:
         for path in (path for name in FROM_FOLDER if (path := f"adapter.{name}") in where):
             yield Problem("is determined by the folder of adapter.from: remove this key", path)
-    if adapter.kind and recipe.export.adapter == "separate" and "export.dtype" in where:
+    set_dtype = "export.dtype" in where and recipe.export.dtype != Recipe().export.dtype
+    if adapter.kind and recipe.export.adapter == "separate" and set_dtype:
         yield Problem(
             "has no effect with export.adapter: separate, which saves the adapter in model.dtype: use merged or both",
             "export.dtype",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fsdptrain.forecast.search import SAME_TIME, Advice, Option, override_words
-from fsdptrain.text import counted, size
+from fsdptrain.forecast.search import MAX_NODES, SAME_TIME, Advice, Option, override_words
+from fsdptrain.text import NO_BREAK_SPACE, counted, size
 
 SHOWN = 8  # plans in the table; the own plan and the best of each strategy always are
 
@@ -77,14 +77,21 @@ def lines(advice: Advice) -> list[str]:
     return found
 
 
+def cards_line(advice: Advice, hardware: str) -> str:
+    """Return the number of cards that each kind of training needs."""
+    found = {kind: str(cards or f"more than {MAX_NODES} nodes") for kind, cards in advice.cards.items()}
+    least = ", ".join(f"{kind} {cards}".replace(" ", NO_BREAK_SPACE) for kind, cards in found.items())
+    return f"cards of {hardware} that the job needs, without offload: {least}"
+
+
 def commands(advice: Advice) -> list[tuple[str, list[str]]]:
     """Return, for each plan shown, its title and the overrides that turn the recipe into it."""
     found = [(f"plan {n}:", override_words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
     return found + [
         (
-            f"with bfloat16 master weights, which changes the numerics (8 significant bits), this would fit "
-            f"({size(option.needed_bytes)}, {option.step_s:.3g} s a step):",
-            override_words(option.overrides),
+            f"with {leaner.kind.name}, which {leaner.kind.effect}, this would fit "
+            f"({size(leaner.option.needed_bytes)}, {leaner.option.step_s:.3g} s a step):",
+            override_words(leaner.option.overrides),
         )
-        for option in advice.narrower
+        for leaner in advice.leaner
     ]

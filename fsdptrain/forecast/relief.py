@@ -12,10 +12,13 @@ from fsdptrain.config.plan import Plan, varied
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.events import Record
 from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.search import RequestForecast, changes_that_save_memory, command_text
+from fsdptrain.forecast.search import RequestForecast, changes_of_kind, changes_that_save_memory, command_text
 from fsdptrain.text import size
 
 SHOWN = 3  # overrides
+
+
+NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
 
 
 LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
@@ -37,10 +40,14 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
     except FsdptrainError as error:
         return [f"no forecast: {error}", *_untried(changes)]
     fitting = list(_fitting(plan, changes, hardware, request, deadline, job))
-    if not fitting:
-        return [_own_line(own), "no override of strategy, micro-batch, recomputation or offload was found that fits"]
     title = "these overrides need less:" if own.fits else "with these overrides it would fit:"
-    return [_own_line(own), title, *fitting]
+    lines = [_own_line(own), *([title, *map(_line, fitting)] if fitting else [NOTHING_FITS])]
+    # Other kinds of training only where all that fits is offloaded, which is slow.
+    if all(overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting):
+        for kind, overrides in changes_of_kind(plan, offload=False):
+            for fit in _fitting(plan, [overrides], hardware, request, deadline, job):
+                lines += [f"with {kind.name}, which {kind.effect}:", _line(fit)]
+    return lines
 
 
 def hardware_of(start: Mapping[str, Any]) -> Hardware | None:
@@ -61,8 +68,8 @@ def _own_line(own: Forecast) -> str:
 def _fitting(
     plan: Plan, changes: list[dict[str, Any]], hardware: Hardware, request: RequestForecast, deadline: float,
     job: Mapping[str, Any],
-) -> Iterator[str]:  # fmt: skip
-    """Yield a line for each of the first changes that fit; changes that cannot be forecast are passed over."""
+) -> Iterator[tuple[dict[str, Any], Forecast]]:  # fmt: skip
+    """Yield the first changes that fit, with their forecasts; changes that cannot be forecast are passed over."""
     found = 0
     for overrides in changes:
         if found == SHOWN or time.monotonic() > deadline:
@@ -73,7 +80,12 @@ def _fitting(
             continue
         if forecast.fits:
             found += 1
-            yield f"  {command_text(overrides)}  ({size(forecast.needed_bytes)}, {forecast.step_s:.3g} s a step)"
+            yield overrides, forecast
+
+
+def _line(fit: tuple[dict[str, Any], Forecast]) -> str:
+    overrides, forecast = fit
+    return f"  {command_text(overrides)}  ({size(forecast.needed_bytes)}, {forecast.step_s:.3g} s a step)"
 
 
 def _untried(changes: list[dict[str, Any]]) -> list[str]:

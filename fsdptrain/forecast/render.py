@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import DoesNotFit
+from fsdptrain.errors import DoesNotFit, listed
 from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.search import changes_that_save_memory, override_words
+from fsdptrain.forecast.kinds import leaner_kinds
+from fsdptrain.forecast.search import changes_that_save_memory, command_text, override_words
 from fsdptrain.text import duration, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
@@ -127,4 +128,7 @@ def does_not_fit_error(verdict: str, plan: Plan, searched: bool) -> DoesNotFit:
     saving: dict[str, Any] = {}
     for change in changes_that_save_memory(plan):  # of a key with several values, the last saves the most
         saving |= change
-    return DoesNotFit(f"{verdict}; {search}; or try {', '.join([*override_words(saving), 'more ranks'])}")
+    tries = f"or try {', '.join([*override_words(saving), 'more ranks'])}"
+    kinds = [command_text(kind.overrides) for kind in leaner_kinds(plan)]
+    other = f"; these need less too, but change what is trained or the numerics: {listed(kinds)}" if kinds else ""
+    return DoesNotFit(f"{verdict}; {search}; {tries}{other}")

@@ -1,7 +1,6 @@
 """Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Other processes forecast the plans (`forecast.client`). A stack of equal blocks need not be simulated in full:
-each further block adds the same bytes and seconds, so the figures of two shallow copies are extrapolated.
+Other processes forecast the plans (`forecast.client`), from shallow copies of the model where its blocks are equal.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import dataclasses
 import json
 import math
 import queue
-import re
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +19,14 @@ from typing import Any
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, varied
-from fsdptrain.config.rules import may_hold_shards
+from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe, value_at
 from fsdptrain.config.strategy import Strategy
+from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.kinds import Kind, all_kinds, leaner_kinds, least_counts
+from fsdptrain.forecast.shallow import Shallow, extrapolate
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
@@ -48,32 +49,16 @@ FINALISTS = 2  # how many of the fastest plans are simulated in full
 ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
 
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-
 TYPICAL = Weight((4096, 4096))
 
 
-SHALLOW_BLOCKS = 4  # of the shallower copy: two at each end differ from those between them
+MAX_NODES = 64  # up to which the cards that a kind of training needs are counted
 
 
-DEPTH_STEP = 4  # minimum difference in blocks between the two copies, and between the deeper copy and the model
-
-
-MAX_REACH = 6  # maximum extrapolation, in differences between the copies: fragments are not quite linear in the depth
+UNSHARDED = 0.9  # of what is not state: on more cards it is at least this share, because there are fewer fragments
 
 
 MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
-
-
-MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
-
-
-UNIFORM_VALUES = {  # settings that can make blocks differ, and the value with which they do not
-    "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1,
-    "interleave_moe_layer_step": 1, "sliding_window_pattern": 1, "attn_layer_period": 1, "expert_layer_period": 1,
-    "hybrid_override_pattern": "", "num_kv_shared_layers": 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,15 +92,25 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Leaner:
+    """A plan of another kind of training, which fits."""
+
+    kind: Kind
+    option: Option
+
+
+@dataclass(frozen=True)
 class Advice:
     """The result of a search. `options` fit, the best first, and include the recipe's own plan: last if it does not.
 
-    `narrower` fit with bfloat16 master weights, which changes the numerics; they are searched only if nothing else
-    fits. `tried` counts the plans without the recipe's own, `failed` names those whose forecast failed, and why.
+    `leaner` are plans of other kinds of training, searched only if nothing fits without offload. `cards` has the least
+    number of cards for each kind of training, by its name: None for more than are tried. `tried` counts the plans
+    without the recipe's own, `failed` names those whose forecast failed, and why.
     """
 
     options: list[Option]
-    narrower: list[Option]
+    leaner: list[Leaner]
+    cards: dict[str, int | None]
     tried: int
     failed: list[str]
 
@@ -127,12 +122,14 @@ class Advice:
 
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
-    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, total: None, **job: Any,
+    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, total: None,
+    count_cards: bool = False, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
     `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
-    or if its blocks are not equal, every plan is simulated in full. `job` is passed on with every request.
+    or if its blocks are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
+    of training needs. `job` is passed on with every request.
     """
     if hardware.is_cpu:
         requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
@@ -147,9 +144,17 @@ def search(
                 break
             found += _climb_all(_ladders(plan, offload), trials, counts, threads, progress)
             found = _with_finalists_simulated(found, trials, threads)
-    fitting = ranked(option for option in found if option.fits)
-    narrower = [] if fitting else list(_with_bfloat16_master(plan, trials, counts))
-    return Advice(fitting + [o for o in found if o.own and not o.fits], narrower, len(trials.tried), trials.failed)
+        fitting = ranked(option for option in found if option.fits)
+        # Other kinds of training are for the user to decide on: they are tried where all that fits is slow.
+        leaner = []
+        if all(option.cpu_offload for option in fitting):
+            offloads = (False,) if fitting or hardware.is_cpu else (False, True)
+            leaner = _leaner_plans(trials, counts, threads, offloads)
+        cards = {}
+        if count_cards and not hardware.is_cpu:
+            cards = _cards_needed(trials, counts, threads, hardware.gpus_per_node)
+    options = fitting + [o for o in found if o.own and not o.fits]
+    return Advice(options, leaner, cards, len(trials.tried), trials.failed)
 
 
 def ranked(options: Iterable[Option]) -> list[Option]:
@@ -168,15 +173,79 @@ def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: T
     return options
 
 
-def _with_bfloat16_master(plan: Plan, trials: _Trials, counts: Counts) -> Iterator[Option]:
-    """Yield the plan that fits with bfloat16 master weights and all savings of memory; offload only if needed."""
-    for offload in (False, True) if plan.recipe.model.dtype != "bfloat16" else ():
-        ladder = _ladders(plan, offload)[0]  # the strategy that shards most
-        overrides = {**_overrides(plan, ladder, ladder.sizes[0], "full", 1), "model.dtype": "bfloat16"}
-        option = None if cannot_fit(varied(plan, overrides), counts, trials.memory) else trials.option(overrides)
-        if option is not None and option.fits:
-            yield option
-            return
+def changes_of_kind(plan: Plan, offload: bool) -> list[tuple[Kind, dict[str, Any]]]:
+    """Return the kinds of training that need less memory, each with the overrides that save the most with it."""
+    ladder = _ladders(plan, offload)[0]  # the strategy that shards most
+    layout = _overrides(plan, ladder, ladder.sizes[0], "full", 1)
+    return [(kind, layout | kind.overrides) for kind in leaner_kinds(plan)]
+
+
+def _leaner_plans(
+    trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, offloads: Sequence[bool]
+) -> list[Leaner]:
+    """Return a plan for each kind of training that fits: of several `offloads`, with the first that suffices.
+
+    The fastest plan of a kind is not searched.
+    """
+
+    def fitting(choice: tuple[Kind, dict[str, Any]]) -> Leaner | None:
+        kind, overrides = choice
+        plan = varied(trials.plan, overrides)
+        if problem := next(cross_field_problems(plan.recipe, {}), None):  # a library is missing
+            trials.failed.append(f"{command_text(kind.overrides)}: {problem}")
+            return None
+        too_large = cannot_fit(plan, least_counts(plan, counts), trials.memory)
+        option = None if too_large else trials.option(overrides)
+        return Leaner(kind, option) if option is not None and option.fits else None
+
+    found: dict[str, Leaner] = {}
+    for offload in offloads:
+        wanted = [choice for choice in changes_of_kind(trials.plan, offload) if choice[0].name not in found]
+        found |= {leaner.kind.name: leaner for leaner in threads.map(fitting, wanted) if leaner}
+    return list(found.values())
+
+
+def _cards_needed(trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, node: int) -> dict[str, int | None]:
+    """Return the least number of cards for each kind of training, in nodes of `node` cards.
+
+    Nothing is offloaded, blocks are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
+    out.
+    """
+    node = trials.plan.topology.nproc_per_node if trials.plan.topology.nnodes > 1 else node
+    sizes = [2**i for i in range(node.bit_length()) if 2**i < node] + [
+        node * nodes for nodes in range(1, MAX_NODES + 1)
+    ]
+
+    def least(choice: tuple[Kind, Plan]) -> int | None:
+        _, plan = choice
+        state = state_bytes(plan, least_counts(plan, counts))
+        unsharded = 0.0
+        for cards in sizes:
+            if state / cards + unsharded > trials.memory:
+                continue
+            forecast = trials.estimate(_on_cards(plan, cards, node))
+            if forecast.fits:
+                return cards
+            unsharded = UNSHARDED * (forecast.needed_bytes - state / cards)
+        return None
+
+    def tried(choice: tuple[Kind, Plan]) -> dict[str, int | None]:
+        try:
+            return {choice[0].name: least(choice)}
+        except FsdptrainError as error:
+            trials.failed.append(f"{choice[0].name}: {error}")
+            return {}
+
+    return {name: cards for found in threads.map(tried, all_kinds(trials.plan)) for name, cards in found.items()}
+
+
+def _on_cards(plan: Plan, cards: int, node: int) -> Plan:
+    """Return the plan that needs the least memory on so many cards; its global batch is rounded up to a multiple."""
+    ranks = min(cards, node)
+    plan = dataclasses.replace(plan, topology=Topology("cuda", cards // ranks, ranks))
+    ladder = _ladders(plan, False)[0]
+    batch = -(-plan.recipe.train.global_batch_size // cards) * cards
+    return varied(plan, {**_overrides(plan, ladder, cards, "full", 1), "train.global_batch_size": batch})
 
 
 @dataclass(frozen=True)
@@ -268,12 +337,16 @@ def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
     The rest of what a step needs is not counted, so False does not mean that the plan fits.
     """
     recipe = plan.recipe
-    each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of anything else
-    frozen = plan.gathered_bytes(counts.of_frozen())
-    state = 0 if recipe.fsdp.cpu_offload else (each * counts.trained + frozen) / plan.shard_size
+    state = 0 if recipe.fsdp.cpu_offload else state_bytes(plan, counts) / plan.shard_size
     copies = not recipe.fsdp.strategy.reshards and (plan.shard_size > 1 or recipe.fsdp.cpu_offload)
     gathered = plan.gathered_bytes(counts) if copies else 0
     return state + gathered > memory
+
+
+def state_bytes(plan: Plan, counts: Counts) -> float:
+    """Return the least bytes of weights and optimizer state of one copy of the model."""
+    each = plan.state_bytes([TYPICAL]) / TYPICAL.numel  # of a large matrix: no optimizer keeps less of anything else
+    return each * counts.trained + plan.gathered_bytes(counts.of_frozen())
 
 
 class _Trials:
@@ -312,6 +385,10 @@ class _Trials:
             return None
         few, more = (self.forecast(self.shallow.cut(plan, depth)) for depth in depths)
         return extrapolate(few, more, *depths, self.shallow.layers)
+
+    def estimate(self, plan: Plan) -> Forecast:
+        """Forecast a plan from shallow copies if there are any, else in full."""
+        return self.read_off(plan) or self.forecast(plan)
 
     def forecast(self, plan: Plan) -> Forecast:
         """Forecast a plan with a free forecaster; wait for one if all are busy."""
@@ -395,39 +472,6 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> l
     return found
 
 
-@dataclass(frozen=True)
-class Shallow:
-    """How to make a model of equal blocks shallow: the key with their number, the number, lists with one entry each."""
-
-    key: str
-    layers: int
-    lists: dict[str, list[Any]]
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shallow | None:
-        """Return how to cut the model of a configuration; None if its blocks differ or there are too few of them."""
-        key = next((key for key in LAYER_KEYS if isinstance(config.get(key), int)), None)
-        if key is None or config[key] < SHALLOW_BLOCKS + 2 * DEPTH_STEP:
-            return None
-        layers = config[key]
-        lists = {name: value for name, value in config.items() if isinstance(value, list) and len(value) == layers}
-        unequal = any(config.get(name) not in (uniform, None) for name, uniform in UNIFORM_VALUES.items())
-        if unequal or any(entry != entries[0] for entries in lists.values() for entry in entries):
-            return None
-        return cls(key, layers, lists)
-
-    def depths(self, plan: Plan) -> tuple[int, int] | None:
-        """Return the numbers of blocks of the two copies; units gathered ahead make the ends longer."""
-        few = SHALLOW_BLOCKS + 2 * plan.recipe.fsdp.forward_prefetch
-        more = few + max(DEPTH_STEP, (self.layers - few) // MAX_REACH)
-        return (few, more) if few + 2 * DEPTH_STEP <= self.layers else None
-
-    def cut(self, plan: Plan, depth: int) -> Plan:
-        """Return the plan with a model of `depth` blocks."""
-        lists = {name: entries[:depth] for name, entries in self.lists.items()}
-        return varied(plan, {"model.config": {**plan.recipe.model.config, **lists, self.key: depth}})
-
-
 def _if_accurate(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow | None:
     """Return `shallow` if it gives the figures of the full simulation of the recipe's plan, else None."""
     trials.shallow = shallow
@@ -439,59 +483,6 @@ def _if_accurate(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Sha
         return None
     drift = {name: abs(getattr(read, name) / getattr(own, name) - 1) for name in MAX_DRIFT}
     return shallow if all(drift[name] <= limit for name, limit in MAX_DRIFT.items()) else None
-
-
-def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> Forecast | None:
-    """Extrapolate the forecast of `layers` equal blocks from those of `a` and `b`; None if their moments differ.
-
-    A block is identified by its distance from the nearer end: its memory is then linear in the depth. Between the ends
-    memory rises or falls evenly, so the peak is at one of them. Fields that cannot be extrapolated are left empty.
-    """
-    below, above = ({_place(m, n, a // 2): x for m, x in f.peaks.items()} for f, n in ((few, a), (more, b)))
-    if below.keys() != above.keys() - {None}:
-        return None
-
-    def line(x: float, y: float) -> float:
-        return x + (y - x) * (layers - a) / (b - a)
-
-    peaks = {_moment_name(place, layers): round(line(need, above[place])) for place, need in below.items() if place}
-    moment = max(peaks, key=lambda name: peaks[name])
-    linear: dict[str, Any] = {
-        name: line(getattr(few, name), getattr(more, name))
-        for name in ("flops", "model_flops", "step_s", "compute_s", "communication_s", "exposed_s")
-    }
-    reserved = max(peaks[moment], round(line(few.reserved_bytes, more.reserved_bytes)))
-    available = more.memory_bytes - more.overhead_bytes
-    tight = reserved > available and peaks[moment] <= MAX_ALLOCATED * available
-    tokens = more.tokens_per_s * more.step_s
-    return dataclasses.replace(
-        more, **linear, peaks=peaks, moment=moment, peak_bytes=peaks[moment], reserved_bytes=reserved, tight=tight,
-        fits=reserved <= available or tight, host_bytes=round(line(few.host_bytes, more.host_bytes)), breakdown={},
-        collectives=[], textbook={}, tokens_per_s=tokens / linear["step_s"],
-        step_s_range=[line(*both) for both in zip(few.step_s_range, more.step_s_range, strict=True)],
-        mfu=line(few.mfu * few.step_s, more.mfu * more.step_s) / linear["step_s"],
-    )  # fmt: skip
-
-
-# A moment's name, split at the number of its block, which is counted from the nearer end.
-_Place = tuple[str, int | None, str]
-
-
-def _place(moment: str, layers: int, ends: int) -> _Place | None:
-    """Return where in a stack of `layers` blocks a moment is; None between the ends."""
-    found = re.search(r"\.(\d+)(?=\.|$)", moment)
-    if found is None:
-        return moment, None, ""
-    number = int(found[1])
-    if ends <= number < layers - ends:
-        return None
-    return moment[: found.start(1)], number if number < ends else number - layers, moment[found.end() :]
-
-
-def _moment_name(place: _Place, layers: int) -> str:
-    """Return the moment's name in a model of `layers` blocks."""
-    before, number, after = place
-    return before if number is None else f"{before}{number % layers}{after}"
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:

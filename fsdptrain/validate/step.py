@@ -156,9 +156,14 @@ def advise(
 
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
-        advice = search(plan, hardware, own, forecasters, counts, config.to_dict(), progress, vocab_size=vocab_size)
+        advice = search(
+            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=True,
+            vocab_size=vocab_size,
+        )  # fmt: skip
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.add_lines(ADVICE, *advice_table.lines(advice))
+    if advice.cards:
+        findings.add_lines(ADVICE, advice_table.cards_line(advice, hardware.name))
     rows = advice_table.rows(advice.options)
     findings.add_item(ADVICE, "table", header=advice_table.HEADER, rows=rows, titles=advice_table.TITLES)
     commands = advice_table.commands(advice)

@@ -19,20 +19,21 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as table
 from fsdptrain.forecast import search as advise
 from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.kinds import leaner_kinds
 from fsdptrain.forecast.relief import relief_lines
 from fsdptrain.forecast.render import does_not_fit_error
 from fsdptrain.forecast.search import (
     RECOMPUTATION,
     Advice,
-    Shallow,
     changes_that_save_memory,
     command_text,
-    extrapolate,
     micro_batches,
     override_words,
     ranked,
     search,
 )
+from fsdptrain.forecast.shallow import Shallow, extrapolate
+from fsdptrain.text import wrapped
 
 H100 = KNOWN["h100-80gb"]
 MEMORY = 1000
@@ -150,10 +151,13 @@ def test_one_rank_has_two_strategies(tmp_path: Path) -> None:
 def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> None:
     ask = FakeForecaster(state=8000, activations=1)
     found = advice(plan_of(tmp_path), ask)
-    assert found.options[0].cpu_offload and found.options[0].fits and not found.narrower
+    assert found.options[0].cpu_offload and found.options[0].fits
+    assert not any(leaner.option.cpu_offload for leaner in found.leaner), "other kinds of training are to avoid it"
     assert found.options[-1].own and not found.options[-1].fits
     first = next(i for i, plan in enumerate(ask.asked) if plan.recipe.fsdp.cpu_offload)
-    assert not any(plan.recipe.fsdp.cpu_offload is False for plan in ask.asked[first:])
+    own_kind = leaner_kinds(plan_of(tmp_path))
+    later = [plan.recipe.fsdp.cpu_offload for plan in ask.asked[first:] if leaner_kinds(plan) == own_kind]
+    assert all(later) and len(later) > 1
     ask = FakeForecaster(activations=1)
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
     assert [option.own for option in found.options if option.cpu_offload] == [True]
@@ -162,7 +166,7 @@ def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> Non
 
 def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
-    assert found.best is None and not found.narrower
+    assert found.best is None and not found.leaner
     assert [(option.own, option.fits) for option in found.options] == [(True, False)]
     assert "no plan fits" in table.lines(found)
 
@@ -174,11 +178,93 @@ def test_bfloat16_master_weights_are_shown_as_a_change_of_numerics(tmp_path: Pat
             return super().__call__(plan, hardware, **job)
 
     found = advice(plan_of(tmp_path), OnlyNarrow(), parameters=0)
-    assert found.best is None and len(found.narrower) == 1
-    assert found.narrower[0].overrides["model.dtype"] == "bfloat16"
+    assert found.best is None and len(found.leaner) == 1
+    assert found.leaner[0].option.overrides["model.dtype"] == "bfloat16"
     ((name, words),) = table.commands(found)
     assert "changes the numerics" in name
     assert {"model.dtype=bfloat16", "fsdp.activation_checkpointing=full"} <= {*words}
+
+
+KINDS = ("adamw_8bit", "bfloat16 master weights", "LoRA", "QLoRA")
+BYTES = {"adamw_8bit": 0.6, "lora": 0.4, "qlora": 0.1}  # of the state, by optimizer and adapter
+
+
+@dataclasses.dataclass
+class ForecasterOfKinds(FakeForecaster):
+    """Its plans need less with 8-bit moments, and with adapters."""
+
+    def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+        recipe = plan.recipe
+        share = BYTES.get(recipe.adapter.kind or recipe.optim.name, 1.0)
+        return dataclasses.replace(self, state=int(self.state * share)).forecast(plan, hardware, self.asked)
+
+    def forecast(self, plan: Plan, hardware: Any, asked: list[Plan]) -> Forecast:
+        found = FakeForecaster.__call__(self, plan, hardware)
+        asked.append(plan)
+        return found
+
+
+def pretrained_plan(tmp_path: Path, *overrides: str, **shape: int) -> Plan:
+    base = ("model.id=org/base", "model.init=pretrained", "train.micro_batch_size=4", "data.packing=none")
+    return plan_of(tmp_path, *base, *overrides, **shape)
+
+
+@pytest.mark.parametrize("written", [(), ("export.dtype=float32",), ("export.dtype=bfloat16",)])
+def test_other_kinds_of_training_are_offered_where_all_else_needs_offload(
+    tmp_path: Path, written: tuple[str, ...]
+) -> None:
+    plan = pretrained_plan(tmp_path, *written)
+    found = advice(plan, ForecasterOfKinds(state=6000, activations=1))
+    assert found.best and found.best.cpu_offload
+    assert [leaner.kind.name for leaner in found.leaner] == [*KINDS]
+    assert not any(leaner.option.cpu_offload or leaner.option in found.options for leaner in found.leaner)
+    titles = [name for name, _ in table.commands(found)][-4:]
+    assert ["what is trained" in title for title in titles] == [False, False, True, True]
+    assert ["the numerics" in title for title in titles] == [True, True, False, True]
+    for leaner in found.leaner:
+        pasted = pretrained_plan(tmp_path, *written, *command_text(leaner.option.overrides).split())
+        assert pasted == varied(plan, leaner.option.overrides)
+    assert not advice(plan, ForecasterOfKinds(state=800, activations=1)).leaner, "a plan without offload fits"
+    least = advice(plan, ForecasterOfKinds(state=200_000, activations=1, memory=2100))
+    assert [(leaner.kind.name, leaner.option.cpu_offload) for leaner in least.leaner] == [
+        ("LoRA", True),
+        ("QLoRA", True),
+    ]
+
+
+def test_what_is_offered_depends_on_what_is_trained(tmp_path: Path) -> None:
+    def names(*overrides: str) -> list[str]:
+        return [kind.name for kind in leaner_kinds(pretrained_plan(tmp_path, *overrides))]
+
+    assert names() == [*KINDS]
+    assert names("optim.name=lion", "model.dtype=bfloat16") == ["LoRA", "QLoRA"]
+    assert names("adapter.kind=lora", "export.adapter=both") == ["QLoRA"]
+    assert names("adapter.kind=lora", "export.adapter=both", "adapter.use_dora=true") == []
+    assert names("adapter.kind=qlora", "export.adapter=both") == []
+    assert names("model.trainable=[layers.3]") == [*KINDS[:2]]
+    assert [kind.name for kind in leaner_kinds(plan_of(tmp_path))] == [*KINDS[:2]], "adapters need pretrained weights"
+
+
+def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
+    plan = pretrained_plan(tmp_path, ranks=8)
+    ask = ForecasterOfKinds(state=9000, activations=10, memory=1000)
+    found = advice(plan, ask, 750, count_cards=True)
+    assert found.cards == {"full": 16, "adamw_8bit": 8, "bfloat16 master weights": 8, "LoRA": 4, "QLoRA": 1}
+    assert "full 16, adamw_8bit 8, bfloat16 master weights 8, LoRA 4, QLoRA 1" in wrapped(
+        table.cards_line(found, "h100-80gb"), 200
+    )
+    adapters = advice(
+        pretrained_plan(tmp_path, "adapter.kind=lora", "export.adapter=both", ranks=8), ask, 750, count_cards=True
+    )
+    assert adapters.cards == found.cards, "they do not depend on what the recipe trains"
+    nodes_of_two = advice(pretrained_plan(tmp_path, nodes=2, ranks=2), ask, 750, count_cards=True)
+    assert nodes_of_two.cards == found.cards | {"full": 10, "adamw_8bit": 6, "bfloat16 master weights": 6}
+    never = advice(plan, ForecasterOfKinds(activations=10_000), 750, count_cards=True)
+    assert set(never.cards.values()) == {None} and "full more than 64 nodes, " in wrapped(
+        table.cards_line(never, "h100-80gb"), 200
+    )
+    sizes = {asked.topology.world_size: asked.recipe.train.global_batch_size for asked in ask.asked}
+    assert all(batch % cards == 0 for cards, batch in sizes.items())
 
 
 def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
@@ -357,13 +443,16 @@ def test_changes_that_save_memory_come_in_the_order_of_their_cost(tmp_path: Path
 def test_the_ways_out_of_a_plan_that_does_not_fit_are_not_set_in_it(tmp_path: Path) -> None:
     def ways(*overrides: str) -> str:
         error = does_not_fit_error("does not fit", plan_of(tmp_path, *overrides), searched=False)
-        return str(error).partition("; or try ")[2]
+        return str(error).partition("; or try ")[2].partition("; these need less too")[0]
 
     full, small, offload = "fsdp.activation_checkpointing=full", "train.micro_batch_size=1", "fsdp.cpu_offload=true"
     assert ways("train.micro_batch_size=2") == f"{full}, {small}, {offload}, more ranks"
     assert ways(full, "train.micro_batch_size=1") == f"{offload}, more ranks"
     assert ways(full, offload) == "more ranks"
     assert ways(full, "fsdp.strategy=NO_SHARD") == f"fsdp.strategy=FULL_SHARD, {offload}, more ranks"
+    message = str(does_not_fit_error("does not fit", pretrained_plan(tmp_path), searched=False))
+    assert "but change what is trained or the numerics: optim.name=adamw_8bit, model.dtype=bfloat16, " in message
+    assert message.endswith("adapter.kind=lora export.adapter=merged, adapter.kind=qlora export.adapter=merged")
 
 
 def test_shards_are_held_only_by_plans_in_which_that_has_an_effect(tmp_path: Path) -> None:
@@ -393,6 +482,14 @@ def test_out_of_memory_shows_the_forecast_and_three_overrides_that_fit(tmp_path:
 
 def test_out_of_memory_of_a_plan_that_should_fit_points_to_other_processes(tmp_path: Path) -> None:
     assert "another process on this GPU" in relief_lines(plan_of(tmp_path), H100_START, FakeForecaster())[0]
+
+
+def test_out_of_memory_names_other_kinds_of_training_where_all_else_needs_offload(tmp_path: Path) -> None:
+    plan = pretrained_plan(tmp_path)
+    lines = relief_lines(plan, H100_START, ForecasterOfKinds(state=6000, activations=1))
+    titles = [line for line in lines if line.startswith("with ") and "which" in line]
+    assert [title.split(",")[0] for title in titles] == [f"with {name}" for name in KINDS]
+    assert not any("which" in line for line in relief_lines(plan, H100_START, ForecasterOfKinds(activations=400)))
 
 
 @pytest.mark.parametrize("start", [None, {"device": "NVIDIA T1000", "device_memory_bytes": 4e9}])
