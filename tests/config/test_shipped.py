@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 from support import ROOT, fsdptrain
 
+from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.config.hardware import parse_hardware
-from fsdptrain.config.plan import Plan, draft_plan
+from fsdptrain.config.plan import Counts, Plan, draft_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import topology_of
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.forecast import closed_form
+from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.config import load_config
+from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.text import size
 
 GIB = 2**30
 LARGE = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "--hardware" in path.read_text())
@@ -49,9 +53,9 @@ def test_counts_and_products(path: Path) -> None:
     model = skeleton(load_config(plan, None), plan.recipe.model)
     parameters = sum(p.numel() for p in model.parameters())
     assert stated(text, "Parameters: ", ",? counted") == parameters
-    for width, billions, ranks, size in re.findall(r"(\d+) B × ([\d.]+)e9 / (\d+) = ([\d.]+) GiB", text):
+    for width, billions, ranks, gib in re.findall(r"\b(?<!\.)(\d+) B × ([\d.]+)e9 / (\d+) = ([\d.]+) GiB", text):
         assert float(billions) == round(parameters / 1e9, len(billions.partition(".")[2]))
-        assert float(size) == round(int(width) * parameters / int(ranks) / GIB, 1)
+        assert float(gib) == round(int(width) * parameters / int(ranks) / GIB, 1)
 
 
 # It is for Llama's architecture, with all weights trained.
@@ -65,6 +69,33 @@ def test_the_stated_peak_is_that_of_the_closed_form(path: Path) -> None:
     assert math.isclose(stated(comment(path), "Peak: ", " GiB allocated"), peak, rel_tol=0.05)
 
 
+@pytest.mark.parametrize("path", [path for path in LARGE if "lora" in path.stem], ids=lambda path: path.stem)
+def test_the_figures_of_adapters(path: Path) -> None:
+    text, plan = comment(path), planned(path)
+    config = load_config(plan, None)
+    recipe = plan.recipe
+    model = freeze(skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype), recipe)
+    weights = weights_of(model, quantised_ids(model, recipe)).values()
+    counts = Counts.of(weights)
+    assert stated(text, "and ", " of the adapters") == counts.adapters == counts.trained
+    assert f"of rank {recipe.adapter.r} on all linear layers" in text and recipe.adapter.target == "all-linear"
+    assert f"A step of {recipe.train.global_batch_size} × {recipe.data.seq_len:,} tokens" in text
+    assert f"only: {size(plan.state_bytes(weights))}".replace(".0 ", " ") in text, "a checkpoint"
+    card = parse_hardware(re.search(r"--hardware (\S+)", text)[1]).hardware  # type: ignore[index]
+    assert stated(text, r"\(about ", " GiB") == pytest.approx(card.memory / GIB, abs=0.11)
+    base = counts.all - counts.adapters
+    others = {  # of the words that not every recipe has
+        r"for them is ({}) GiB": round(16 * counts.adapters / GIB, 1),
+        r"instead of ({})": round(12 * base / GIB),
+        r"of ({}) blocks": config.num_hidden_layers,
+        r"({}) of them in NF4": counts.quantised,
+        r"0.516 B × [\d.]+e9 / 8 = ({}) GiB": round(NF4_BYTES * counts.quantised / 8 / GIB, 1),
+        r"other ([\d.]+)e9": round((base - counts.quantised) / 1e9, 2),
+    }
+    for words, value in others.items():
+        assert [float(found.replace(",", "")) for found in re.findall(words.format(NUMBER), text)] in ([], [value])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_stated_forecast_is_that_of_validate(path: Path) -> None:
@@ -74,6 +105,8 @@ def test_the_stated_forecast_is_that_of_validate(path: Path) -> None:
     assert math.isclose(stated(text, "Peak: ", " GiB allocated"), found["peak_bytes"] / GIB, rel_tol=0.01)
     assert math.isclose(stated(text, "allocated, ", "(?: wanted)? with"), found["reserved_bytes"] / GIB, rel_tol=0.02)
     assert math.isclose(stated(text, "tokens takes ", " s"), found["step_s"], rel_tol=0.03)
+    low, high = map(float, re.search(r" s \(([\d.]+) to ([\d.]+)\)", text).groups())  # type: ignore[union-attr]
+    assert [low, high] == pytest.approx(found["step_s_range"], rel=0.03)
 
 
 def test_the_figures_of_the_two_small_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
