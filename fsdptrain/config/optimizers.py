@@ -224,7 +224,7 @@ class OptimizerKind(StrEnum):
     @property
     def leaner(self) -> OptimizerKind | None:
         """The optimizer with the same update, but a smaller state of lower precision; None if there is none."""
-        return OptimizerKind(self.facts.leaner) if self.facts.leaner else None
+        return OptimizerKind[self.facts.leaner] if self.facts.leaner else None
 
     def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
         """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""
