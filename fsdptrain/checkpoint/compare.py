@@ -60,7 +60,7 @@ class Sample:
 class Way:
     """One way to open an export: its folder inside the whole, the dtype, and the host memory that its weights take.
 
-    `unquantised`, for an adapter: the layers that stay as they are when bitsandbytes quantises the base; None: all do.
+    `unquantised`, for an adapter: the layers that bitsandbytes leaves as they are; None: the base is not quantised.
     `limit` is the largest mean difference as a part of the spread; None: any.
     """
 
@@ -111,10 +111,9 @@ class FreshProcess:
             return f"the process that opened it was {killed_by(signal.Signals(-code).name)}"
         if code:
             print(text, end="", file=sys.stderr, flush=True)
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            raise CheckpointError(
-                f"it cannot be opened in a fresh process: {lines[-1] if lines else f'exit code {code}'}"
-            )
+            lines = [line.strip() for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
+            cause = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+            raise CheckpointError(f"it cannot be opened in a fresh process: {cause}")
         return load(logits)
 
     def close(self) -> None:
@@ -178,8 +177,8 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
             raise CheckpointError(
                 f"the export ({name}) does not compute what was trained: on {tokens} tokens its logits differ by "
                 f"{facts['mean']:.3g} on average and {facts['largest']:.3g} at most, and rounding explains "
-                f"{way.limit * facts['spread']:.3g} on average. It was removed; the checkpoint is not affected, and "
-                "export.compare=false exports without this check"
+                f"{way.limit * facts['spread']:.3g} on average. It was removed; the checkpoint is not affected. To "
+                "export without this check, run it again with export.compare=false"
             )
         found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, "limit": way.limit})
     return found
