@@ -222,6 +222,10 @@ def validate(
         float | None,
         typer.Option("--price-per-gpu-hour", min=0, help="dollars per GPU-hour; adds the cost of the run"),
     ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option("--mtbf-hours", help="mean hours between failures of a node; adds what failures cost"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also explain what could not be checked here")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before building the model")] = False,
@@ -245,8 +249,12 @@ def validate(
         request = make_request(written, hardware, trust_remote_code)
         if price is not None and request.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
-        plot_path = str(plot) if plot else None
-        request = dataclasses.replace(request, plot=plot_path, price=price, advise=advise, build=not no_build)
+        if mtbf_hours is not None and not 0 < mtbf_hours < float("inf"):
+            raise RecipeError(f"--mtbf-hours: {mtbf_hours:g} is not a number of hours above 0")
+        plot_path, build = str(plot) if plot else None, not no_build
+        request = dataclasses.replace(
+            request, plot=plot_path, price=price, mtbf_hours=mtbf_hours, advise=advise, build=build
+        )
         # Show progress on standard error, because standard output is for the result.
         console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
         with Screen(console) as screen:

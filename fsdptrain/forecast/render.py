@@ -8,9 +8,10 @@ from typing import Any
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import DoesNotFit, listed
 from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.goodput import START_S, STORAGE_BW, Goodput
 from fsdptrain.forecast.kinds import leaner_kinds
 from fsdptrain.forecast.search import changes_that_save_memory, command_text, override_words
-from fsdptrain.text import duration, size
+from fsdptrain.text import counted, duration, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
 
@@ -82,6 +83,32 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     if "dollars" in cost:
         total += f"; {_dollars(cost['dollars'])} at {_dollars(cost['price_per_gpu_hour'])} a GPU-hour"
     return [*lines, f"{cost['run_s'] / forecast.step_s:,.0f} steps take {duration(cost['run_s'])}: {total}"]
+
+
+def failure_lines(lost: Goodput, forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
+    """Return the checkpoint interval that loses least to failures, what is left, and the expected time of the run."""
+    checkpoint = plan.recipe.checkpoint
+    lines = [
+        f"the whole job has a failure every {_amount(lost.mtbf_hours)} hours: a checkpoint every "
+        f"{counted(lost.every, 'step')} ({duration(lost.every * forecast.step_s)}) loses least: new steps are made in "
+        f"{lost.share:.1%} of the time"
+    ]
+    if lost.own_share is not None:
+        lines[0] += f", with checkpoint.every={checkpoint.every} in {lost.own_share:.1%}"
+    if cost and (share := lost.own_share or lost.share):
+        run_s = cost["run_s"] / share
+        failures = run_s / 3600 / lost.mtbf_hours
+        lines.append(
+            f"with {_amount(failures)} failures expected the run takes {duration(run_s)}, "
+            f"{_amount(cost['gpu_hours'] / share)} {_unit(plan)}-hours"
+            + (f", {_dollars(cost['dollars'] / share)}" if "dollars" in cost else "")
+        )
+    lines.append(
+        f"assumed: {START_S:g} s until a restart loads its checkpoint, {STORAGE_BW / 1e9:g} GB/s from a node to the "
+        f"storage; training waits {lost.blocked_s:.3g} s for a checkpoint"
+        + (f", which is complete {lost.write_s:.3g} s later" if checkpoint.async_ else "")
+    )
+    return lines
 
 
 def _unit(plan: Plan) -> str:

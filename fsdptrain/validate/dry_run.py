@@ -94,7 +94,9 @@ def main() -> None:
         findings.add_note(note)
     go_offline_if_unreachable(request.plan, findings.send_progress)
     with Forecaster() as forecaster:
-        options = StepOptions(forecaster, request.hardware, request.plot, request.advise, request.price)
+        options = StepOptions(
+            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours
+        )
         dry_run(request.plan, findings, request.problems, request.build, options)
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:

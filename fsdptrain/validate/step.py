@@ -14,9 +14,11 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast import closed_form
 from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.goodput import goodput
 from fsdptrain.forecast.render import (
     TRAFFIC_HEADER,
     does_not_fit_error,
+    failure_lines,
     memory_lines,
     time_lines,
     traffic_lines,
@@ -39,13 +41,17 @@ ADVICE = "Other plans for the same job"
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour."""
+    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour.
+
+    `mtbf_hours` are the mean hours between failures of a node; None: no failures are counted.
+    """
 
     forecaster: Forecaster
     hardware: Hardware | None = None
     plot: str | None = None
     advise: bool = False
     price: float | None = None
+    mtbf_hours: float | None = None
 
 
 def check_step(
@@ -86,6 +92,11 @@ def check_step(
     cost = run_cost(forecast, plan, steps, options.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
+    if options.mtbf_hours is not None:
+        checkpoint_bytes = findings.levels["model"]["disk"]["checkpoint_bytes"]
+        lost = goodput(plan, hardware, forecast.step_s, checkpoint_bytes, options.mtbf_hours)
+        findings.step["failures"] = dataclasses.asdict(lost)
+        findings.add_lines("Failures", *failure_lines(lost, forecast, plan, cost))
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
     if options.plot:
