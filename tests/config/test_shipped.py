@@ -97,6 +97,18 @@ def test_the_figures_of_adapters(path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_the_stated_forecast_of_qlora_on_two_small_cards() -> None:
+    path = ROOT / "recipes" / "llama3.3-70b-qlora.yaml"
+    words = re.search(r"--hardware (2x.*)", path.read_text())[1].split()  # type: ignore[index]
+    found = json.loads(fsdptrain("validate", path, "--hardware", *words, "--json", timeout=600).stdout)
+    text = comment(path)
+    assert math.isclose(stated(text, "cards of 24 GB: ", " GiB at the peak"), found["peak_bytes"] / GIB, rel_tol=0.01)
+    assert math.isclose(stated(text, "peak, ", " reserved"), found["reserved_bytes"] / GIB, rel_tol=0.02)
+    assert math.isclose(stated(text, "reserved, ", " GiB of host"), found["host_bytes"] / GIB, rel_tol=0.01)
+    assert math.isclose(stated(text, "a rank, ", " s a step"), found["step_s"], rel_tol=0.03)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_stated_forecast_is_that_of_validate(path: Path) -> None:
     text = comment(path)
