@@ -42,7 +42,8 @@ def main(model: Path, runs: Path, picture: Path, *overrides: str) -> None:
         first = next(event for event in events if event["event"] == "start")
         count = first.get("trainable", first["parameters"])
         seconds = statistics.median(event["step_s"] for event in events if event["event"] == "step")
-        size = sum(path.stat().st_size for path in (runs / name).glob("checkpoints/*/*.safetensors"))
+        newest = max((runs / name / "checkpoints").glob("step-*"))
+        size = sum(path.stat().st_size for path in newest.glob("*.safetensors"))
         loss = evaluations(events)[-1][1]
         print(f"| {name} | {count:,} | {loss:.3f} | {seconds:.2f} | {size / 1e6:.1f} MB |")
     draw(picture, start, {name: evaluations(events) for name, events in found.items()})
