@@ -106,13 +106,12 @@ def measure(rounds: int, folder: Path) -> NoReturn:
     from fsdptrain.config.topology import Topology
     from fsdptrain.events import Reporter
     from fsdptrain.processes import StopRequest
-    from fsdptrain.rundir import RunDir
     from fsdptrain.train.setup import Session
     from fsdptrain.train.trainer import Trainer
     from fsdptrain.train.watchdog import Watchdog
 
     plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
-    session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    session = Session(plan, plan.rundir, Reporter(None), StopRequest(), Watchdog(plan, 0))
     run = Trainer.set_up(session)
     methods = methods_of(run, folder)
     times: dict[str, list[Times]] = {method: [] for method in methods}

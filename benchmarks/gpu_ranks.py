@@ -36,7 +36,6 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.model import flash
 from fsdptrain.processes import StopRequest
-from fsdptrain.rundir import RunDir
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
@@ -181,7 +180,7 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
     folder = Path(recipe).parent / "runs" / f"job-{os.environ['MASTER_PORT']}-{next(numbers)}"
     written = load(Path(recipe), [f"output_dir={folder}", *overrides])
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    rank, rundir = int(os.environ["RANK"]), RunDir(Path(plan.run_dir))
+    rank, rundir = int(os.environ["RANK"]), plan.rundir
     with contextlib.closing(reporter_of(plan, rundir, rank, None)) as reporter:
         run = Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), Watchdog(plan, rank)))
         try:

@@ -83,13 +83,12 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     from fsdptrain.config.plan import Plan
     from fsdptrain.events import Reporter
     from fsdptrain.processes import StopRequest
-    from fsdptrain.rundir import RunDir
     from fsdptrain.train.setup import Session
     from fsdptrain.train.trainer import Trainer
     from fsdptrain.train.watchdog import Watchdog
 
     plan = Plan.from_json((folder / "plan.json").read_text())
-    session = Session(plan, RunDir(Path(plan.run_dir)), Reporter(None), StopRequest(), Watchdog(plan, 0))
+    session = Session(plan, plan.rundir, Reporter(None), StopRequest(), Watchdog(plan, 0))
     trainer = Trainer.set_up(session)
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]

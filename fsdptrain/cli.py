@@ -165,14 +165,13 @@ def run(
     from fsdptrain.launch.claim import claim_run_dir
     from fsdptrain.launch.heading import heading
     from fsdptrain.launch.launcher import launch
-    from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
 
     topology = find_topology(written.recipe, os.environ, explicit=written.where)
     launched = find_launcher(os.environ)
     os.environ.update(worker_variables(launched))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
         # A finished run is not trained again, so its second start only shows where the model is.
@@ -295,7 +294,7 @@ def export(
         if value not in (None, *choices):
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     run_dir = _expanded_path(run_dir)
-    rundir = RunDir(run_dir.absolute())
+    rundir = RunDir.open(run_dir.absolute())
     if not rundir.plan.is_file():
         raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
     target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
@@ -337,7 +336,7 @@ def verify(
         raise RecipeError(f"{run_dir} is not a run folder")
     with Screen() as screen:
         with screen.busy("verify"):
-            found = survey(RunDir(run_dir.absolute()))
+            found = survey(RunDir.open(run_dir.absolute()))
         if not as_json:
             show_survey(found, screen)
     if as_json:

@@ -10,7 +10,8 @@
     │   ├── OutOfMemory       5   a worker needed more memory than its device has
     │   └── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
-    │   └── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
+    │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
+    │   └── StorageError      6   the object store of the checkpoints refuses, or does not answer
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
 
@@ -100,6 +101,10 @@ class OtherVersion(CheckpointError):
     """A checkpoint was written by another version of fsdptrain; it is intact, so it is not set aside."""
 
 
+class StorageError(CheckpointError):
+    """The object store of the checkpoints refuses or does not answer, so nothing is known about them."""
+
+
 class NonFiniteError(FsdptrainError):
     """The loss or the gradient norm is NaN or infinite; the weights were not changed."""
 
@@ -138,6 +143,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         WorkerLost,
         CheckpointError,
         OtherVersion,
+        StorageError,
         NonFiniteError,
         Stopped,
     )

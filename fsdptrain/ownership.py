@@ -10,20 +10,12 @@ import contextlib
 import glob
 import json
 import os
-import re
 import shutil
-import stat
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fsdptrain.files import is_regular_file, regular_file_status, set_aside, unused_name, write_atomically
 from fsdptrain.rundir import MARK, RunDir
-
-# The files of a checkpoint; `.tmp…` are temporary files of safetensors.
-CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")
-
-
-UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")  # a save or a removal that was interrupted
-
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
 
@@ -43,47 +35,6 @@ def write_mark(folder: Path) -> None:
     """Write the mark into a folder that has none."""
     if not is_marked(folder):
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file and rename it into place, so that readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
-
-
-def unused_name(path: Path) -> Path:
-    """Return the path if it does not exist, else the first of NAME-2, NAME-3, … that does not."""
-    number, unused = 1, path
-    while os.path.lexists(unused):
-        number += 1
-        unused = path.with_name(f"{path.name}-{number}")
-    return unused
-
-
-def set_aside(path: Path) -> None:
-    """Rename a file or folder that the user changed to NAME.kept, NAME.kept-2, …"""
-    path.rename(unused_name(path.with_name(f"{path.name}.kept")))
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove the files of a checkpoint and its folder; a folder with other files is renamed to NAME.kept."""
-    if folder.is_dir() and not folder.is_symlink():
-        for path in folder.iterdir():
-            if CHECKPOINT_FILE.fullmatch(path.name) and is_regular_file(path):
-                path.unlink()
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-    if os.path.lexists(folder):
-        set_aside(folder)
-
-
-def remove_leftovers(rundir: RunDir) -> None:
-    """Remove what an interrupted save or removal of a checkpoint left behind."""
-    for path in rundir.checkpoints.glob("step-*"):
-        if UNFINISHED.fullmatch(path.name):
-            with contextlib.suppress(OSError):
-                remove_checkpoint(path)
 
 
 def make_scratch(target: Path) -> Path:
@@ -204,19 +155,6 @@ def _stamp(path: Path) -> list[int] | None:
         status = regular_file_status(path)
         return [status.st_size, status.st_mtime_ns] if status else None
     return None
-
-
-def regular_file_status(path: Path) -> os.stat_result | None:
-    """Return the status of a regular file, or None for a link, a folder or a pipe. Raise OSError for a missing file."""
-    status = path.lstat()
-    return status if stat.S_ISREG(status.st_mode) else None
-
-
-def is_regular_file(path: Path) -> bool:
-    """Return whether the path is a regular file; a link to one is not."""
-    with contextlib.suppress(OSError):
-        return regular_file_status(path) is not None
-    return False
 
 
 def _is_empty(folder: Path) -> bool:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from fsdptrain.storage import CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run. Reading a path creates nothing."""
+    """The folder of one run, and the place of its checkpoints. Reading a path creates nothing."""
 
     root: Path
+    checkpoint_path: str | None = None  # where the checkpoints are, if not in the folder: a folder or a URL
+
+    @classmethod
+    def open(cls, root: Path) -> RunDir:
+        """Return the folder of an earlier run, whose plan says where the checkpoints are."""
+        place = None
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            place = json.loads((root / "plan.json").read_bytes())["recipe"]["checkpoint"]["path"]
+        return cls(root, place if isinstance(place, str) and place else None)
 
     @property
     def mark(self) -> Path:
@@ -98,19 +112,21 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """The folder of checkpoints, unless they are somewhere else; for an object store, of files to upload."""
         return self.root / "checkpoints"
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint folder after `step` optimizer steps; it exists only if the checkpoint is complete."""
-        return self.checkpoints / checkpoint_name(step)
+    @cached_property
+    def storage(self) -> CheckpointStorage:
+        """Where the checkpoints are; raises StorageError for a URL that cannot be used."""
+        return open_storage(self.checkpoint_path, self.checkpoints)
+
+    def checkpoint(self, step: int) -> Any:
+        """Return the folder (a Location) of a checkpoint; it exists only if the checkpoint is complete."""
+        return self.storage.checkpoint(step)
 
     def checkpoint_steps(self) -> list[int]:
-        """Return the steps that have a committed checkpoint, in ascending order."""
-        if not self.checkpoints.is_dir():
-            return []
-        names = (re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", path.name) for path in self.checkpoints.iterdir())
-        return sorted(int(name.group(1)) for name in names if name)
+        """Return the steps that have a published checkpoint, in ascending order."""
+        return self.storage.steps()
 
     @property
     def export(self) -> Path:
@@ -126,8 +142,3 @@ class RunDir:
         inputs = [self.mark, self.recipe, self.plan, self.plans, self.commits]
         reports = [self.metrics, self.forecast, self.tensorboard, self.logs]
         return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]
-
-
-def checkpoint_name(step: int) -> str:
-    """Return the name of the folder of a checkpoint."""
-    return f"step-{step:08d}"

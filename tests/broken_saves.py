@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from fsdptrain import storage
 from fsdptrain.checkpoint import save as checkpoint
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
@@ -86,14 +87,14 @@ def disk_flips_a_bit(checkpointer: Any, step: int) -> AbstractContextManager[Any
 
 def commit_fails(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
     """Let the disk fail between the manifest and the rename."""
-    fsync = checkpoint.fsync
+    fsync = storage.fsync
 
     def failing(path: Path) -> None:
         if path.name.endswith(".tmp"):
             raise OSError(errno.EIO, "Input/output error")
         fsync(path)
 
-    return patch.object(checkpoint, "fsync", failing)
+    return patch.object(storage, "fsync", failing)
 
 
 def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextManager[Any]:

@@ -43,7 +43,6 @@ from fsdptrain.parallel import shard
 from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.processes import StopRequest
-from fsdptrain.rundir import RunDir
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources
@@ -64,7 +63,7 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
     written = load(Path(recipe), overrides)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     plan = dataclasses.replace(plan, threads=1)  # more would only wait for one another
-    rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
+    rundir, rank = plan.rundir, int(os.environ["RANK"])
     reporter, watchdog = reporter_of(plan, rundir, rank, None), Watchdog(plan, rank)
     return Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), watchdog))
 

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from support import environment, fsdptrain, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, file_entry, read_manifest
+from fsdptrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, file_entry, read_manifest
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.config.reader import load
@@ -39,13 +39,12 @@ from fsdptrain.ownership import (
     install_assets,
     make_scratch,
     read_export_record,
-    remove_checkpoint,
-    remove_leftovers,
     replace_export,
     write_export_record,
 )
 from fsdptrain.processes import child_command
 from fsdptrain.rundir import RunDir
+from fsdptrain.storage import remove_checkpoint
 
 
 def plan_of(recipe: Path, *overrides: str, **env: str) -> Plan:
@@ -448,7 +447,8 @@ def run_folder_after(
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"weights")
     files = {"rank-00000.safetensors": file_entry(folder / "rank-00000.safetensors")}
-    Manifest(FORMAT_VERSION, steps, 2, plan.digest(), plan.identity(), files).write(folder)
+    manifest = Manifest(FORMAT_VERSION, steps, 2, plan.digest(), plan.identity(), files)
+    (folder / MANIFEST_NAME).write_bytes(manifest.sealed())
     if steps == total and export:
         fill(rundir.export, "config.json")
         write_export_record(rundir, steps, file_stamps(rundir.export))
@@ -460,7 +460,7 @@ def rewrite_identity(rundir: RunDir, step: int, **changes: Any) -> None:
     folder = rundir.checkpoint(step)
     manifest = read_manifest(folder)
     identity = {key: value for key, value in (manifest.identity | changes).items() if value is not None}
-    dataclasses.replace(manifest, identity=identity).write(folder)
+    (folder / MANIFEST_NAME).write_bytes(dataclasses.replace(manifest, identity=identity).sealed())
 
 
 @pytest.mark.parametrize(("layout", "message"), [(None, "layout not recorded"), (4, "layout 4")])
@@ -609,7 +609,7 @@ def test_only_leftovers_of_a_save_are_removed(tmp_path: Path) -> None:
     for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003", "step-00000004.damaged"):
         checkpoint(rundir.checkpoints / name)
     fill(rundir.checkpoints, "notes.tmp", "mine.old/x", "step-00000005.tmp/mine")
-    remove_leftovers(rundir)
+    rundir.storage.claim()
     there = {"step-00000003", "step-00000004.damaged", "notes.tmp", "mine.old", "step-00000005.tmp.kept"}
     assert {path.name for path in rundir.checkpoints.iterdir()} == there
     assert (rundir.checkpoints / "mine.old" / "x").exists()

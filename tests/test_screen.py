@@ -113,7 +113,7 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path) -> No
 def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path), [])
     plan = make_plan(written, topology_of(written.recipe, None, parse_hardware("cpu").hardware))
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
     states = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
     rundir.root.mkdir()

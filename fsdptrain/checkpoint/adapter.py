@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 
 from fsdptrain import __version__
-from fsdptrain.checkpoint.manifest import fsync
 from fsdptrain.checkpoint.save import save_tensors
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError
 from fsdptrain.events import Progress
+from fsdptrain.files import fsync
 from fsdptrain.model.adapter import adapted_layers, base_name, is_adapter, merged_weight, save_config, saved_names
 from fsdptrain.model.units import trained_state
 from fsdptrain.ownership import asset_names, copy_assets

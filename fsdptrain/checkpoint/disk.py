@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import fsync
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
-from fsdptrain.ownership import remove_checkpoint
-from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
 
 
@@ -26,21 +22,22 @@ def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
 
     A checkpoint holds trained master weights and optimizer state. While one is written there is one more than is kept.
     Checkpoints of an earlier run count as space, because they will be replaced. Prepared data is in the cache already.
+    Of checkpoints in an object store, only the files of one that are being uploaded are on the disk.
     """
-    recipe, rundir = plan.recipe, RunDir(Path(plan.run_dir))
+    recipe, rundir = plan.recipe, plan.rundir
     every, copies = recipe.checkpoint.every, recipe.checkpoint.keep + 1
     if steps is not None:
         copies = min(copies, -(-steps // every) if every else 1)
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
-    existing = [rundir.checkpoint(step) for step in rundir.checkpoint_steps()]
-    held = sum(path.stat().st_size for folder in existing for path in folder.glob("*") if path.is_file())
+    storage = rundir.storage
+    on_disk = storage.bytes_on_disk(checkpoint, copies, plan.topology.nnodes)
     return {
         "checkpoint_bytes": checkpoint,
         "checkpoints": copies,
         "export_bytes": export,
-        "needed_bytes": max(0, copies * checkpoint - held) + export,
-        "free_bytes": shutil.disk_usage(existing_parent(rundir.root)).free,
+        "needed_bytes": max(0, on_disk - storage.bytes_held()) + export,
+        "free_bytes": shutil.disk_usage(existing_parent(storage.folder)).free,
     }
 
 
@@ -79,26 +76,11 @@ def existing_parent(path: Path) -> Path:
 DISK_FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
-def prepare_scratch(scratch: Path, target: Path, needed: int) -> None:
-    """Make an empty folder for the files of a checkpoint.
-
-    Raises CheckpointError when the target's name is taken, or when the disk has less than `needed` bytes free.
-    """
-    reject_existing(target)
-    remove_checkpoint(scratch)
-    missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
-    scratch.mkdir(parents=True)
-    for folder in missing:
-        fsync(folder.parent)
+def check_space(scratch: Path, needed: int) -> None:
+    """Raise CheckpointError when the disk of an empty folder has less than `needed` bytes free."""
     needed += needed // 100  # for headers and the file system's own data
     if available_bytes(scratch) < needed:
         raise CheckpointError(no_space_message(scratch, needed))
-
-
-def reject_existing(target: Path) -> None:
-    """Raise CheckpointError when something has this name: a checkpoint never replaces anything."""
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already and is not overwritten: move it away")
 
 
 def available_bytes(scratch: Path) -> int:

@@ -31,7 +31,6 @@ from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     checkpoint_problems,
-    fsync,
     read_manifest,
     reject_external_symlinks,
     resume_problems,
@@ -44,6 +43,7 @@ from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, weight_stamps
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
+from fsdptrain.files import fsync
 from fsdptrain.model.adapter import freeze, layers_in_nf4
 from fsdptrain.model.assets import special_token_conflicts
 from fsdptrain.model.nf4 import round_trip
@@ -527,11 +527,11 @@ def _choose_checkpoint(rundir: RunDir, step: int | None, say: Callable[[str], No
     """Return the verified checkpoint of `step`, or the newest valid one; raises CheckpointError without one."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
-        raise CheckpointError(f"{rundir.checkpoints} has no checkpoint of step {step}; steps: {steps}")
+        raise CheckpointError(f"{rundir.storage} has no checkpoint of step {step}; steps: {steps}")
     for candidate in [step] if step is not None else reversed(steps):
         folder = rundir.checkpoint(candidate)
         problems = checkpoint_problems(folder)
         if not problems:
             return folder
         say(f"{folder.name} is not valid: {problems[0]}")
-    raise CheckpointError(f"no valid checkpoint in {rundir.checkpoints}")
+    raise CheckpointError(f"no valid checkpoint in {rundir.storage}")

@@ -6,18 +6,19 @@ import contextlib
 import json
 import math
 import reprlib
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.checkpoint.shards import Shard, shard_of
+from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.errors import CheckpointError
+from fsdptrain.storage import Location
 
 
-def load_checkpoint(folder: Path, shards: dict[str, Shard]) -> None:
+def load_checkpoint(folder: Location, shards: dict[str, Shard]) -> None:
     """Fill the shards of a run from a verified checkpoint; raises CheckpointError when another model wrote it."""
     with StoredCheckpoint(folder) as stored:
         unknown = sorted(stored.shapes.keys() - shards.keys())
@@ -34,14 +35,14 @@ class StoredCheckpoint:
     checked. Raises CheckpointError when the pieces are not complete tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[tuple[int, Any]]] = {}  # name → [(first row, slice of an open file)]
         with contextlib.ExitStack() as stack:
             for name in sorted(read_manifest(folder).files):
                 try:
-                    self._add_file(stack.enter_context(safe_open(folder / name, framework="pt")))
+                    self._add_file(stack.enter_context(open_tensors(folder / name)))
                 except (SafetensorError, OSError, ValueError, RecursionError) as error:
                     raise CheckpointError(f"{folder / name} is not a checkpoint file: {error}") from None
             for name in self.shapes:

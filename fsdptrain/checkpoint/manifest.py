@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: what makes it complete, and how to check that it still is. JSON, no torch.
 
-A checkpoint folder is written under another name and renamed once, after its manifest. So a folder of the right name
-exists only when all of it was written. The manifest's sizes and SHA-256 sums show damage since then. Its last line is
-the checksum of the lines before it, which is checked before anything in the manifest is used.
+A checkpoint exists only when all of it was written (`storage`). The manifest's sizes and SHA-256 sums show damage since
+then. Its last line is the checksum of the lines before it, which is checked before anything in the manifest is used.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from typing import Any
 
 from fsdptrain.config.plan import LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
-from fsdptrain.errors import CheckpointError, OtherVersion, Problem
-from fsdptrain.ownership import regular_file_status, unused_name
-from fsdptrain.rundir import RunDir, checkpoint_name
-
-MANIFEST_NAME = "manifest.json"
-
+from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError
+from fsdptrain.files import regular_file_status
+from fsdptrain.rundir import RunDir
+from fsdptrain.storage import MANIFEST_NAME, Location, checkpoint_name
 
 FORMAT_VERSION = 2
 
@@ -58,12 +55,10 @@ class Manifest:
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
 
-    def write(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`, durably."""
-        path = folder / MANIFEST_NAME
+    def sealed(self) -> bytes:
+        """Return the content of `manifest.json`, with its checksum."""
         text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
-        path.write_bytes(with_checksum(text.removesuffix("\n}").encode()))
-        fsync(path)
+        return with_checksum(text.removesuffix("\n}").encode())
 
 
 def with_checksum(body: bytes) -> bytes:
@@ -71,11 +66,11 @@ def with_checksum(body: bytes) -> bytes:
     return body + f'{CHECKSUM_PREFIX}{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
-    Raises OtherVersion when its format is another version's, and another CheckpointError when it is missing or differs
-    from what was written.
+    Raises OtherVersion when its format is another version's, StorageError when it cannot be reached, and another
+    CheckpointError when it is missing or differs from what was written.
     """
     path = folder / MANIFEST_NAME
     raw = _read_bytes(path)
@@ -96,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**fields)
 
 
-def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
+def parse_object(path: Location, raw: bytes) -> dict[str, Any]:
     """Return the JSON object that the bytes of a file hold; raises CheckpointError when they hold anything else."""
     try:
         value = json.loads(raw)
@@ -107,7 +102,7 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Location) -> bytes:
     """Return a manifest's bytes; raises CheckpointError for links, which lead elsewhere, and pipes, which never end."""
     try:
         if path.parent.is_symlink() or not regular_file_status(path):
@@ -152,13 +147,13 @@ def _is_file_entry(name: str, facts: Any) -> bool:
     return _is_count(facts["bytes"]) and isinstance(facts["sha256"], str) and bool(SHA256.fullmatch(facts["sha256"]))
 
 
-def file_entry(path: Path) -> dict[str, Any]:
+def file_entry(path: Location) -> dict[str, Any]:
     """Return size in bytes and SHA-256 of a file, as a manifest holds them."""
     with path.open("rb") as stream:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _file_problem(path: Path, facts: dict[str, Any], checksums: bool) -> str | None:
+def _file_problem(path: Location, facts: dict[str, Any], checksums: bool) -> str | None:
     try:
         status = regular_file_status(path)
         if not status:
@@ -174,16 +169,16 @@ def _file_problem(path: Path, facts: dict[str, Any], checksums: bool) -> str | N
     return None
 
 
-def checkpoint_problems(folder: Path, share: slice = slice(None), checksums: bool = True) -> list[str]:
+def checkpoint_problems(folder: Location, share: slice = slice(None), checksums: bool = True) -> list[str]:
     """Return what is wrong with a checkpoint, one line each; `share` selects the files that this rank checks.
 
     Without `checksums`, only check that the files exist and have the right sizes. Files are read in parallel, because
-    SHA-256 on one core is slower than a disk and hashlib releases the GIL. Raises OtherVersion for a checkpoint that is
-    not damaged, but that only another version can read.
+    SHA-256 on one core is slower than a disk and hashlib releases the GIL. Raises OtherVersion or StorageError for a
+    checkpoint that is not known to be damaged, but that only another version can read, or that cannot be reached.
     """
     try:
         manifest = read_manifest(folder)
-    except OtherVersion:
+    except (OtherVersion, StorageError):
         raise
     except CheckpointError as error:
         return [str(error)]
@@ -207,13 +202,14 @@ def complete_steps(rundir: RunDir) -> list[int]:
 def newest_manifest(rundir: RunDir) -> Manifest | None:
     """Return the manifest of the newest checkpoint whose manifest can be read.
 
-    Raises OtherVersion for a newer one of another version, and CheckpointError for a link out of the run folder.
+    Raises OtherVersion for a newer one of another version, StorageError if a newer one cannot be reached, and
+    CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
     for step in reversed(rundir.checkpoint_steps()):
         try:
             return read_manifest(rundir.checkpoint(step))
-        except OtherVersion:
+        except (OtherVersion, StorageError):
             raise
         except CheckpointError:
             continue
@@ -265,22 +261,3 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
         )
         return Problem(message, name)
     return Problem(f"was {before!r} in the run to resume, is {now!r} now; choose another output_dir", path)
-
-
-def fsync(path: Path) -> None:
-    """Make a file or folder durable, and drop it from the page cache where possible, so that it is read from disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def set_damaged_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to `.damaged`, `.damaged-2`, …, so that no run loads it; return its new path."""
-    aside = unused_name(folder.with_name(f"{folder.name}.damaged"))
-    folder.rename(aside)
-    fsync(folder.parent)
-    return aside

@@ -1,7 +1,9 @@
 """Sharded checkpoints: save, verify, load, remove. One safetensors file per rank, one manifest, one rename.
 
-    every rank: copy shards to host memory → write its file → fsync, checksum → read it back ─┐ (async: in a thread)
-    rank 0:     ────────────────────────────────────────────────── manifest → rename → fsync ─┴→ remove the oldest
+    every rank: copy shards to host memory → write its file → fsync, checksum → deliver it → read it back ─┐ (a thread)
+    rank 0:     ─────────────────────────────────────────────────────────── publish it with the manifest ─┴→ remove old
+
+`storage` knows what delivering (an upload), publishing and removing are in a folder and in an object store.
 
 Shards are slices along dimension 0, as FSDP2 makes them, stored with their first row. So any world size can read them:
 a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
@@ -10,7 +12,6 @@ so a checkpoint stores nothing but tensors and the step.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import threading
@@ -28,24 +29,23 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdptrain.checkpoint.disk import prepare_scratch, reject_existing, report_full_disk
+from fsdptrain.checkpoint.disk import check_space, report_full_disk
 from fsdptrain.checkpoint.load import load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
     checkpoint_problems,
     complete_steps,
-    fsync,
     newest_manifest,
     resume_problems,
-    set_damaged_aside,
 )
 from fsdptrain.checkpoint.shards import Shard, shards_of
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
-from fsdptrain.ownership import remove_checkpoint
+from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, StorageError
+from fsdptrain.files import fsync
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
+from fsdptrain.storage import Location
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 READ_BYTES = 2**22  # read back at a time
@@ -59,10 +59,15 @@ class Checkpointer:
     ) -> None:
         """Take the run, its plan, and in `content` digests of the data and the tokenizer that the recipe names."""
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
+        self.storage = rundir.storage
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging: dict[str, torch.Tensor] = {}
+
+    def claim(self) -> None:
+        """Make sure that checkpoints can be written, and remove what interrupted saves left."""
+        self._on_rank_zero(f"write checkpoints to {self.storage}", self.storage.claim)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.
@@ -113,9 +118,9 @@ class Checkpointer:
 
     def _commit(self, step: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
-        target = self.rundir.checkpoint(step)
+        target = self.storage.checkpoint(step)
         try:
-            size = self._write(step, staged, target)
+            size = self._write(step, staged)
             keep = self.plan.recipe.checkpoint.keep
             self._on_rank_zero("remove old checkpoints", partial(remove_old_checkpoints, self.rundir, step, keep))
             facts = {"step": step, "path": str(target), "bytes": size}
@@ -124,32 +129,29 @@ class Checkpointer:
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
-    def _write(self, step: int, staged: dict[str, Shard], target: Path) -> int:
+    def _write(self, step: int, staged: dict[str, Shard]) -> int:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
-        scratch = target.with_name(target.name + ".tmp")
-        action = f"save {target}"
+        storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
-            needed = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
+            self._on_rank_zero(action, partial(storage.prepare, step))
+            scratch = self._on_every_rank(action, partial(storage.staging, step))
+            total = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
+            needed = storage.bytes_on_disk(total, 1, self.plan.topology.nnodes)
             with_disk_report = report_full_disk(scratch, needed)
-            self._on_rank_zero(action, with_disk_report(partial(prepare_scratch, scratch, target, needed)))
+            self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
-            write = partial(write_shards, scratch / shard_name(self.world.rank), staged, read_back)
+            path, deliver = scratch / shard_name(self.world.rank), partial(storage.deliver, step)
+            write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self._all_gather(entry)))
-            self._on_rank_zero(action, with_disk_report(partial(self._publish, step, scratch, target, files)))
+            manifest = Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files)
+            publish = partial(storage.publish, step, manifest.sealed())
+            self._on_rank_zero(action, with_disk_report(publish))
         except BaseException:
             if self.world.rank == 0:
-                with contextlib.suppress(OSError):
-                    remove_checkpoint(scratch)
+                storage.discard(step)
             raise
         return sum(facts["bytes"] for facts in files.values())
-
-    def _publish(self, step: int, scratch: Path, target: Path, files: dict[str, Any]) -> None:
-        Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files).write(scratch)
-        fsync(scratch)
-        reject_existing(target)  # rename() would replace an empty folder silently
-        scratch.rename(target)
-        fsync(target.parent)
 
     def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world.size
@@ -159,6 +161,10 @@ class Checkpointer:
     def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> None:
         """Do the work on rank 0; if it failed, raise the same CheckpointError on every rank."""
         self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
+
+    def _from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
+        """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
+        return self._all_gather(self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None))[0]
 
     def _on_every_rank(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on every rank; if it failed on any, raise the same CheckpointError on every rank."""
@@ -184,16 +190,18 @@ class Checkpointer:
 
         Raises CheckpointError when only damaged ones are left, because a resume must not silently start over.
         """
-        newest = int(self._all_gather(max(self.rundir.checkpoint_steps(), default=0))[0])
-        damaged = sorted(path.name for path in self.rundir.checkpoints.glob("step-*.damaged*"))
+        newest, damaged = self._from_rank_zero("list the checkpoints", self._newest_and_damaged)
         self.raise_on_every_rank(
             None if newest or not damaged else f"only damaged checkpoints are left: {', '.join(damaged)}"
         )
-        return newest
+        return int(newest)
+
+    def _newest_and_damaged(self) -> tuple[int, list[str]]:
+        return max(self.storage.steps(), default=0), self.storage.other_names()[0]
 
     def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
-        manifest = newest_manifest(self.rundir)
+        manifest = self._on_every_rank("read the newest manifest", partial(newest_manifest, self.rundir))
         problems = resume_problems(manifest.identity, self.identity) if manifest else []
         if any(self._all_gather(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
@@ -207,30 +215,30 @@ class Checkpointer:
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
-        steps = self._all_gather(self.rundir.checkpoint_steps())[0]
+        steps = self._from_rank_zero("list the checkpoints", self.storage.steps)
         for step in reversed(steps):
-            folder = self.rundir.checkpoint(step)
+            folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
                 self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, self._shards(model, optimizer)))
                 return int(step)
-            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, folder, problems))
+            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, step, problems))
         if steps:
-            raise CheckpointError(f"no valid checkpoint in {self.rundir.checkpoints}: all are damaged")
+            raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
 
-    def _set_aside(self, folder: Path, problems: list[str]) -> None:
-        self.write_event("set_aside", path=str(set_damaged_aside(folder)), problems=problems)
+    def _set_aside(self, step: int, problems: list[str]) -> None:
+        self.write_event("set_aside", path=self.storage.set_aside(step), problems=problems)
 
-    def _verify(self, folder: Path) -> list[str]:
+    def _verify(self, folder: Location) -> list[str]:
         """Return what is wrong with a checkpoint; every rank reads its share of the files.
 
-        Raises CheckpointError on every rank when another version wrote the checkpoint.
+        Raises CheckpointError on every rank when another version wrote the checkpoint, or when it cannot be reached.
         """
         problems, failure = [], None
         try:
             problems = checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
-        except OtherVersion as error:
+        except (OtherVersion, StorageError) as error:
             failure = error
         self.raise_on_every_rank(failure)
         return sorted({problem for of_rank in self._all_gather(problems) for problem in of_rank})
@@ -259,10 +267,16 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_shards(path: Path, shards: dict[str, Shard], read_back: bool = True) -> tuple[str, dict[str, Any]] | None:
+def write_shards(
+    path: Path,
+    shards: dict[str, Shard],
+    read_back: bool = True,
+    deliver: Callable[[Path], Location] = lambda path: path,
+) -> tuple[str, dict[str, Any]] | None:
     """Write shards durably; return (file name, bytes and checksum), or None when there is nothing to write.
 
-    With `read_back`, raises CheckpointError when the disk returns other bytes than were written.
+    `deliver` brings the file to where it stays. Raises CheckpointError when there are other bytes than were written; of
+    a file of the same size, this is noticed only with `read_back`.
     """
     shards = {name: shard for name, shard in shards.items() if shard.local.numel()}
     if not shards:
@@ -276,8 +290,9 @@ def write_shards(path: Path, shards: dict[str, Shard], read_back: bool = True) -
         synced = pool.submit(fsync, path)
         entry = {"bytes": sum(map(len, pieces)), "sha256": checksum_of(pieces)}
         synced.result()
-    if path.stat().st_size != entry["bytes"] or (read_back and not file_holds(path, pieces)):
-        raise CheckpointError(f"{path}: the bytes read back are not those written: suspect the disk")
+    delivered = deliver(path)
+    if delivered.stat().st_size != entry["bytes"] or (read_back and not file_holds(delivered, pieces)):
+        raise CheckpointError(f"{delivered}: the bytes read back are not those written: suspect the disk")
     return path.name, entry
 
 
@@ -308,10 +323,10 @@ def checksum_of(pieces: Pieces) -> str:
     return digest.hexdigest()
 
 
-def file_holds(path: Path, pieces: Pieces) -> bool:
+def file_holds(path: Location, pieces: Pieces) -> bool:
     """Return whether a file holds these bytes and no others. Comparing takes a fifth of the time of a checksum."""
     buffer = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as stream:
+    with path.open("rb") as stream:
         for piece in pieces:
             for start in range(0, len(piece), READ_BYTES):
                 wanted = piece[start : start + READ_BYTES]
@@ -331,8 +346,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
     """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor are removed.
 
-    A checkpoint is renamed before it is removed, so that a partly removed one is never seen. Raises CheckpointError and
-    removes nothing when `newest`, which was just written, is not complete.
+    Raises CheckpointError and removes nothing when `newest`, which was just written, is not complete.
     """
     steps = complete_steps(rundir)
     if newest not in steps:
@@ -340,8 +354,4 @@ def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
             f"{rundir.checkpoint(newest)} is not complete, although it was just written: no older one is removed"
         )
     for step in steps[:-keep]:
-        old = rundir.checkpoint(step)
-        trash = old.with_name(old.name + ".old")
-        remove_checkpoint(trash)
-        old.rename(trash)
-        remove_checkpoint(trash)
+        rundir.storage.remove(step)

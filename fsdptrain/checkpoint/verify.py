@@ -9,7 +9,7 @@ from typing import Any
 from fsdptrain.checkpoint.manifest import checkpoint_problems, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion
-from fsdptrain.ownership import is_regular_file, regular_file_status
+from fsdptrain.files import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import size
@@ -24,14 +24,15 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     folders that were set aside or left over are no problem. Raises CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
-    checkpoints = [_survey_checkpoint(rundir.checkpoint(step), step) for step in rundir.checkpoint_steps()]
+    checkpoints = [_survey_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
+    set_aside, left_over = rundir.storage.other_names()
     export = _survey_export(rundir.export) if rundir.export.exists() else None
     found = [*checkpoints, *([export] if export else [])]
     return {
         "run": str(rundir.root),
         "checkpoints": checkpoints,
-        "set_aside": _folder_names(rundir, "step-*.damaged*"),
-        "left_over": [*_folder_names(rundir, "step-*.tmp"), *_folder_names(rundir, "step-*.old")],
+        "set_aside": set_aside,
+        "left_over": left_over,
         "resume": _resume_step(checkpoints),
         "export": export,
         "good": bool(checkpoints) and not any(part["problems"] for part in found),
@@ -60,23 +61,21 @@ def _row(what: str, part: dict[str, Any]) -> list[str]:
     return [what, size(part["bytes"]), str(part["files"]), "; ".join(part["problems"]) or "good"]
 
 
-def _survey_checkpoint(folder: Path, step: int) -> dict[str, Any]:
-    other_version = False
+def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
+    folder, other_version = rundir.checkpoint(step), False
+    total, files = rundir.storage.size_of(step)
     try:
         problems = checkpoint_problems(folder)
     except OtherVersion as error:
         problems, other_version = [str(error)], True
-    return {"step": step, **_size_on_disk(folder), "problems": problems, "other_version": other_version}
+    facts = {"step": step, "path": str(folder), "bytes": total, "files": files}
+    return {**facts, "problems": problems, "other_version": other_version}
 
 
 def _size_on_disk(folder: Path) -> dict[str, Any]:
     """Return path, total bytes and count of the regular files in a folder."""
     sizes = [status.st_size for path in folder.rglob("*") if (status := regular_file_status(path))]
     return {"path": str(folder), "bytes": sum(sizes), "files": len(sizes)}
-
-
-def _folder_names(rundir: RunDir, pattern: str) -> list[str]:
-    return sorted(path.name for path in rundir.checkpoints.glob(pattern))
 
 
 def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:

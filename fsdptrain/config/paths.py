@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, shortened
+from fsdptrain.storage import URL, url_fault
 
 
 def expanded(path: str) -> str:
@@ -42,6 +43,7 @@ def paths_of(recipe: Recipe) -> dict[str, str]:
         "model.tokenizer": recipe.model.tokenizer,
         "data.path": recipe.data.path,
         "adapter.from": recipe.adapter.from_,
+        "checkpoint.path": recipe.checkpoint.path,
         "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
     }
     return {key: path for key, path in found.items() if isinstance(path, str)}
@@ -52,17 +54,33 @@ def path_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, path in paths_of(recipe).items():
         if fault := path_fault(path):
             yield Problem(fault, key)
+    if fault := url_fault(recipe.checkpoint.path or ""):
+        yield Problem(fault, "checkpoint.path")
+    if URL.fullmatch(recipe.output_dir):
+        yield Problem(
+            f"{shortened(recipe.output_dir)!r} is not a local folder, which logs and metrics need: set checkpoint.path "
+            "to this place for the checkpoints, and output_dir to a folder",
+            "output_dir",
+        )
 
 
 def with_expanded_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer: libraries do not expand it.
 
+    A folder in checkpoint.path becomes absolute.
+
     Data paths stay as written, because a run to resume is identified by them.
     """
     names: dict[str, Any] = {"id": recipe.model.id, "tokenizer": recipe.model.tokenizer}
     names = {key: expanded(name) if isinstance(name, str) else name for key, name in names.items()}
+    path = recipe.checkpoint.path
+    if path is not None and not URL.fullmatch(path):
+        path = str(Path(expanded(path)).absolute())
     return dataclasses.replace(
-        recipe, output_dir=expanded(recipe.output_dir), model=dataclasses.replace(recipe.model, **names)
+        recipe,
+        output_dir=expanded(recipe.output_dir),
+        model=dataclasses.replace(recipe.model, **names),
+        checkpoint=dataclasses.replace(recipe.checkpoint, path=path),
     )
 
 

@@ -29,6 +29,7 @@ from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import default_config
 from fsdptrain.errors import Problem, RecipeError, shortened
+from fsdptrain.rundir import RunDir
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
@@ -117,6 +118,11 @@ class Plan:
     accumulation: int
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
+
+    @property
+    def rundir(self) -> RunDir:
+        """The run folder, and the place of the checkpoints."""
+        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path)
 
     @property
     def pretrained(self) -> bool:

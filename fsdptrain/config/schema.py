@@ -248,6 +248,11 @@ class Checkpoint:
     """Sharded checkpoints, from which a run resumes."""
 
     every: int | None = key(500, "steps between checkpoints; null: only when the run is stopped or ends", at_least=1)
+    path: str | None = key(
+        None,
+        "where the checkpoints go: a folder that all ranks see, or a place in an object store (s3://BUCKET/FOLDER, "
+        "gs://, az://) for this run alone; null: the run folder",
+    )
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     async_: bool = key(True, "write in the background; training waits only for the copy to host memory")
     verify: Literal["read-back", "checksum"] = key(

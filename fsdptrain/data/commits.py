@@ -16,7 +16,7 @@ from filelock import FileLock
 from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
-from fsdptrain.ownership import write_atomically
+from fsdptrain.files import write_atomically
 from fsdptrain.rundir import RunDir
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known

@@ -18,7 +18,8 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.events import Record, read_history
-from fsdptrain.ownership import read_export_record, set_aside, write_atomically
+from fsdptrain.files import set_aside, write_atomically
+from fsdptrain.ownership import read_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
 
@@ -103,7 +104,16 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
 
 
 def _check_checkpoints_not_lost(rundir: RunDir) -> None:
-    """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
+    """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it.
+
+    The same if the checkpoints are where an earlier recipe had put them.
+    """
+    before = RunDir.open(rundir.root)
+    if before.checkpoint_path != rundir.checkpoint_path and before.checkpoint_steps():
+        raise RecipeError(
+            f"checkpoint.path: the checkpoints of this run are in {before.storage}, and there are none in "
+            f"{rundir.storage}: copy them there, or set checkpoint.path as it was"
+        )
     events, (exported_step, _) = read_history(rundir.metrics), read_export_record(rundir)
     start, step = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
     finished = start is not None and step >= start["total_steps"]

@@ -27,6 +27,7 @@ from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
 from fsdptrain.errors import Problem, RecipeError, disk_full_error, is_disk_full, listed
+from fsdptrain.files import write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -34,7 +35,7 @@ from fsdptrain.launch.attempts import (
     inspect_earlier_attempts,
     plan_changes,
 )
-from fsdptrain.ownership import is_marked, write_atomically, write_mark
+from fsdptrain.ownership import is_marked, write_mark
 from fsdptrain.rundir import RunDir
 
 # Files of a run that could be read as data; a data.path must not match them.
@@ -58,7 +59,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     With `fresh` or `checkpoint.resume: never`, a folder that holds a run is refused. Raises RecipeError if this run
     must not write into the folder, and what `inspect_earlier_attempts` raises.
     """
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
     writes = writes_run_dir(plan.topology)
     # Refuse whatever can be refused while nothing has been written.
@@ -95,7 +96,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
 
 def check_run_dir(plan: Plan) -> EarlierAttempts:
     """Make the checks of `claim_run_dir` without changing anything, for a dry run; raise what it raises."""
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     check_output_dir(rundir)
     check_inputs(plan, rundir)
     if plan.recipe.checkpoint.resume == "never" and rundir.has_run():

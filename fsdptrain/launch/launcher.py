@@ -45,7 +45,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
     WorkerError: when a worker died, or after two restarts without a new checkpoint.
     """
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     restarts = fruitless = 0
     with StopRequest() as stop:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
@@ -163,8 +163,9 @@ class Attempt:
         return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("step", "resume"))
 
     def _saved_step(self) -> int:
-        """Return the step of the newest checkpoint, or 0 if there is none."""
-        return max(self.rundir.checkpoint_steps(), default=0)
+        """Return the step of the newest checkpoint that the workers reported, or 0 if there is none."""
+        last = self.screen.last
+        return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("save", "resume"))
 
     def _raise_failure(self, code: int, failure: bytes) -> None:
         """Raise the error that ended this attempt; return if the run is finished.

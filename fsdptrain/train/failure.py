@@ -29,10 +29,9 @@ from fsdptrain.errors import (
     to_record,
 )
 from fsdptrain.events import Reporter
-from fsdptrain.ownership import write_atomically
+from fsdptrain.files import write_atomically
 from fsdptrain.parallel.issued import ISSUED
 from fsdptrain.parallel.patches import unit_name
-from fsdptrain.rundir import RunDir
 
 
 def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
@@ -83,7 +82,7 @@ def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
     """Write the error to torchrun's error file, and as an `error` event to the metrics."""
     write_error_file(error)
-    with contextlib.closing(Reporter(RunDir(Path(plan.run_dir)))) as reporter:
+    with contextlib.closing(Reporter(plan.rundir)) as reporter:
         reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
 
 

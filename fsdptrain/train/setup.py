@@ -33,7 +33,6 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.weights import allocate, read_weights
-from fsdptrain.ownership import remove_leftovers
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
@@ -200,14 +199,13 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     Raises RecipeError if the checkpoints there are of other data or of another tokenizer.
     """
     plan, rundir, corpus = session.plan, session.rundir, inputs.stream.corpus
-    if world.rank == 0:
-        remove_leftovers(rundir)
     content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
     if plan.freezes:
         session.watchdog.beat()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
+    checkpointer.claim()
     checkpointer.reject_another_run()
     if world.rank == 0:
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)

@@ -16,15 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost, own_frame
-from fsdptrain.ownership import write_atomically
+from fsdptrain.files import write_atomically
 from fsdptrain.parallel.issued import ISSUED, named
-from fsdptrain.rundir import RunDir
 from fsdptrain.train.patches import collective_of, recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline
@@ -52,7 +50,7 @@ class Watchdog:
     """Reports a hang of this rank. It does nothing until it is entered; `beat` may be called before."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self._rundir, self._rank = RunDir(Path(plan.run_dir)), rank
+        self._rundir, self._rank = plan.rundir, rank
         self._timeout = float(plan.recipe.launch.timeout_s)
         self._warm = False
         self._deadline = float("inf")  # there is none before the first beat: preparing data may take any time

@@ -32,7 +32,7 @@ from fsdptrain.train.watchdog import Watchdog
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     """Run the plan on this rank. Raises Stopped after a stop signal, another FsdptrainError if the run failed."""
-    rundir, rank = RunDir(Path(plan.run_dir)), int(os.environ["RANK"])
+    rundir, rank = plan.rundir, int(os.environ["RANK"])
     with (
         Watchdog(plan, rank) as watchdog,
         contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
@@ -103,7 +103,7 @@ def main() -> NoReturn:
     except RecipeError as error:
         write_error_file(error)
         sys.exit(error.exit_code)
-    log = RunDir(Path(plan.run_dir)).rank_log(int(os.environ["RANK"]))
+    log = plan.rundir.rank_log(int(os.environ["RANK"]))
     with log.open("ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

@@ -20,7 +20,6 @@ from fsdptrain.data.sources import data_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
 
@@ -34,7 +33,7 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     vocab_size, steps = tokenizer_spec["train"] if to_train else None, plan.recipe.train.steps
     plan = _without_missing_eval(plan, findings)
     with findings.continue_on_error():
-        plan = pin_commits(plan, RunDir(Path(plan.run_dir)), keep=False)
+        plan = pin_commits(plan, plan.rundir, keep=False)
     findings.send_busy("reading the data")
     readable, tokenizer = False, None
     with findings.continue_on_error():

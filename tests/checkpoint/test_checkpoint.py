@@ -35,7 +35,6 @@ from fsdptrain.checkpoint.manifest import (
     file_entry,
     newest_manifest,
     read_manifest,
-    set_damaged_aside,
     with_checksum,
 )
 from fsdptrain.checkpoint.save import host_memory_like, write_shards
@@ -47,6 +46,7 @@ from fsdptrain.config.topology import Topology
 from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
+from fsdptrain.storage import open_storage
 
 FAULTS = (
     "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
@@ -363,7 +363,7 @@ def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
     folder.mkdir()
     written = write_shards(folder / "rank-00000.safetensors", {name: shard_of(t) for name, t in tensors.items()})
     assert written
-    Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).write(folder)
+    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     load_checkpoint(folder, {name: shard_of(tensor) for name, tensor in made.items()})
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
@@ -421,7 +421,7 @@ def test_reading_back_notices_every_change_and_the_checksum_shows_it_later(
         return
     written = write_shards(path, different_tensors(), read_back=False)
     assert written
-    Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).write(folder)
+    (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
     assert checkpoint_problems(folder) == [f"{path} is damaged: its checksum differs from the manifest's"]
 
 
@@ -458,7 +458,7 @@ def test_a_damaged_checkpoint_always_gets_a_new_name(tmp_path: Path) -> None:
     made = []
     for _ in range(3):
         (tmp_path / "step-00000004").mkdir()
-        made.append(set_damaged_aside(tmp_path / "step-00000004").name)
+        made.append(Path(open_storage(None, tmp_path).set_aside(4)).name)
     assert made == [f"step-00000004.damaged{suffix}" for suffix in ("", "-2", "-3")]
 
 

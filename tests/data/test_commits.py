@@ -80,7 +80,7 @@ def plan_of(recipe: Path, *overrides: str) -> Plan:
 
 def start(plan: Plan) -> RunDir:
     """Return a run folder as a start of the command prepares it for the workers."""
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     rundir.logs.mkdir(parents=True, exist_ok=True)
     archive_plan(rundir, plan, "")
     return rundir
@@ -134,7 +134,7 @@ def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> N
         "import sys; from pathlib import Path; from fsdptrain.data.commits import pin_commits;"
         "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir;"
         "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
-        "print(pin_commits(plan, RunDir(Path(plan.run_dir))).data_path)"
+        "print(pin_commits(plan, plan.rundir).data_path)"
     )
     env = environment(HF_ENDPOINT=hub.address, HF_HUB_OFFLINE="0")
     with contextlib.ExitStack() as stack:
@@ -199,4 +199,4 @@ def test_without_the_hub_a_run_uses_its_commit_although_a_newer_one_is_cached(tm
 
 def test_local_data_has_no_commit(tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path))
-    assert pin_commits(plan, RunDir(Path(plan.run_dir))) == plan and not Path(plan.run_dir).exists()
+    assert pin_commits(plan, plan.rundir) == plan and not Path(plan.run_dir).exists()

@@ -115,8 +115,8 @@ PHASES: dict[str, list[dict[str, Any]]] = {
         {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3), "at": "exit"},
     ],
     "commit": [
-        {"where": "fsdptrain.checkpoint.manifest:Manifest.write", "rank": 0, "call": (2, 3)},
-        {"where": "fsdptrain.checkpoint.manifest:Manifest.write", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3), "at": "exit"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
     ],
@@ -459,7 +459,7 @@ def check_full(disk: SmallDisk, reference: Path, where: str, call: int, *words: 
 def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
     reference: Path, small_disk: SmallDisk, fault_table: FaultTable
 ) -> None:
-    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:prepare_scratch", 2, "needs", "has")
+    problems, notice = check_full(small_disk, reference, "fsdptrain.checkpoint.disk:check_space", 2, "needs", "has")
     assert not record_try(fault_table, "disk full before the second save", problems, [notice])
 
 

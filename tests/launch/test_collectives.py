@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 from support import TESTS
 
+from fsdptrain.files import write_atomically
 from fsdptrain.launch.collectives import waited_for
 from fsdptrain.launch.explain import explain_hang
-from fsdptrain.ownership import write_atomically
 from fsdptrain.parallel.issued import SIDE, Issued, named
 from fsdptrain.rundir import RunDir
 from fsdptrain.train import watchdog

@@ -56,7 +56,7 @@ def plan_for(tmp_path: Path, world: int, **changes: Any) -> Plan:
 
 def test_a_hang_is_explained_in_one_paragraph(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, 4)
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     rundir.logs.mkdir(parents=True)
     for rank in (0, 2):
         report = {"rank": rank, "waits": True, "where": "all-gather of model.layers.7"}
@@ -123,7 +123,7 @@ def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
 
 def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, 1, launch__timeout_s=1)
-    hang = RunDir(Path(plan.run_dir)).hang_report(0)
+    hang = plan.rundir.hang_report(0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.beat(step_done=True)
         watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
@@ -134,7 +134,7 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
         while not hang.exists() and time.monotonic() < end:
             time.sleep(0.05)
     assert json.loads(hang.read_text())["rank"] == 0
-    assert "entries" in json.loads(RunDir(Path(plan.run_dir)).collectives(0).read_text())["gloo"]
+    assert "entries" in json.loads(plan.rundir.collectives(0).read_text())["gloo"]
 
 
 def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:

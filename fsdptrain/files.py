@@ -1,0 +1,61 @@
+"""Files: what kind they are, unused names, and changes that are atomic or durable. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import Protocol
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file and rename it into place, so that readers see the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.replace(path)
+
+
+def unused_name(path: Path) -> Path:
+    """Return the path if it does not exist, else the first of NAME-2, NAME-3, … that does not."""
+    number, unused = 1, path
+    while os.path.lexists(unused):
+        number += 1
+        unused = path.with_name(f"{path.name}-{number}")
+    return unused
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file or folder that the user changed to NAME.kept, NAME.kept-2, …"""
+    path.rename(unused_name(path.with_name(f"{path.name}.kept")))
+
+
+class HasStatus(Protocol):
+    """A Path, or what stands for one."""
+
+    def lstat(self) -> os.stat_result:
+        """Return the status of a file, as Path.lstat does."""
+
+
+def regular_file_status(path: HasStatus) -> os.stat_result | None:
+    """Return the status of a regular file, or None for a link, a folder or a pipe. Raise OSError for a missing file."""
+    status = path.lstat()
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return whether the path is a regular file; a link to one is not."""
+    with contextlib.suppress(OSError):
+        return regular_file_status(path) is not None
+    return False
+
+
+def fsync(path: Path) -> None:
+    """Make a file or folder durable, and drop it from the page cache where possible, so that it is read from disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
