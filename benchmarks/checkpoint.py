@@ -142,7 +142,6 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     """Return each method of saving, as a function of the round that returns this rank's seconds."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = run.engine.model, run.engine.optimizer
     parts, steps = time_parts(), iter(range(1, 10**6))
@@ -159,7 +158,7 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     def save_with_dcp(number: int, wait: bool) -> Times:
         target = folder / f"dcp-{number}-{wait}"
         started = time.perf_counter()
-        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        state = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer)}
         save = dcp.save if wait else dcp.async_save
         saving = save(state, checkpoint_id=target, process_group=run.world.side)
         blocked = time.perf_counter() - started
@@ -202,6 +201,24 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         "dcp async": lambda number: save_with_dcp(number, wait=False),
         "plain": write_plainly,
     }
+
+
+def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the optimizer's state by name, as DTensors; torch's get_state_dict knows no optimizer of local parts."""
+    from torch.distributed.tensor import DTensor
+
+    from fsdptrain.checkpoint.shards import named_parts
+
+    params, state = dict(model.named_parameters()), {}
+    for name, part in named_parts(optimizer).items():
+        param = params[name]
+        for key, value in optimizer.state[part].items():
+            if value.numel() == part.numel():
+                local = value.view(param.to_local().shape)
+                shape = {"shape": param.shape, "stride": param.stride()}
+                value = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, **shape)
+            state[f"{name}.{key}"] = value
+    return state
 
 
 def time_parts() -> Times:
