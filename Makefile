@@ -1,10 +1,10 @@
-# make demo · check · test · soak · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · test · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.config.gpus) # counted when needed: nvidia-smi may take seconds
 
-.PHONY: install demo check test soak bench profile gpu clean
+.PHONY: install demo check test soak cluster bench profile gpu clean
 
 install: .venv/installed
 
@@ -33,6 +33,11 @@ test: install
 
 soak: install
 	$(BIN)/python -m pytest -m soak -s
+
+# A private Slurm of two nodes on this machine, as root on Debian or Ubuntu: submit, cancel, requeue, time limit.
+cluster: install
+	command -v slurmctld >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	$(BIN)/python -m pytest -m cluster -s
 
 # The comparisons of docs/measurements.md with other tools; run this on an idle machine.
 bench: install

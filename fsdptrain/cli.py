@@ -22,6 +22,7 @@ from fsdptrain.errors import (
     FsdptrainError,
     OutOfMemory,
     RecipeError,
+    Stopped,
     disk_full_error,
     first_line,
     is_disk_full,
@@ -32,6 +33,8 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
     from fsdptrain.rundir import RunDir
+    from fsdptrain.validate.client import Request
+    from fsdptrain.validate.findings import Outcome
 
 
 app = typer.Typer(
@@ -126,11 +129,16 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _internal_errors_recorded(rundir: RunDir) -> Iterator[None]:
-    """Write the traceback of an unexpected exception into the run folder, and raise it as an FsdptrainError."""
+def _errors_recorded(rundir: RunDir) -> Iterator[None]:
+    """Write an error as an event, and the traceback of an unexpected one, which is raised as an FsdptrainError."""
+    from fsdptrain.events import record_error
+
     try:
         yield
-    except FsdptrainError:
+    except FsdptrainError as error:
+        if not isinstance(error, Stopped):  # the workers have written that they stopped
+            with contextlib.suppress(OSError):
+                record_error(rundir, error)
         raise
     except Exception as error:
         record = rundir.logs / "defect.txt"
@@ -195,7 +203,7 @@ def run(
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
-        with _internal_errors_recorded(rundir):
+        with _errors_recorded(rundir):
             try:
                 launch(plan, screen, earlier)
             except OutOfMemory as error:
@@ -233,12 +241,9 @@ def validate(
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = _load_recipe(recipe, overrides)
-        from rich.console import Console
-
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
-        from fsdptrain.screen import Screen
-        from fsdptrain.validate.client import make_request, run_dry_run
+        from fsdptrain.validate.client import make_request
         from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
@@ -254,10 +259,7 @@ def validate(
         request = dataclasses.replace(
             request, plot=plot_path, price=price, mtbf_hours=mtbf_hours, advise=advise, build=build
         )
-        # Show progress on standard error, because standard output is for the result.
-        console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
-        with Screen(console) as screen:
-            outcome = run_dry_run(request, screen)
+        outcome = _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
@@ -272,6 +274,18 @@ def validate(
         print(blank_line + wrapped_for(_problems_text(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
+
+
+def _run_dry_run(request: Request) -> Outcome:
+    """Run a dry run; show its progress on standard error, because standard output is for the result."""
+    from rich.console import Console
+
+    from fsdptrain.screen import Screen
+    from fsdptrain.validate.client import run_dry_run
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
+    with Screen(console) as screen:
+        return run_dry_run(request, screen)
 
 
 @app.command()
@@ -319,6 +333,87 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     if inside := next((part for part in parts if target.is_relative_to(part)), None):
         raise RecipeError(f"--out: {out} is inside {inside}, which the run itself writes; name a new folder")
     return target
+
+
+@app.command()
+def submit(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="slurm, k8s (Kubeflow Trainer) or hosts")] = "slurm",
+    nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="0: train on the CPU")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="the GPUs of a node, such as 8xh100-80gb: refuse a run that does not fit")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="slurm: an option of sbatch, such as --constraint=ib")
+    ] = None,
+    time_limit: Annotated[str | None, typer.Option("--time", help="slurm: time limit, after which it resumes")] = None,
+    partition: Annotated[str | None, typer.Option(help="slurm: partition")] = None,
+    account: Annotated[str | None, typer.Option(help="slurm: account")] = None,
+    hosts: Annotated[str | None, typer.Option(help="hosts: their names, as a,b,c")] = None,
+    image: Annotated[str | None, typer.Option(help="k8s: container image with fsdptrain")] = None,
+    volume: Annotated[str | None, typer.Option(help="k8s: CLAIM:PATH of a PersistentVolumeClaim for the run")] = None,
+    runtime: Annotated[str, typer.Option(help="k8s: name of the training runtime")] = "torch-distributed",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
+) -> None:
+    """Run a recipe as a job. Prints the manifest for Kubernetes, and the commands for hosts."""
+    written = _load_recipe(recipe, overrides)
+    from fsdptrain.config.hardware import parse_hardware
+    from fsdptrain.launch import submit as jobs
+
+    target, names = parse_hardware(hardware) if hardware else None, hosts.split(",") if hosts else []
+    gpus = gpus_per_node if gpus_per_node is not None or target is None else target.count
+    job = jobs.prepare_job(recipe, written, overrides or [], on, nodes or len(names) or None, gpus)
+    if hardware and target:
+        card = hardware if "=" in hardware else target.hardware.name
+        _check_fit(_load_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
+    if on == "k8s":
+        print(jobs.manifest(job, image, volume, runtime), end="")
+    elif on == "hosts":
+        print("\n".join(jobs.host_commands(job, names)))
+    else:
+        named = {"time": time_limit, "partition": partition, "account": account}
+        options = [*(f"--{name}={value}" for name, value in named.items() if value), *(sbatch or [])]
+        script = jobs.slurm_script(job, options)
+        if dry_run:
+            print(script, end="")
+        else:
+            number, run_dir = jobs.submit_to_slurm(job, script), job.plan.run_dir
+            print(f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}")
+
+
+def _check_fit(written: LoadedRecipe, hardware: str) -> None:
+    """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
+    from fsdptrain.page import Page
+    from fsdptrain.validate.client import make_request
+    from fsdptrain.validate.summary import show_outcome
+
+    outcome = _run_dry_run(make_request(written, hardware, trust_remote_code=False))
+    if outcome.exit_code:
+        show_outcome(outcome, Page())
+        print(_problems_text(outcome.problems), file=sys.stderr)
+        sys.exit(outcome.exit_code)
+    print(outcome.verdict, file=sys.stderr)
+
+
+@app.command()
+def status(
+    run_dir: RunDirArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+) -> None:
+    """Show what goes on in a run. Works on any machine that sees its folder; changes nothing."""
+    from fsdptrain.launch.status import Observer, show_status, watch
+    from fsdptrain.page import Page
+    from fsdptrain.rundir import RunDir
+
+    observer, page = Observer(RunDir(_expanded_path(run_dir).absolute())), Page()
+    if as_json:
+        print(json.dumps(observer.facts(), indent=2))
+    elif page.console.is_terminal and not page.console.is_dumb_terminal:
+        watch(observer, page.console)
+    else:
+        show_status(observer.facts(), page)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fsdptrain.errors import to_record
 from fsdptrain.rundir import RunDir
 
 Record = dict[str, Any]
@@ -109,6 +110,12 @@ class Reporter:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+
+def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:
+    """Write an `error` event, with these fields."""
+    with contextlib.closing(Reporter(rundir)) as reporter:
+        reporter.event("error", **where, **to_record(error))
 
 
 def cut_partial_lines(rundir: RunDir) -> None:

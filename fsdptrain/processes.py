@@ -24,6 +24,10 @@ from typing import Any, NoReturn
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
 
+# A SIGTERM so soon after another is the same request: at a time limit, Slurm sends it to a step, and to its job.
+SAME_REQUEST_S = 0.7
+
+
 class StopRequest:
     """Count stop signals while entered. The first one requests an orderly stop, the second an immediate one."""
 
@@ -34,6 +38,7 @@ class StopRequest:
         self.signals = signals or tuple(default)
         self.count = 0
         self.name = ""
+        self._last = float("-inf")  # when the last signal came
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -46,7 +51,9 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        before, self._last = self._last, time.monotonic()
+        if number != signal.SIGTERM or self._last - before > SAME_REQUEST_S:
+            self.count += 1
         self.name = signal.Signals(number).name
 
     @property

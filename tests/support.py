@@ -24,6 +24,9 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 
+# What begins the names of the variables from which a launcher is recognised.
+LAUNCHERS = ("TORCHELASTIC", "RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_STEP", "OMPI_COMM", "MPI_LOCAL", "PET_")
+
 STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, overrides)
     "FULL_SHARD": (1, []),
     "SHARD_GRAD_OP": (1, []),
@@ -73,10 +76,8 @@ def write_recipe(tmp: Path, **changes: Any) -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment of this process, with one thread per process and the Hub offline."""
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK", "WORLD"))
-    }
+    """Return the environment of this process without launchers, with one thread per process and the Hub offline."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
 
 

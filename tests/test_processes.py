@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError
+from fsdptrain.processes import SAME_REQUEST_S, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
 FSDPTRAIN = ("-m", "fsdptrain")
@@ -186,3 +189,17 @@ def test_a_file_name_that_the_locale_cannot_encode_is_refused_with_the_way_out(t
     recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
     code, stderr = run_redirected("> /dev/null", "run", recipe, **ASCII)
     assert code == 2 and "set LC_ALL=C.UTF-8" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_a_repeated_sigterm_is_one_request_and_a_later_one_is_a_second() -> None:
+    with StopRequest() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert (stop.count, stop.by) == (1, "SIGTERM")
+        time.sleep(SAME_REQUEST_S + 0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.count == 2
+    with StopRequest() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.count, stop.by) == (2, "Ctrl-C")

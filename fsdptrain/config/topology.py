@@ -69,7 +69,7 @@ def find_topology(
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     launch, launched = recipe.launch, find_launcher(env)
     if launched:
-        _check_agreement(recipe, launched, explicit)
+        check_agreement(recipe, launched, explicit)
     nnodes = launched.nnodes if launched else launch.nnodes
     endpoint = launched.endpoint if launched else launch.rdzv_endpoint
     nproc = launched.nproc_per_node if launched else None
@@ -86,7 +86,7 @@ def find_topology(
     return topology
 
 
-def _check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
+def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
     """Raise RecipeError for keys of `launch` that contradict the launcher."""
     known = {
         "launch.nnodes": launched.nnodes,
@@ -126,6 +126,12 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
             f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
         )
     return Topology(device, count // nproc, nproc)
+
+
+def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:
+    """Return the processes of a run as a job on `nnodes` nodes with so many GPUs each (0: on the CPU)."""
+    device: Literal["cpu", "cuda"] = "cuda" if gpus_per_node else "cpu"
+    return Topology(device, nnodes, _workers(recipe, nnodes, gpus_per_node or 2))
 
 
 def _workers(recipe: Recipe, nnodes: int, available: int) -> int:

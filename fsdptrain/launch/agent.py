@@ -89,8 +89,9 @@ def run_on_this_node(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Fa
     }
     while None in (codes := [worker.poll() for worker in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
-    terminate(list(workers.values()))
-    return {rank: Failure(code, files[rank]) for rank, worker in workers.items() if (code := worker.returncode)}
+    killed = terminate(list(workers.values()))
+    failed = {rank: worker.returncode for rank, worker in workers.items() if worker not in killed}
+    return {rank: Failure(code, files[rank]) for rank, code in failed.items() if code}
 
 
 def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dict[str, str]:
@@ -113,8 +114,13 @@ def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dic
     }
 
 
-def terminate(workers: list[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to the workers that still run, and kill those that do not end, as a stopped process does not."""
+def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Send SIGTERM to the workers that still run; kill those that do not end, and return these.
+
+    A process that was stopped does not end, nor does one that takes SIGTERM for a request to save (see
+    `train.worker.stop_signals`).
+    """
+    killed = []
     for worker in workers:
         worker.terminate()  # has no effect on a worker that has ended
     deadline = time.monotonic() + TERMINATE_S
@@ -123,6 +129,9 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> None:
             worker.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.kill()
+            worker.wait()
+            killed.append(worker)
+    return killed
 
 
 def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:

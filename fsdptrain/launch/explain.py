@@ -33,6 +33,18 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainE
     )
 
 
+def hung_ranks(rundir: RunDir, world: int, since: float) -> list[int]:
+    """Return the ranks with a hang report or a stack dump that is newer than `since` (seconds since 1970)."""
+
+    def is_new(path: Path) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            return status.st_size > 0 and status.st_mtime > since
+        return False
+
+    return [rank for rank in range(world) if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
+
+
 def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
     """Return one paragraph that says where each rank waits, from the reports of the watchdogs."""
     places: dict[str, list[int]] = {}

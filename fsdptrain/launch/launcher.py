@@ -10,20 +10,18 @@ No process outlives this one: the agent ends with it, and the workers end with t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
 from fsdptrain.errors import Stopped, WorkerError, WorkerLost
 from fsdptrain.events import Tail, cut_partial_lines
 from fsdptrain.launch.attempts import EarlierAttempts
-from fsdptrain.launch.explain import explain, explain_hang
+from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
@@ -129,16 +127,7 @@ class Attempt:
             time.sleep(POLL_S)
 
     def _hung_ranks(self) -> list[int]:
-        """Return the ranks with a hang report or a stack dump that is newer than this start."""
-
-        def is_new(path: Path) -> bool:
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                return status.st_size > 0 and status.st_mtime > self._started
-            return False
-
-        ranks, rundir = range(self.plan.topology.world_size), self.rundir
-        return [rank for rank in ranks if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
+        return hung_ranks(self.rundir, self.plan.topology.world_size, self._started)
 
     def _still_hung(self) -> bool:
         """Wait for the hang reports of the other ranks; return whether any rank still hangs."""
@@ -177,13 +166,16 @@ class Attempt:
             raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
         if hung := self._hung_ranks():
             raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when()))
-        if failure and code >= 0:  # if the agent was killed, its report may be incomplete
-            raise explain(json.loads(failure), self.rundir, self._when())
+        cause = json.loads(failure) if failure and code >= 0 else {}  # if the agent was killed, it may be incomplete
+        # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet.
+        unprepared = self.stop.count and (code == -signal.SIGTERM or cause.get("signal") == "SIGTERM")
+        if cause and not unprepared:
+            raise explain(cause, self.rundir, self._when())
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
             raise Stopped(f"stopped by {by} {when}; run the same command to continue")
-        if code == -signal.SIGTERM and self.stop.count:  # sent by this process before the agent could handle it
+        if unprepared:
             raise Stopped(
                 f"stopped by {self.stop.by} before the first step; nothing was lost; run the same command to continue"
             )

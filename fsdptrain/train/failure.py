@@ -28,7 +28,7 @@ from fsdptrain.errors import (
     shortened,
     to_record,
 )
-from fsdptrain.events import Reporter
+from fsdptrain.events import record_error
 from fsdptrain.files import write_atomically
 from fsdptrain.parallel.issued import ISSUED
 from fsdptrain.parallel.patches import unit_name
@@ -82,8 +82,7 @@ def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
     """Write the error to torchrun's error file, and as an `error` event to the metrics."""
     write_error_file(error)
-    with contextlib.closing(Reporter(plan.rundir)) as reporter:
-        reporter.event("error", rank=int(os.environ["RANK"]), **to_record(error))
+    record_error(plan.rundir, error, rank=int(os.environ["RANK"]))
 
 
 def write_error_file(error: FsdptrainError) -> None:

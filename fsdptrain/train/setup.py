@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -323,6 +324,7 @@ def start_facts(
         **({"quantisation_note": left} if (left := unquantised_note(inputs.prepared.trained, recipe)) else {}),
         **({"attention_note": note} if note else {}),
         "world_size": world.size,
+        "host": socket.gethostname(),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),
         "total_steps": sizes.total_steps,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -62,6 +63,17 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this worker to stop; all of them if none is returned.
+
+    The agent sends STOP_SIGNAL; its SIGTERM means that another worker failed. But `scancel` sends SIGTERM to every
+    process of a job, so where a launcher like Slurm started the run, it asks for a checkpoint, too.
+    """
+    if plan.topology.joined:
+        return ()
+    return (STOP_SIGNAL, signal.SIGTERM) if plan.topology.source else (STOP_SIGNAL,)
+
+
 def work(plan: Plan) -> NoReturn:
     """Train as one rank, then end the process with the right exit code.
 
@@ -72,7 +84,7 @@ def work(plan: Plan) -> NoReturn:
     joined = plan.topology.joined
     code = 0
     try:
-        with StopRequest(*(() if joined else (STOP_SIGNAL,))) as stop:
+        with StopRequest(*stop_signals(plan)) as stop:
             if joined and os.environ["RANK"] == "0":  # under torchrun there is no launcher that shows the run
                 with Screen() as screen:
                     started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from injection import valid_steps
 from safetensors.torch import load_file
-from support import environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
+from support import TESTS, environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -163,10 +165,10 @@ def test_a_resume_that_would_be_another_run_is_refused(finished: Any) -> None:
     assert done.returncode == 2 and "not empty" in done.stderr
 
 
-def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(recipe: Path, *overrides: str, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "fsdptrain", "run", str(recipe), *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra),
     )  # fmt: skip
 
 
@@ -226,6 +228,23 @@ def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
     assert done.stdout.count("step 2/2") == 1  # only rank 0 prints
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
     assert len(events(tmp_path / "run", "start")) == 1  # the partial line before it was cut off
+
+
+def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, train__steps=2000, checkpoint__every=None), tmp_path / "run"
+    recorded = json.loads((TESTS / "config" / "launchers.json").read_text())
+    (slurm,) = recorded["sbatch -N2 --ntasks-per-node=2, srun -N1 -n1"]  # one node of the job, one task
+    process = start(recipe, **slurm)
+    wait_for_step(run, 2)
+    for _ in range(2):
+        for pid in {process.pid, *processes_using(run)}:
+            os.kill(pid, signal.SIGTERM)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 75, output
+    assert "2 × cpu (from Slurm job 6), FULL_SHARD" in output
+    (stop,) = events(run, "stop")
+    assert valid_steps(run) == [stop["step"]] and stop["step"] >= 2
+    assert processes_using(run) == []
 
 
 def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:

@@ -1,0 +1,293 @@
+"""What goes on in a run, read from its folder by any machine that sees it. Changes nothing. No torch.
+
+The folder says what the workers did and when. Whether they still run is certain only where the lock of the folder can
+be seen: on the same machine. From another one, the age of the newest record must do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import RecipeError, first_line
+from fsdptrain.events import STEP_EVENTS, Record, Tail
+from fsdptrain.launch.explain import explain_hang, hung_ranks
+from fsdptrain.liveline import LiveLine, Part
+from fsdptrain.page import Page
+from fsdptrain.rundir import RunDir
+from fsdptrain.screen import ETA_STEPS
+from fsdptrain.text import counted, duration, rate, wrapped
+
+REFRESH_S = 1.0
+
+
+LOCKS = Path("/proc/locks")  # every lock on this machine that this process may see
+
+
+CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has caught up
+
+
+SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
+
+
+ENDED = ("finished", "stopped", "failed", "killed")
+
+
+class Observer:
+    """Follows a run: `facts` reads what is new in its folder, and returns what is known."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        """Raise RecipeError if the folder has no plan that this version can read."""
+        self.rundir = rundir
+        try:
+            self.plan = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RecipeError(f"{rundir.root} is not a run folder: it has no plan.json") from None
+        except Exception as error:  # of another version: JSON, OmegaConf and dataclasses raise many types
+            raise RecipeError(f"{rundir.plan} cannot be read by this version: {first_line(error)}") from None
+        self._metrics = Tail(rundir.metrics, from_end=False)
+        self._progress = Tail(rundir.progress, from_end=False)
+        self._last: dict[str, Record] = {}  # the newest record of each kind, without those that a resume undid
+        self._ends: list[Record] = []  # what ended the attempt that was started last
+        self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
+        self._attempts = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Return the state of the run, why it is in this state, and how far it is; times are in seconds."""
+        self._read()
+        now, last = time.time(), self._last
+        step, start = last.get("step", {}), last.get("start", {})
+        total, made = start.get("total_steps"), self._steps_made()
+        newest = max((record["at"] for record in last.values()), default=None)
+        silent_s = None if newest is None else max(0.0, now - newest)
+        state, why = self._state(made, total, silent_s)
+        running = state == "running"
+        checkpoint = self._checkpoint(now)
+        return {
+            "state": state,
+            "why": why,
+            "name": self.plan.recipe.name,
+            "run_dir": str(self.rundir.root),
+            "ranks": self.plan.topology.world_size,
+            "nodes": self.plan.topology.nnodes,
+            "source": self.plan.topology.source or None,
+            "host": start.get("host"),
+            "attempts": self._attempts,
+            "last_record_age_s": silent_s,
+            "stage": self._stage() if running else None,
+            "step": made,
+            "total_steps": total,
+            **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
+            "eta_s": self._eta_s(made, total) if running else None,
+            "eval": {name: last["eval"][name] for name in ("step", "loss")} if "eval" in last else None,
+            "checkpoint": checkpoint,
+            "unsaved_steps": max(0, made - (checkpoint["step"] if checkpoint else 0)),
+            "straggler": self._straggler(made) if running else None,
+            "hung_ranks": self._hung_ranks(),
+            "export": last.get("export", {}).get("path"),
+        }
+
+    def _read(self) -> None:
+        """Read the records that are new."""
+        for record in self._metrics.read():
+            kind, step = record.get("event"), record.get("step")
+            if not isinstance(kind, str) or not isinstance(record.get("at"), (int, float)):
+                continue  # not of fsdptrain
+            if kind == "start":
+                self._attempts += 1
+                self._ends = []
+                self._step_times.clear()
+            elif kind == "resume" and isinstance(step, int):
+                for undone in STEP_EVENTS:
+                    if self._last.get(undone, {}).get("step", 0) > step:
+                        del self._last[undone]
+            elif kind in ("stop", "error"):
+                self._ends.append(record)
+            elif kind == "step":
+                self._step_times.append(record["step_s"])
+            self._last[kind] = record
+        for record in self._progress.read():
+            self._last["progress"] = record
+
+    def _steps_made(self) -> int:
+        """Return the number of the last step that is not undone."""
+        return max(int(self._last.get(kind, {}).get("step") or 0) for kind in ("step", "resume"))
+
+    def _state(self, made: int, total: int | None, silent_s: float | None) -> tuple[str, str]:
+        """Return the state in one word, and what it is derived from."""
+        here = is_locked(self.rundir)
+        if self._is_finished(made, total):
+            return "finished", f"all {counted(made, 'step')} are trained"
+        if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
+            return self._end()
+        if hung := self._hung_ranks():
+            return "hung", explain_hang(hung, self.plan, self.rundir, f"after step {made}")
+        if here:
+            return "running", "on this machine"
+        host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
+        if silent_s is None:
+            return "starting", "nothing was recorded yet"
+        if host == socket.gethostname() and self.plan.topology.nnodes == 1:
+            return "killed", "no process holds the lock of the folder, and none recorded why the run ended"
+        where = f"on {host or 'another machine'}"
+        if silent_s <= limit:
+            return "running", f"{where}: its newest record is {duration(silent_s)} old"
+        return "silent", (
+            f"nothing was recorded for {duration(silent_s)}, longer than launch.timeout_s ({limit} s): it ran {where} "
+            "and was killed there, or cannot write to this folder"
+        )
+
+    def _end(self) -> tuple[str, str]:
+        """Return how the newest attempt ended.
+
+        Every rank that fails says so, and the launcher of each node. A rank that lost its peers is no cause, and a
+        launcher knows which rank failed first.
+        """
+        newest = self._ends[-1]
+        if newest["event"] == "stop":
+            return "stopped", f"by {newest.get('signal')} after step {newest.get('step')}; run it again to continue"
+        errors = [end for end in self._ends if end["event"] == "error" and newest["at"] - end["at"] < SAME_END_S]
+        cause = min(errors, key=lambda end: (end.get("type") == "WorkerLost", "rank" in end, end["at"]))
+        rank = f"rank {cause['rank']}: " if "rank" in cause else ""
+        return "failed", f"{rank}{cause.get('message')}"
+
+    def _is_finished(self, made: int, total: int | None) -> bool:
+        """Return whether all steps are trained and, if the recipe wants it, the model is exported since."""
+        if total is None or made < total:
+            return False
+        exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
+        return exported or (not self.plan.recipe.export.at_end and made == self._last.get("save", {}).get("step"))
+
+    def _stage(self) -> dict[str, Any] | None:
+        """Return the work that is reported last, such as tokenising, if no event came after it."""
+        progress = self._last.get("progress")
+        newest = max((record["at"] for kind, record in self._last.items() if kind != "progress"), default=0.0)
+        if progress is None or progress["at"] < newest:
+            return None
+        return {name: progress[name] for name in ("stage", "done", "total")}
+
+    def _eta_s(self, made: int, total: int | None) -> float | None:
+        if total is None or not self._step_times:
+            return None
+        return (total - made) * statistics.fmean(self._step_times)
+
+    def _checkpoint(self, now: float) -> dict[str, Any] | None:
+        """Return the newest checkpoint that was recorded, wherever it is."""
+        if not (save := self._last.get("save")):
+            return None
+        return {"step": save["step"], "path": save.get("path"), "age_s": max(0.0, now - save["at"])}
+
+    def _hung_ranks(self) -> list[int]:
+        since = float(self._last.get("start", {}).get("at", 0.0))
+        return hung_ranks(self.rundir, self.plan.topology.world_size, since)
+
+    def _straggler(self, made: int) -> Record | None:
+        found = self._last.get("straggler")
+        if found is None or made - found["step"] > CURRENT_STEPS:
+            return None
+        return {name: found[name] for name in ("step", "rank", "cause", "cost")}
+
+
+def is_locked(rundir: RunDir) -> bool:
+    """Return whether a process that this machine can see holds a lock of the run folder.
+
+    The lock is not tried, because a run that starts at that moment would be refused.
+    """
+    with contextlib.suppress(OSError):
+        held = {line.split()[-3] for line in LOCKS.read_text(encoding="ascii").splitlines() if " FLOCK " in line}
+        for path in rundir.logs.glob("lock*"):
+            status = path.stat()
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            if f"{device}:{status.st_ino}" in held:
+                return True
+    return False
+
+
+def show_status(facts: dict[str, Any], page: Page) -> None:
+    """Print the facts as labelled lines."""
+    for line in status_lines(facts):
+        page.say(line)
+
+
+def watch(observer: Observer, console: Console) -> None:
+    """Show the facts on a terminal, always new, until the run has ended or the user presses Ctrl-C."""
+    bar, text = LiveLine(), Text()
+    with contextlib.suppress(KeyboardInterrupt), Live(Group(text, bar), console=console, auto_refresh=False) as display:
+        while True:
+            facts = observer.facts()
+            ended = facts["state"] in ENDED
+            text.plain = wrapped("\n".join(status_lines(facts)), console.width)
+            bar.clear()
+            if facts["total_steps"] and not ended:
+                bar.show_step(
+                    facts["step"], facts["total_steps"], [Part(1, f"{facts['step'] / facts['total_steps']:.1%}")]
+                )
+            display.refresh()
+            if ended:
+                return
+            time.sleep(REFRESH_S)
+
+
+def status_lines(facts: dict[str, Any]) -> list[str]:
+    """Return one labelled line for each thing that is known."""
+    between = " " if facts["why"].startswith(("on ", "by ")) else "; "
+    lines = {
+        "run": f"{facts['name']}: {facts['state']}{between}{facts['why']}",
+        "ranks": _ranks_text(facts),
+        "step": _step_text(facts),
+        "stage": _stage_text(facts),
+        "eval": facts["eval"] and f"held-out loss {facts['eval']['loss']:.4f} at step {facts['eval']['step']:,}",
+        "saved": _checkpoint_text(facts),
+        "slow": _straggler_text(facts),
+        "export": facts["export"],
+    }
+    return [f"{label:<7}{text}" for label, text in lines.items() if text]
+
+
+def _ranks_text(facts: dict[str, Any]) -> str:
+    nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
+    host = f", rank 0 on {facts['host']}" if facts["host"] else ""
+    starts = f"; started {facts['attempts']} times" if facts["attempts"] > 1 else ""
+    return f"{facts['ranks']}{nodes}{f' (from {source})' if (source := facts['source']) else ''}{host}{starts}"
+
+
+def _step_text(facts: dict[str, Any]) -> str:
+    if facts["total_steps"] is None:
+        return ""
+    parts = [f"{facts['step']:,} of {facts['total_steps']:,}"]
+    if facts["loss"] is not None:
+        parts += [f"loss {float(facts['loss']):.4f}", rate(facts["positions_per_s"]), f"{facts['step_s']:.2f} s a step"]
+    if facts["eta_s"] is not None:
+        parts.append(f"ETA {duration(facts['eta_s'])}")
+    return " · ".join(parts)
+
+
+def _stage_text(facts: dict[str, Any]) -> str:
+    if not (stage := facts["stage"]):
+        return ""
+    return stage["stage"] + (f": {stage['done']:,} of {stage['total']:,}" if stage["total"] > 1 else "")
+
+
+def _checkpoint_text(facts: dict[str, Any]) -> str:
+    if not (checkpoint := facts["checkpoint"]):
+        return "no checkpoint yet"
+    unsaved = f"; {counted(facts['unsaved_steps'], 'step')} since" if facts["unsaved_steps"] else ""
+    return f"step {checkpoint['step']:,}, {duration(checkpoint['age_s'])} ago{unsaved}"
+
+
+def _straggler_text(facts: dict[str, Any]) -> str:
+    if not (found := facts["straggler"]):
+        return ""
+    cost = f"about {found['cost']:.0%} of each step"
+    return f"rank {found['rank']}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"

@@ -1,0 +1,120 @@
+"""Runs under a real Slurm: submitted, cancelled, requeued, and past their time limit. Run by `make cluster`.
+
+Whatever happens to a job, the run is bitwise equal to an undisturbed one when it is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from injection import differences, last_step, small_recipe, valid_steps
+from slurm import NODES, Slurm, missing, private_slurm
+from support import TESTS, environment, events, fsdptrain, python_path
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+HYBRID: dict[str, Any] = {"fsdp__strategy": "HYBRID_SHARD", "launch__nproc_per_node": 2}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with private_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was submitted, and that nothing disturbed."""
+    tmp = tmp_path_factory.mktemp("whole")
+    job = slurm.submit(small_recipe(tmp, **HYBRID))
+    facts = slurm.wait(job, "COMPLETED", "FAILED")
+    assert facts["JobState"] == "COMPLETED", log_of(tmp / "run", job)
+    return tmp / "run"
+
+
+def slowly(seconds: float) -> dict[str, str]:
+    """Return the environment in which every step takes so much longer."""
+    fault = {"where": "fsdptrain.data.corpus:Corpus.batch", "do": "sleep", "rank": 0, "times": None}
+    faults = [{**fault, "how": {"seconds": seconds}}]
+    return environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=json.dumps(faults))
+
+
+def log_of(run: Path, job: str) -> str:
+    return (run / "logs" / f"slurm-{job}.log").read_text()
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 200) -> None:
+    end = time.monotonic() + timeout
+    while last_step(run) < step:
+        assert time.monotonic() < end, f"no step {step}"
+        time.sleep(0.2)
+
+
+def test_a_submitted_job_trains_on_both_nodes(whole: Path) -> None:
+    plan = json.loads((whole / "plan.json").read_text())
+    assert (plan["topology"]["nnodes"], plan["replicas"], plan["shard_size"]) == (2, 2, 2)
+    (start,) = events(whole, "start")
+    assert start["world_size"] == 4 and start["host"] in NODES
+    (log,) = whole.glob("logs/slurm-*.log")
+    text = log.read_text()
+    assert f"4 × cpu on 2 nodes (from {plan['topology']['source']})" in text
+    assert text.count("step 12/12") == 1  # only the first node prints
+    assert json.loads(fsdptrain("status", whole, "--json").stdout)["state"] == "finished"
+
+
+def test_the_layout_does_not_change_the_curve(whole: Path, tmp_path: Path) -> None:
+    done = fsdptrain("run", small_recipe(tmp_path, train__steps=12))
+    assert done.returncode == 0, done.stderr
+    for mine, one in zip(events(tmp_path / "run", "step"), events(whole, "step"), strict=True):
+        assert mine["loss"] == pytest.approx(one["loss"], rel=1e-5) and mine["samples"] == one["samples"]
+
+
+def test_a_task_for_each_rank(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdptrain", "run", small_recipe(tmp_path, **HYBRID)]
+    output = slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *command)
+    assert output.count("step 12/12") == 1 and differences(tmp_path / "run", whole) == []
+
+
+def test_scancel_saves_and_does_not_come_back(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, checkpoint__every=None, **HYBRID), tmp_path / "run"
+    job = slurm.submit(recipe, **slowly(1.0))
+    wait_for_step(run, 3)
+    slurm.call("scancel", job)
+    slurm.wait(job, "CANCELLED")
+    while "EndTime" not in slurm.facts(job) or slurm.call("squeue", "--noheader"):
+        time.sleep(0.5)
+    (stop,) = events(run, "stop")
+    assert valid_steps(run) == [stop["step"]] and slurm.facts(job)["JobState"] == "CANCELLED"
+    assert json.loads(fsdptrain("status", run, "--json").stdout)["state"] == "stopped"
+    second = slurm.submit(recipe)
+    slurm.wait(second, "COMPLETED")
+    assert f"resumes after step {stop['step']}" in log_of(run, second)
+    assert differences(run, whole) == []
+
+
+def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, **HYBRID), tmp_path / "run"
+    job = slurm.submit(recipe, **slowly(1.0))
+    wait_for_step(run, 5)
+    slurm.call("scontrol", "requeue", job)
+    facts = slurm.wait(job, "COMPLETED", "FAILED")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    assert differences(run, whole) == []
+
+
+def test_a_job_continues_after_its_time_limit(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, checkpoint__every=None, **HYBRID), tmp_path / "run"
+    job = slurm.submit(recipe, "--time", "3", "--sbatch=--signal=B:USR1@60", **slowly(12.0))  # steps of 144 s in all
+    facts = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1, log_of(run, job)
+    stops = events(run, "stop")
+    assert stops and {stop["signal"] for stop in stops} == {"SIGUSR1"}
+    saved = [stop["step"] for stop in stops if stop["step"]]  # on a busy machine the first step may come too late
+    assert saved and [event["step"] for event in events(run, "resume") if event["step"]] == saved
+    assert differences(run, whole) == []

@@ -1,0 +1,171 @@
+"""What `fsdptrain status` derives from a run folder: of events written by hand, and of a run that is watched."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from rich.console import Console
+from support import fsdptrain, write_recipe
+from terminal import Terminal
+
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.errors import RecipeError, WorkerLost
+from fsdptrain.events import progress_record, record_error
+from fsdptrain.launch.status import Observer, is_locked, show_status
+from fsdptrain.page import Page
+from fsdptrain.rundir import RunDir
+
+HERE = socket.gethostname()
+STEP = {
+    "loss": 5.5, "lr": 3e-4, "grad_norm": 0.8, "step_s": 2.0, "positions_per_s": 1024.0, "mfu": 0.3,
+    "total_tokens": 1, "total_positions": 1, "total_s": 1.0,
+}  # fmt: skip
+
+
+class Written:
+    """A run folder as the workers write it."""
+
+    def __init__(self, tmp: Path, nodes: int = 1, **changes: Any) -> None:
+        written = load(write_recipe(tmp, **changes))
+        plan = make_plan(written, Topology("cpu", nodes, 2, source="Slurm job 7" if nodes > 1 else ""))
+        self.rundir = plan.rundir
+        self.rundir.logs.mkdir(parents=True)
+        self.rundir.plan.write_text(plan.to_json())
+
+    def event(self, kind: str, ago_s: float = 0.0, **fields: Any) -> None:
+        with self.rundir.metrics.open("a") as stream:
+            stream.write(json.dumps({"event": kind, "at": time.time() - ago_s, **fields}) + "\n")
+
+    def start(self, total: int = 100, host: str = HERE, ago_s: float = 500.0) -> None:
+        self.event("start", ago_s, total_steps=total, host=host)
+
+    def steps(self, last: int, first: int = 1, ago_s: float = 0.0) -> None:
+        for number in range(first, last + 1):
+            self.event("step", ago_s, step=number, **STEP)
+
+    def facts(self) -> dict[str, Any]:
+        return Observer(self.rundir).facts()
+
+    def shown(self) -> str:
+        page = Page(Console(file=io.StringIO()))
+        show_status(self.facts(), page)
+        return page.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_whose_lock_is_held_here_is_running(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start()
+    run.steps(10, ago_s=400)
+    run.event("save", step=8, path="/x/step-00000008", bytes=1, seconds=0.1)
+    run.event("straggler", step=10, rank=1, cause="input", cost=0.25)
+    assert run.facts()["state"] == "killed"  # the same machine, and no lock
+    with FileLock(run.rundir.logs / "lock"):
+        assert is_locked(run.rundir)
+        facts = run.facts()
+        text = run.shown()
+    assert not is_locked(run.rundir)
+    assert (facts["state"], facts["step"], facts["eta_s"], facts["unsaved_steps"]) == ("running", 10, 180.0, 2)
+    assert facts["straggler"] == {"step": 10, "rank": 1, "cause": "input", "cost": 0.25}
+    assert "run    run: running on this machine\n" in text
+    assert "step   10 of 100 · loss 5.5000 · 1,024 tok/s · 2.00 s a step · ETA 3:00\n" in text
+    assert "saved  step 8, 0:0" in text and " ago; 2 steps since\n" in text
+    assert "slow   rank 1: all others wait for its input, about 25% of each step (at step 10)\n" in text
+
+
+@pytest.mark.parametrize(("ago_s", "state"), [(5, "running"), (500, "silent")])
+def test_of_another_machine_the_age_of_the_newest_record_counts(ago_s: float, state: str, tmp_path: Path) -> None:
+    run = Written(tmp_path, nodes=2)
+    run.start(host="n1")
+    run.steps(3, ago_s=ago_s)
+    facts = run.facts()
+    assert (facts["state"], facts["source"], facts["nodes"]) == (state, "Slurm job 7", 2)
+    assert "on n1" in facts["why"] and ("longer than launch.timeout_s (60 s)" in facts["why"]) == (state == "silent")
+    assert (facts["eta_s"] is None) == (state == "silent")
+    assert "4 on 2 nodes (from Slurm job 7), rank 0 on n1" in run.shown()
+
+
+def test_how_a_run_ended(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    assert (run.facts()["state"], run.facts()["step"]) == ("starting", 0)
+    run.start()
+    run.steps(5)
+    record_error(run.rundir, WorkerLost("connection closed"), rank=1)
+    record_error(run.rundir, WorkerLost("rank 0 was killed by SIGKILL after step 5"))
+    facts = run.facts()
+    assert (facts["state"], facts["why"]) == ("failed", "rank 0 was killed by SIGKILL after step 5")
+    # Started again: the earlier error is history, and steps that the resume undid do not count.
+    run.start()
+    run.event("resume", step=2)
+    assert (run.facts()["step"], run.facts()["attempts"], run.facts()["loss"]) == (2, 2, None)
+    run.steps(3, first=3)
+    run.event("stop", step=3, signal="SIGTERM")
+    assert run.facts()["why"] == "by SIGTERM after step 3; run it again to continue"
+    run.start(total=4)
+    run.steps(4, first=4)
+    with FileLock(run.rundir.logs / "lock"):
+        assert run.facts()["state"] == "running"  # the export is missing
+    run.event("export", path="/x/export")
+    assert (run.facts()["state"], run.facts()["export"]) == ("finished", "/x/export")
+    assert "run    run: finished; all 4 steps are trained\n" in run.shown()
+
+
+def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
+    run = Written(tmp_path, nodes=2)
+    run.event("stop", ago_s=9, step=0, signal="SIGTERM")
+    assert run.facts()["state"] == "stopped"
+    with run.rundir.progress.open("w") as stream:
+        stream.write(json.dumps({**progress_record("tokenising", 30, 90), "at": time.time()}) + "\n")
+    assert (run.facts()["state"], run.facts()["stage"]) == ("running", {"stage": "tokenising", "done": 30, "total": 90})
+    assert "stage  tokenising: 30 of 90\n" in run.shown()
+    run.start(host="n1", ago_s=1)
+    run.steps(6)
+    run.rundir.hang_report(2).write_text(
+        json.dumps({"rank": 2, "waits": True, "where": "all-gather of model.layers.7"})
+    )
+    facts = run.facts()
+    assert (facts["state"], facts["hung_ranks"], facts["stage"]) == ("hung", [2], None)
+    assert "rank 2 waits in all-gather of model.layers.7" in facts["why"]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json"):
+        Observer(RunDir(tmp_path))
+    (tmp_path / "plan.json").write_text('{"version": 0}')
+    with pytest.raises(RecipeError, match="cannot be read by this version"):
+        Observer(RunDir(tmp_path))
+
+
+def test_records_that_are_written_meanwhile_are_read_once(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start()
+    observer = Observer(run.rundir)
+    run.steps(3)
+    assert [observer.facts()["step"] for _ in range(2)] == [3, 3]
+    run.steps(5, first=4)
+    assert observer.facts()["step"] == 5 and len(observer._step_times) == 5
+
+
+def test_a_watched_run_is_shown_until_it_ends(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start(total=6)
+    run.steps(3)
+    with FileLock(run.rundir.logs / "lock"), Terminal("status", run.rundir.root, columns=60) as terminal:
+        terminal.wait_for("step   3 of 6")
+        run.steps(5, first=4)
+        terminal.wait_for("step   5 of 6")
+        run.steps(6, first=6)
+        run.event("export", path="/x/export")
+        terminal.wait_for("finished; all 6 steps are trained")
+        assert terminal.process.wait(10) == 0
+    done = fsdptrain("status", run.rundir.root, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["state"] == "finished"
+    assert [path.name for path in run.rundir.logs.iterdir()] == ["lock"]  # nothing was written
