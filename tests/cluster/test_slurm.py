@@ -111,7 +111,7 @@ def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> No
 def test_a_job_continues_after_its_time_limit(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
     recipe, run = small_recipe(tmp_path, checkpoint__every=None, **HYBRID), tmp_path / "run"
     job = slurm.submit(recipe, "--time", "3", "--sbatch=--signal=B:USR1@60", **slowly(12.0))  # steps of 144 s in all
-    facts = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    facts = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", timeout=1200)  # each attempt has two minutes
     assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1, log_of(run, job)
     stops = events(run, "stop")
     assert stops and {stop["signal"] for stop in stops} == {"SIGUSR1"}
