@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptrain.config.dtypes import Dtype
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind
-from fsdptrain.config.strategy import COMPARE_COPIES_EVERY, DEFAULT_STRATEGY, Strategy
+from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
@@ -148,9 +148,9 @@ class Fsdp:
     )
     shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: the ranks of a node", at_least=1)
     compare_copies_every: int | None = key(
-        COMPARE_COPIES_EVERY,
-        "HYBRID_*, NO_SHARD: steps between two comparisons of the copies of the model, which are compared before each "
-        "checkpoint too; null: only then",
+        None,
+        "HYBRID_*, NO_SHARD: steps between two comparisons of the copies of the model; null: only at the start and "
+        "before each checkpoint",
         at_least=1,
     )
     wrap: Any = key(

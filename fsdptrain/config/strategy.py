@@ -9,8 +9,6 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
-COMPARE_COPIES_EVERY = 100  # steps, the default; a comparison reads each weight on the device once
-
 
 class CopySpan(Enum):
     """The ranks that share one copy of the model."""
@@ -116,9 +114,7 @@ class Strategy(StrEnum):
         """Return the keys of the recipe that have no effect with this strategy."""
         unused = []
         if not self.replicates:
-            unused.append(
-                UnusedKey("fsdp.compare_copies_every", COMPARE_COPIES_EVERY, "there is one copy of the model")
-            )
+            unused.append(UnusedKey("fsdp.compare_copies_every", None, "there is one copy of the model"))
         if not self.in_groups:
             unused.append(UnusedKey("fsdp.shard_size", None, "only HYBRID_* strategies shard in groups"))
         if self.span is CopySpan.RANK:

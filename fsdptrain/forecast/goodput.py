@@ -47,12 +47,12 @@ def goodput(plan: Plan, hardware: Hardware, step_s: float, checkpoint_bytes: int
     blocked, write = (copied, written) if checkpoint.async_ else (copied + written, 0.0)
     # What was trained while a checkpoint was being written is lost too, if a failure comes before the next one.
     restart = START_S + written + write
-    # A checkpoint begins only when the one before is complete.
-    interval = max(best_interval(blocked, job_s), write, step_s)
-    every = max(1, round(interval / step_s))
+    every = max(1, math.ceil(max(best_interval(blocked, job_s), write) / step_s))
 
     def share(steps: int) -> float:
-        return useful_share(max(steps * step_s, write), blocked, restart, job_s)
+        trained = steps * step_s
+        between = max(trained, write)  # a checkpoint waits until the one before is complete
+        return useful_share(between, blocked, restart, job_s) * trained / between
 
     own = checkpoint.every
     return Goodput(job_s / 3600, blocked, write, restart, every, share(every), share(own) if own else None)

@@ -95,11 +95,15 @@ def failure_lines(lost: Goodput, forecast: Forecast, plan: Plan, cost: Mapping[s
     ]
     if lost.own_share is not None:
         lines[0] += f", with checkpoint.every={checkpoint.every} in {lost.own_share:.1%}"
-    if cost and (share := lost.own_share or lost.share):
+    share = lost.share if lost.own_share is None else lost.own_share
+    if not share:
+        lines.append("so many failures leave no time between restarts: the run would not end")
+    elif cost:
         run_s = cost["run_s"] / share
         failures = run_s / 3600 / lost.mtbf_hours
+        interval = " at this interval" if lost.own_share is None else ""
         lines.append(
-            f"with {_amount(failures)} failures expected the run takes {duration(run_s)}, "
+            f"with {_amount(failures)} failures expected the run takes {duration(run_s)}{interval}, "
             f"{_amount(cost['gpu_hours'] / share)} {_unit(plan)}-hours"
             + (f", {_dollars(cost['dollars'] / share)}" if "dollars" in cost else "")
         )

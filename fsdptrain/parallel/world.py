@@ -25,6 +25,9 @@ from fsdptrain.processes import StopRequest
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 
 
+SLOW_S = 0.5  # of a matrix product that measures the speed of a device
+
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -62,7 +65,8 @@ class World:
     """All ranks of a run, seen from this one.
 
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
-    loop (checkpoint threads), so that its collectives never mix with those of the loop.
+    loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
+    the ranks.
     """
 
     rank: int
@@ -71,6 +75,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     side: dist.ProcessGroup
+    hosts: list[str]
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest) -> World:
@@ -98,7 +103,9 @@ class World:
         mesh = make_mesh(plan, device.type)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
-        return cls(rank, local_rank, topology.world_size, device, mesh, side)
+        hosts: list[str] = [""] * topology.world_size
+        dist.all_gather_object(hosts, socket.gethostname(), group=side)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, hosts)
 
     @property
     def replicas(self) -> int:
@@ -144,10 +151,6 @@ class World:
         dist.all_gather_object(values, value, group=self.side)
         return values
 
-    def hosts(self) -> list[str]:
-        """Return the host name of every rank; collective."""
-        return [str(name) for name in self.gather_objects(socket.gethostname())]
-
     def peak_memory(self) -> int:
         """Return this rank's peak in bytes: of the device memory that torch allocated, or of resident memory on CPU."""
         if self.device.type == "cuda":
@@ -192,14 +195,14 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def check_groups(plan: Plan, world: World) -> None:
-    """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one; collective.
+    """Raise RecipeError if ranks of several hosts share a copy that is meant to stay on one.
 
     HYBRID_* shards within nodes, because links between them are slow. A launcher may number the ranks in another order
     than by nodes. An `fsdp.shard_size` in the recipe allows groups of several nodes.
     """
     if not plan.recipe.fsdp.strategy.in_groups or plan.recipe.fsdp.shard_size is not None:
         return
-    hosts, strategy = world.hosts(), plan.recipe.fsdp.strategy
+    hosts, strategy = world.hosts, plan.recipe.fsdp.strategy
     for first, *others in world.mesh.mesh.reshape(-1, plan.shard_size).tolist():
         if other := next((rank for rank in others if hosts[rank] != hosts[first]), None):
             raise RecipeError(
@@ -211,22 +214,29 @@ def check_groups(plan: Plan, world: World) -> None:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
-    """Measure the FLOP/s of a `size`³ matrix product on random data; return the best of `rounds`."""
+    """Measure the FLOP/s of a `size`³ matrix product on random data; return the best of `rounds`.
+
+    Where one takes more than SLOW_S, as in bfloat16 on a CPU that has no units for it, smaller ones are used.
+    """
 
     def clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    with torch.random.fork_rng(devices=[]):
-        a = torch.randn(size, size, device=device).to(dtype)
-        b = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(rounds):
-        start = clock()
-        torch.mm(a, b)
-        best = min(best, clock() - start)
-    return float(2 * size**3 / best)
+    def shortest(size: int, rounds: int) -> float:
+        with torch.random.fork_rng(devices=[]):
+            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = []
+        for _ in range(rounds):
+            start = clock()
+            torch.mm(a, b)
+            seconds.append(clock() - start)
+        return min(seconds)
+
+    while size > 128 and 64 * shortest(size // 4, rounds=2) > SLOW_S:  # twice: the first call loads kernels
+        size //= 4
+    return 2 * size**3 / shortest(size, rounds)
 
 
 def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:

@@ -164,7 +164,7 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, rank=0, world_size=size, store=fake_store())
     try:
-        yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD)  # type: ignore[arg-type]
+        yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD, [])  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
 

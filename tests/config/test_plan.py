@@ -42,7 +42,7 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
     count = 4 if "4x80gb" in path.stem else 1 if "8b-lora" in path.stem else 8
     overrides = [] if on_cpu else [f"data.path={SHAKESPEARE}"]
     overrides += ["model.id=org/name"] if "gsm8k" in path.stem else []
-    overrides += ["launch.rdzv_endpoint=node0:29500"] if "8x8" in path.stem else []
+    overrides += ["launch.rdzv_endpoint=node0:29500"] if "hybrid" in path.stem else []
     plan = plan_of(path, *overrides, **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus(count)}))
     recipe = plan.recipe
     assert plan.replicas * plan.shard_size == plan.topology.world_size

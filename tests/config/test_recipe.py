@@ -74,6 +74,7 @@ data:
 fsdp:
   strategy: FULL_SHARD
   shard_size: null
+  compare_copies_every: null
   wrap: auto
   mixed_precision: {param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: null}
   backward_prefetch: BACKWARD_PRE
@@ -497,7 +498,9 @@ def test_every_limit_of_the_schema_is_held(tmp_path: Path) -> None:
             if (
                 limit in spec.metadata
                 and limit != "above"
-                and not path.startswith(("eval.", "fsdp.shard_size", "optim.momentum", "train.max_skipped"))
+                and not path.startswith(
+                    ("eval.", "fsdp.compare_copies_every", "fsdp.shard_size", "optim.momentum", "train.max_skipped")
+                )
             ):
                 read(tmp_path, with_key(path, str(spec.metadata[limit])))
     assert checked > 20

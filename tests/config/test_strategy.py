@@ -42,8 +42,8 @@ def test_groups_to_try_divide_the_nodes_and_are_neither_one_rank_nor_all() -> No
 def test_keys_without_effect_follow_from_what_a_strategy_gathers() -> None:
     unused = {str(s): {key.path.removeprefix("fsdp."): key.unset for key in s.unused_keys()} for s in Strategy}
     assert unused == {
-        "FULL_SHARD": {"shard_size": None},
-        "SHARD_GRAD_OP": {"shard_size": None, "backward_prefetch": "NONE"},
+        "FULL_SHARD": {"compare_copies_every": None, "shard_size": None},
+        "SHARD_GRAD_OP": {"compare_copies_every": None, "shard_size": None, "backward_prefetch": "NONE"},
         "HYBRID_SHARD": {},
         "HYBRID_SHARD_ZERO2": {"backward_prefetch": "NONE"},
         "NO_SHARD": {"shard_size": None, "forward_prefetch": 0, "backward_prefetch": "NONE"},

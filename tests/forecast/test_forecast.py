@@ -128,7 +128,7 @@ def test_a_visible_card_is_identified_by_name_and_memory() -> None:
 def test_mfu_and_forecast_use_the_same_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(World, "device_memory", lambda self: 80 * GIB)
-    world = World(0, 0, 1, torch.device("cuda", 0), None, None)  # type: ignore[arg-type]
+    world = World(0, 0, 1, torch.device("cuda", 0), None, None, [])  # type: ignore[arg-type]
     known = card(name, 80 * GIB)
     assert known and world.peak_flops(torch.bfloat16) == known.flops
 

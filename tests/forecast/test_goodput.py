@@ -73,3 +73,5 @@ def test_a_synchronous_checkpoint_stops_training_until_it_is_written(tmp_path: P
     assert waiting.write_s == 0 and waiting.blocked_s == pytest.approx(in_thread.blocked_s + 80)
     assert waiting.share < in_thread.share
     assert waiting.every > in_thread.every >= 40, "a checkpoint begins when the one before is complete"
+    # Ten steps take 20 seconds, and then wait another 60 until the checkpoint before is written.
+    assert in_thread.own_share == pytest.approx(0.25, abs=0.01)
