@@ -296,6 +296,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the recipe's")] = None,
     adapter: Annotated[str | None, typer.Option(help="separate, merged or both; default: the recipe's")] = None,
     merge_base: Annotated[str | None, typer.Option(help="original or dequantized; default: the recipe's")] = None,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="do not open the folder in a fresh process")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder. Needs one process and no GPU."""
     from typing import get_args, get_type_hints
@@ -319,7 +320,7 @@ def export(
     from fsdptrain.screen import Screen
 
     with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
-        export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base)
+        export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
 
 
 def _output_folder(out: Path, rundir: RunDir) -> Path:

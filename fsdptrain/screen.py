@@ -168,6 +168,8 @@ class Screen:
             self.say(f"  {_comparison_text(record['compared'])}")
         if record.get("opened"):
             self.say("  opened by transformers in a fresh process")
+        if "not_opened" in record:
+            self.say(f"  not opened in a fresh process: {record['not_opened']}")
         if "not_compared" in record:
             self.say(f"  not compared with the trained model: {record['not_compared']}")
         if "kept" in record:

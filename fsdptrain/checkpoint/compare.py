@@ -8,12 +8,13 @@ transformers takes seconds.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,25 @@ ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the 
 
 # The largest mean difference of logits, as a part of their spread, by the coarser dtype of training and export.
 # Rounding gives less: 1e-6 in float32, and about 1e-2 in bfloat16, whose numbers have 8 bits (2^-8 = 4e-3). A wrong
-# export gives about 1; one whose adapter has no effect gives what the adapter changes.
+# export gives about 1; one whose adapter has no effect gives what the adapter changes. The rounding of the logits
+# themselves is allowed as well: where they are far from zero (GPT-2's are near -100), it is the larger part.
 LIMITS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 
 
+QUANTISING_BYTES = 15  # a number of a weight that bitsandbytes quantises on a CPU: copies in float32, codes in int32
+
+
 LONGEST_S = 1800.0  # to open an export; then it is not compared
+
+
+# In the last error of the other process: it failed because of this machine, not because of the export.
+OF_THE_MACHINE = ("MemoryError", "can't allocate memory", "not enough memory", "ImportError", "ModuleNotFoundError")
+
+
+WAY_OUT = (
+    "The new export was removed; the checkpoint is not affected. To export without this check, run the same command "
+    "with export.compare=false, or fsdptrain export with --no-compare"
+)
 
 
 POLL_S = 0.2  # between checks whether the process is done
@@ -61,13 +76,13 @@ class Way:
     """One way to open an export: its folder inside the whole, the dtype, and the host memory that its weights take.
 
     `unquantised`, for an adapter: the layers that bitsandbytes leaves as they are; None: the base is not quantised.
-    `limit` is the largest mean difference as a part of the spread; None: any.
+    `rounded_to` is the coarser dtype of training and export, whose rounding may be the difference; None: any may be.
     """
 
     folder: str
     dtype: str
     memory: int
-    limit: float | None
+    rounded_to: str | None
     adapter: bool = False
     unquantised: list[str] | None = None
 
@@ -113,7 +128,9 @@ class FreshProcess:
             print(text, end="", file=sys.stderr, flush=True)
             lines = [line.strip() for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
             cause = next((line for line in reversed(lines) if "Error" in line), lines[-1])
-            raise CheckpointError(f"it cannot be opened in a fresh process: {cause}")
+            if any(word in cause for word in OF_THE_MACHINE):
+                return f"a fresh process could not open it: {cause}"
+            raise CheckpointError(f"it cannot be opened in a fresh process: {cause}. {WAY_OUT}")
         return load(logits)
 
     def close(self) -> None:
@@ -133,9 +150,20 @@ class Comparison:
         `trust`: the model's own code may run. `wait` is called while the other process works; it may raise.
         """
         self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
-        obstacle = memory_obstacle(ways)
-        self.facts: dict[str, Any] = {"not_compared": obstacle} if obstacle else {}
-        self._process = FreshProcess() if ways and not obstacle else None
+        self.facts: dict[str, Any] = {}
+        self._process = None
+        try:
+            obstacle = memory_obstacle(ways)
+            self._process = FreshProcess() if ways and not obstacle else None
+        except OSError as error:
+            obstacle = f"no process could be started: {error.strerror}"
+        if obstacle:
+            self.facts[self._omission] = obstacle
+
+    @property
+    def _omission(self) -> str:
+        """The name of the fact that says why nothing was compared, or without a sample why nothing was opened."""
+        return "not_compared" if self._sample else "not_opened"
 
     def check(self, root: Path) -> None:
         """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
@@ -147,7 +175,7 @@ class Comparison:
         job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
         answer = self._process.run(job, self._wait)
         if isinstance(answer, str):
-            self.facts["not_compared"] = answer
+            self.facts[self._omission] = answer
         elif sample:
             self.facts["compared"] = differences(sample, self._ways, answer)
         else:
@@ -168,25 +196,33 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
     """
     found = []
     for name, way in ways.items():
-        pairs = [(answer[f"{name}.{number}"], logits) for number, logits in enumerate(sample.logits)]
-        far = torch.cat([(opened - logits).abs().flatten() for opened, logits in pairs])
-        spread = torch.cat([(logits - logits.mean(-1, keepdim=True)).abs().flatten() for _, logits in pairs])
+        opened = torch.cat([answer[f"{name}.{number}"] for number in range(len(sample.rows))])
+        trained = torch.cat(sample.logits)
+        far, spread = (_centred(opened) - _centred(trained)).abs(), _centred(trained).abs()
         facts = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
-        tokens = sum(map(len, sample.rows))
-        if way.limit is not None and not facts["mean"] <= way.limit * facts["spread"]:
+        tokens, limit = sum(map(len, sample.rows)), None
+        if way.rounded_to:
+            rounding = torch.finfo(getattr(torch, way.rounded_to)).eps * trained.abs().mean().item()
+            limit = LIMITS[way.rounded_to] * facts["spread"] + rounding
+        if not math.isfinite(facts["mean"]) or (limit is not None and facts["mean"] > limit):
             raise CheckpointError(
                 f"the export ({name}) does not compute what was trained: on {tokens} tokens its logits differ by "
-                f"{facts['mean']:.3g} on average and {facts['largest']:.3g} at most, and rounding explains "
-                f"{way.limit * facts['spread']:.3g} on average. It was removed; the checkpoint is not affected. To "
-                "export without this check, run it again with export.compare=false"
+                f"{facts['mean']:.3g} on average and {facts['largest']:.3g} at most"
+                + (f", and rounding explains {limit:.3g} on average" if limit is not None else "")
+                + f". {WAY_OUT}"
             )
-        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, "limit": way.limit})
+        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, "limit": limit})
     return found
 
 
-def limit_of(*dtypes: str) -> float:
-    """Return the limit for an export that was trained and saved in these dtypes."""
-    return max(LIMITS[dtype] for dtype in dtypes)
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits less the mean of their token: what is common to all logits of a token changes no probability."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def coarser(*dtypes: str) -> str:
+    """Return the dtype with the largest limit."""
+    return max(dtypes, key=LIMITS.__getitem__)
 
 
 def memory_obstacle(ways: dict[str, Way]) -> str | None:
@@ -197,23 +233,52 @@ def memory_obstacle(ways: dict[str, Way]) -> str | None:
     return f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
 
 
-def available_memory() -> int:
-    """Return the bytes of host memory that a new process can use: of the machine, or of the container's limit."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        available = min(available, limit - used + int(counts["inactive_file"]))
-    except (OSError, ValueError):  # no limit
-        pass
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of host memory that a new process can use: of the machine, or of the job's or container's limit.
+
+    `root` holds /proc and /sys.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) * 1024
+    for group, limit, used, cache in _memory_groups(root):
+        try:
+            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            available = min(available, most - now + int(counts[cache]))
+        except (OSError, ValueError, KeyError):  # no limit, or not to be read
+            continue
     return available
 
 
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the folder of every control group whose memory limit holds for this process, and three names.
+
+    They are the files of its limit and of what is used, and in its memory.stat the files' cache, which can be freed.
+    """
+    folder = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            top, names = folder, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = folder / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = Path(name.lstrip("/"))
+        for part in (group, *group.parents):
+            yield (top / part, *names)
+
+
 def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:
-    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4."""
+    """Return the bytes of a skeleton's weights in a dtype, with the layers `quantised` in NF4.
+
+    Those need more while bitsandbytes quantises the largest of them, on a CPU all of it at once.
+    """
     in_nf4, width = {f"{name}.weight" for name in quantised}, getattr(torch, dtype).itemsize
-    return round(
-        sum(param.numel() * (NF4_BYTES if name in in_nf4 else width) for name, param in model.named_parameters())
-    )
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    kept = sum(size * (NF4_BYTES if name in in_nf4 else width) for name, size in sizes.items())
+    return round(kept + QUANTISING_BYTES * max((sizes[name] for name in in_nf4), default=0))

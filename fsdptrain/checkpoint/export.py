@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
-from fsdptrain.checkpoint.compare import POLL_S, Comparison, Sample, Way, limit_of, weights_memory
+from fsdptrain.checkpoint.compare import POLL_S, Comparison, Sample, Way, coarser, weights_memory
 from fsdptrain.checkpoint.disk import report_full_disk
 from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import (
@@ -40,7 +41,7 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
 from fsdptrain.config.plan import Plan, varied
-from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, weight_stamps
+from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
 from fsdptrain.files import fsync
@@ -318,22 +319,28 @@ class Exported:
         compute = recipe.fsdp.mixed_precision.param_dtype
         return layers_in_nf4(skeleton_in_dtype(self.unsharded, recipe.model.dtype, compute), recipe)
 
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether opening the export runs code of the model, which its assets then have and the user has allowed."""
+        return self.plan.trust_remote_code and any(self.assets.glob("*.py"))
+
     def ways(self) -> dict[str, Way]:
         """Return how the folder that `write` makes is opened: `model`, `merged`, `separate` → way."""
         recipe, found = self.plan.recipe, {}
         compute, quantised = recipe.fsdp.mixed_precision.param_dtype, self._quantised_layers()
         if self.adapter != "separate":
             # Merged into the original weights, an adapter of QLoRA computes something else than what was trained.
-            limit = None if quantised and recipe.export.merge_base == "original" else limit_of(compute, self.dtype)
+            differs = quantised and recipe.export.merge_base == "original"
             memory = weights_memory(self.unsharded, self.dtype)
-            found["merged" if self.adapter else "model"] = Way(".", self.dtype, memory, limit)
+            name = "merged" if self.adapter else "model"
+            found[name] = Way(".", self.dtype, memory, None if differs else coarser(compute, self.dtype))
         if self.adapter in ("separate", "both"):
             layers = [n for n, layer in self.unsharded.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
             found["separate"] = Way(
                 "." if self.adapter == "separate" else ADAPTER_FOLDER,
                 compute,
                 weights_memory(self.unsharded, compute, quantised),
-                limit_of(compute),
+                compute,
                 adapter=True,
                 unquantised=[name for name in layers if name not in quantised] if quantised else None,
             )
@@ -350,13 +357,13 @@ def export_live(
     step: int,
     between_groups: Callable[[], None] = lambda: None,
     sample: Sample | None = None,
-    stamps: list[tuple[str, int, int, int]] | None = None,
+    stamps: list[tuple[str, int, int]] | None = None,
 ) -> None:
     """Export a live model after `step` steps; collective. Raises CheckpointError on every rank when rank 0 fails.
 
     `between_groups` is called on every rank before each group of tensors, and while a fresh process opens the export
     and compares it with `sample`; it may raise, if it does so on all ranks. Without `sample` nothing is compared.
-    `stamps` are the `weight_stamps` of the frozen weights when the run began.
+    `stamps` are the `stamps_of` the frozen weights when the run began.
     """
     what = Exported(unsharded, plan, rundir.model)
     world = checkpointer.world
@@ -374,7 +381,7 @@ def export_live(
     failure: Exception | None = None
     if writes:
         ways = what.ways() if sample else {}
-        with Comparison(sample, ways, plan.trust_remote_code, reporter.progress, wait) as comparison:
+        with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
                 facts = _write_and_record(rundir, step, what, tensors, reporter.progress, comparison, check_base)
                 reporter.event("export", **facts)
@@ -395,10 +402,12 @@ def export_checkpoint(
     screen: Screen,
     adapter: str | None = None,
     merge_base: str | None = None,
+    compare: bool = True,
 ) -> None:
     """Export from a checkpoint of a run folder in one process; from the newest valid one when `step` is None.
 
-    `adapter` and `merge_base` replace those keys of the recipe's section `export`. Raises RecipeError if an option has
+    `adapter` and `merge_base` replace those keys of the recipe's section `export`. With `compare` a fresh process opens
+    the folder, unless the recipe says otherwise. Raises RecipeError if an option has
     no effect, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
@@ -418,11 +427,12 @@ def export_checkpoint(
 
     # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be on
     # another machine.
-    ways = {name: way for name, way in what.ways().items() if plan.recipe.export.compare and not way.adapter}
+    compare = compare and plan.recipe.export.compare
+    ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
     wait = partial(time.sleep, POLL_S)
     with (
         StoredCheckpoint(folder) as checkpoint,
-        Comparison(None, ways, plan.trust_remote_code, progress, wait) as comparison,
+        Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
     ):
         tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
@@ -457,17 +467,18 @@ def check_frozen_files(plan: Plan, identity: dict[str, Any]) -> None:
         raise RecipeError(problems)
 
 
-def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int, int]] | None, identity: dict[str, Any]) -> None:
+def check_unchanged(plan: Plan, stamps: list[tuple[str, int, int]] | None, identity: dict[str, Any]) -> None:
     """Raise RecipeError if the files of the frozen weights were replaced by other ones since their `stamps`."""
-    if stamps is None or weight_stamps(plan) == stamps:
+    if stamps is None or stamps_of([path for path, *_ in stamps]) == stamps:
         return
     try:
         check_frozen_files(plan, identity)
     except RecipeError:
-        alone = ", or save the adapter alone: fsdptrain export --adapter separate" if plan.recipe.adapter.kind else ""
+        alone = f", or save the adapter alone: fsdptrain export {shlex.quote(plan.run_dir)} --adapter separate"
+        alone = alone if plan.recipe.adapter.kind else ""
         raise RecipeError(
-            f"model.id: the files of {plan.recipe.model.id} changed during the run, and what was trained does not fit "
-            f"the new ones: put the former files back and run it again{alone}"
+            f"model.id: the files of {plan.recipe.model.id} changed during the run, and what was trained belongs "
+            f"to the former ones: put these back and run it again{alone}"
         ) from None
 
 

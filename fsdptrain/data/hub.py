@@ -187,12 +187,15 @@ def file_checksums(files: list[str]) -> list[tuple[str, int, str]]:
         return list(pool.map(of, files))
 
 
-def weight_stamps(plan: Plan) -> list[tuple[str, int, int, int]]:
-    """Return (path, bytes, modification time in ns, inode) of each file of weights: what differs if it was replaced."""
+def stamps_of(files: list[str]) -> list[tuple[str, int, int]]:
+    """Return (path, bytes, modification time in ns) of each file, (path, 0, 0) of one that is missing."""
     found = []
-    for file in safetensors_files(plan):
-        status = Path(file).stat()
-        found.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
+    for file in files:
+        try:
+            status = Path(file).stat()
+            found.append((file, status.st_size, status.st_mtime_ns))
+        except OSError:
+            found.append((file, 0, 0))
     return found
 
 

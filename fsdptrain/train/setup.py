@@ -21,7 +21,7 @@ from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
-from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, weight_stamps
+from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.events import Reporter
@@ -80,7 +80,7 @@ class Inputs:
     stream: Stream
     held_out: list[int]
     eval_corpus: Corpus
-    stamps: list[tuple[str, int, int, int]] | None = None
+    stamps: list[tuple[str, int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def prepare_inputs(session: Session) -> Inputs:
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
-    stamps = weight_stamps(plan) if plan.freezes else None
+    stamps = stamps_of(safetensors_files(plan)) if plan.freezes else None
     return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps)
 
 

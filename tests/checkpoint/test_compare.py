@@ -15,8 +15,13 @@ from support import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.checkpoint import compare, reopen
-from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, differences
+from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, available_memory, differences
 from fsdptrain.errors import CheckpointError, Stopped
+
+# Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
 
 ROWS = [[1, 2, 3, 4, 5], [9, 8, 7]]
 
@@ -41,7 +46,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
 
 
 def way(folder: str, **changes: Any) -> Way:
-    return Way(**{"folder": folder, "dtype": "float32", "memory": 0, "limit": compare.LIMITS["float32"]} | changes)
+    return Way(**{"folder": folder, "dtype": "float32", "memory": 0, "rounded_to": "float32"} | changes)
 
 
 def test_a_fresh_process_computes_what_was_trained_or_the_export_fails(exports: tuple[Path, Sample]) -> None:
@@ -58,8 +63,52 @@ def test_a_fresh_process_computes_what_was_trained_or_the_export_fails(exports: 
     answer["merged.1"][0, 0] = torch.nan
     with pytest.raises(CheckpointError, match=r"the export \(merged\) does not compute"):
         differences(sample, ways, answer)
-    [found] = differences(sample, {"broken": way("broken", adapter=True, limit=None)}, answer)
-    assert found["mean"] > 1e-3
+    unlimited = {"broken": way("broken", adapter=True, rounded_to=None)}
+    [found] = differences(sample, unlimited, answer)
+    assert found["mean"] > 1e-3 and found["limit"] is None
+    answer["broken.1"][0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"by nan on average and nan at most\. The new export was removed"):
+        differences(sample, unlimited, answer)
+
+
+def test_an_offset_of_all_logits_of_a_token_and_the_rounding_of_large_logits_are_no_difference() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 100) - 110  # as GPT-2's
+    sample, ways = Sample([[1, 2, 3, 4, 5]], [logits], held_out=True), {"model": way(".", rounded_to="bfloat16")}
+    [found] = differences(sample, ways, {"model.0": (logits - 0.3).bfloat16().float()})
+    assert found["mean"] < found["limit"] < 1
+    with pytest.raises(CheckpointError, match="does not compute what was trained"):
+        differences(sample, ways, {"model.0": logits.roll(1, dims=1)})
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "cache"),
+    [
+        ("0::/job", "job", *VERSION_2),
+        ("0::/job/step", "job", *VERSION_2),
+        (
+            "7:cpuset,memory:/slurm",
+            "memory/slurm",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+        ("7:cpuset,memory:/slurm", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_the_memory_limit_of_a_job_or_a_container_counts(
+    tmp_path: Path, line: str, folder: str, limit: str, used: str, cache: str
+) -> None:
+    group = tmp_path / "sys/fs/cgroup" / folder
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    for name, text in ((limit, "5000"), (used, "3000"), ("memory.stat", f"anon 2\n{cache} 400")):
+        (group / name).write_text(text)
+    assert available_memory(tmp_path) == 2400
 
 
 def test_an_export_that_cannot_be_opened_fails(
@@ -70,7 +119,7 @@ def test_an_export_that_cannot_be_opened_fails(
     save_file({n: t for n, t in load_file(path).items() if "layers.2.mlp.up" not in n}, path, {"format": "pt"})
     with pytest.raises(ValueError, match=r"not every weight was found: .*layers\.2\.mlp\.up_proj"):
         reopen.open_export(way("merged").job(tmp_path))
-    # What the process prints last is the error of the run.
+    # What the process prints last is the error of the run, unless it is one of this machine.
     script = "import sys; sys.stdin.read(); sys.exit('warning\\n\\nValueError: not every weight was found')"
     monkeypatch.setattr(compare, "child_command", lambda module: [sys.executable, "-c", script])
     with (
@@ -78,6 +127,10 @@ def test_an_export_that_cannot_be_opened_fails(
         pytest.raises(CheckpointError, match="cannot be opened in a fresh process: ValueError: not every weight was f"),
     ):
         comparison.check(tmp_path)
+    script = "import sys; sys.stdin.read(); sys.exit('RuntimeError: DefaultCPUAllocator: not enough memory')"
+    with Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
+        comparison.check(tmp_path)
+    assert "not enough memory" in comparison.facts["not_opened"]
 
 
 def test_a_stop_ends_the_other_process(exports: tuple[Path, Sample]) -> None:

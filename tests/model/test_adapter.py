@@ -31,7 +31,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import prepare
-from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, weight_stamps
+from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names
@@ -360,13 +360,14 @@ def test_the_base_is_compared_again_before_the_adapter_is_merged(recipe: Path, t
     shutil.copytree(recipe.parent / "model", tmp_path / "model")
     plan = make_plan(load(recipe, [*LORA, f"model.id={tmp_path / 'model'}"]), Topology("cpu", 1, 1))
     identity = plan.identity() | {BASE_KEY: files_digest(file_checksums(safetensors_files(plan)))}
-    stamps, weights = weight_stamps(plan), tmp_path / "model" / "model.safetensors"
+    stamps, weights = stamps_of(safetensors_files(plan)), tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights)
     save_file(tensors, weights, {"format": "pt"})
-    assert weight_stamps(plan) != stamps
+    assert stamps_of(safetensors_files(plan)) != stamps
     check_unchanged(plan, stamps, identity)  # the same content
     tensors["model.embed_tokens.weight"][7, 7] += 1
-    groups = checked(iter([{"a": torch.ones(1)}, {}]), partial(check_unchanged, plan, weight_stamps(plan), identity))
+    stamps = stamps_of(safetensors_files(plan))
+    groups = checked(iter([{"a": torch.ones(1)}, {}]), partial(check_unchanged, plan, stamps, identity))
     assert len(next(groups)) == 1
     save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(RecipeError, match=r"model.id: the files of .* changed during the run.* --adapter separate"):
