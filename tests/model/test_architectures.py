@@ -173,9 +173,10 @@ def make_plan_of(recipe: Path, words: list[str]) -> Plan:
 
 
 def differences_of(run: Path, plan: Plan) -> list[str]:
-    """Return the largest difference between the trainer's logits and those of each export that `adapter_exports` made.
+    """Return how far the trainer's logits are from those of each export that `adapter_exports` made.
 
-    The first number is what the adapter changes. Raises CheckpointError for a difference that a run would not accept.
+    First the most that the adapter changes; then, for each export, the largest difference and the mean one as a part of
+    the spread. Raises CheckpointError for a difference that a run would not accept.
     """
     rows, logits = torch.load(run / "sample.pt")
     sample = Sample(rows, logits, held_out=False)
@@ -191,7 +192,8 @@ def differences_of(run: Path, plan: Plan) -> list[str]:
             opened = logits_of(open_export(way.job(run / merge_base)), rows)
             answer = {f"{name}.{number}": values for number, values in enumerate(opened)}
             [facts] = differences(sample, {name: way}, answer)
-            found.append(f"{name} {facts['largest']:.0e} {facts['mean'] / facts['spread']:.0e}")
+            label = merge_base if name == "merged" and plan.recipe.adapter.kind == "qlora" else name
+            found.append(f"{label} {facts['largest']:.0e} {facts['mean'] / facts['spread']:.0e}")
     return found
 
 
