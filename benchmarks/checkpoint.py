@@ -1,12 +1,13 @@
 """Time of saving a checkpoint, and how long it blocks: fsdptrain and torch.distributed.checkpoint (DCP) in one run.
 
-    python benchmarks/checkpoint.py [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoint.py [--rounds 5] [--folder DIR] [--adapter]
 
-Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments. In every round each method saves once; the
+Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments; with `--adapter` it is frozen, and adapters
+of rank 16 on its linear layers are trained and saved. In every round each method saves once; the
 order alternates. All methods write to the same folder, which should be on the disk that is to be measured. The output
 has the medians of the slower rank's seconds; `ours` is fsdptrain, by default with `checkpoint.verify: read-back`.
 `checksum` (which is computed while the disk is busy) and `read back` are parts that DCP does not have: DCP neither
-hashes nor reads back what it wrote.
+hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the checkpoint and reads it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 WORLD = 2
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}  # fmt: skip
 RECIPE = f"""
 output_dir: OUTPUT
-model:
-  config: {{model_type: llama, vocab_size: 32000, hidden_size: 768, intermediate_size: 2560, num_hidden_layers: 12,
-            num_attention_heads: 12}}
-  tokenizer: {{train: 512}}
-  init: random
+model: MODEL
 data: {{path: {ROOT}/recipes/data/tinyshakespeare.txt, seq_len: 128}}
 fsdp: {{mixed_precision: {{param_dtype: float32}}}}
 train: {{steps: 1000000, global_batch_size: 2}}
@@ -47,11 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder, removed at the end")
+    parser.add_argument("--adapter", action="store_true", help="train adapters instead of all weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
         free.close()
-        (Path(folder) / "recipe.yaml").write_text(RECIPE.replace("OUTPUT", f"{folder}/run"))
+        write_recipe(Path(folder), options.adapter)
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
         environment |= {
             "LOCAL_WORLD_SIZE": str(WORLD),
@@ -71,6 +73,20 @@ def main() -> None:
         report(json.loads((Path(folder) / "results.json").read_text()))
 
 
+def write_recipe(folder: Path, adapter: bool) -> None:
+    """Write `recipe.yaml`, and the model that gets adapters."""
+    model: dict[str, Any] = {"tokenizer": {"train": 512}}
+    if adapter:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained(folder / "model")
+        model |= {"id": str(folder / "model")}
+    else:
+        model |= {"config": LLAMA, "init": "random"}
+    recipe = RECIPE.replace("OUTPUT", f"{folder}/run").replace("MODEL", json.dumps(model))
+    (folder / "recipe.yaml").write_text(recipe + ("adapter: {kind: lora}\n" if adapter else ""))
+
+
 def report(results: dict[str, Any]) -> None:
     """Print the table and the ratios."""
     size, times = results["bytes"], results["times"]
@@ -78,7 +94,7 @@ def report(results: dict[str, Any]) -> None:
     def median(method: str, part: str) -> float:
         return statistics.median(seconds.get(part, 0.0) for seconds in times[method])
 
-    print(f"\n{size / 1e9:.2f} GB of {results['parameters']:,} parameters and moments, {len(times['plain'])} rounds")
+    print(f"\n{size / 1e9:.3f} GB of {results['parameters']:,} parameters and moments, {len(times['plain'])} rounds")
     parts = ("write", "fsync", "checksum", "read back")
     print(
         f"{'':14}{'GB/s':>7}{'total s':>9}{'blocked s':>11}{'later s':>9}" + "".join(f"{p + ' s':>13}" for p in parts)
@@ -128,7 +144,7 @@ def measure(rounds: int, folder: Path) -> NoReturn:
                 times[method].append(slowest)
             elif method == "ours async":
                 first = slowest["blocked"]
-    parameters = run.sizes.counts.all
+    parameters = run.sizes.counts.trained
     if run.world.rank == 0:
         (folder / "results.json").write_text(
             json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})
@@ -158,7 +174,9 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     def save_with_dcp(number: int, wait: bool) -> Times:
         target = folder / f"dcp-{number}-{wait}"
         started = time.perf_counter()
-        state = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer)}
+        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+        trained = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+        state = {"model": trained, "optim": optimizer_state(model, optimizer)}
         save = dcp.save if wait else dcp.async_save
         saving = save(state, checkpoint_id=target, process_group=run.world.side)
         blocked = time.perf_counter() - started
@@ -193,6 +211,12 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
             "fsync": ended - written,
         }
 
+    def resume(_: int) -> Times:
+        started = time.perf_counter()
+        run.checkpointer.load_newest(model, optimizer)
+        total = time.perf_counter() - started
+        return {"total": total, "blocked": total}
+
     return {
         "ours sync": lambda _: save_with_fsdptrain(wait=True),
         "ours checksum": lambda _: save_with_fsdptrain(wait=True, verify="checksum"),
@@ -200,6 +224,7 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         "dcp sync": lambda number: save_with_dcp(number, wait=True),
         "dcp async": lambda number: save_with_dcp(number, wait=False),
         "plain": write_plainly,
+        "resume": resume,
     }
 
 

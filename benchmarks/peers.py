@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from common import exit_with_result, peak_rss, rss
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -21,10 +22,11 @@ WARM_UP = 2  # first steps of a turn that are not counted
 
 @dataclass(frozen=True)
 class Workload:
-    """What every loop trains: a model from scratch in the bf16 policy, and rows of equal length.
+    """What every loop trains, computing in `compute`: a model from scratch or adapters, and rows of equal length.
 
     `rows` returns the token ids of all ranks, int64 [rows, seq_len]; it is called after the memory before the model was
-    measured. With `recompute` the activations of blocks are computed again in backward.
+    measured. With `recompute` the activations of blocks are computed again in backward. `base` is the folder of the
+    frozen model that gets the adapters of `lora`; None: all weights of a new model are trained.
     """
 
     config: dict[str, Any]
@@ -33,6 +35,8 @@ class Workload:
     place: Path
     device: str = "cpu"
     recompute: bool = False
+    base: Path | None = None
+    compute: torch.dtype = torch.bfloat16
     world: int = field(default_factory=lambda: int(os.environ["WORLD_SIZE"]))
 
     def batches(self) -> Iterator[torch.Tensor]:
@@ -41,14 +45,23 @@ class Workload:
         for at in range(rank * self.micro_batch, len(ids), self.world * self.micro_batch):
             yield ids[at : at + self.micro_batch].to(self.device)
 
-    def model(self) -> Any:
-        """Return the model, with float32 weights on the device."""
+    def model(self, frozen: torch.dtype | None = None) -> Any:
+        """Return the model on the device: trained weights in float32, frozen ones in `frozen`, by default `compute`."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
+            if self.base is None:
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
+            else:
+                model = AutoModelForCausalLM.from_pretrained(self.base, dtype=frozen or self.compute)
+                model = get_peft_model(model, lora())
         if self.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
+
+
+def lora() -> LoraConfig:
+    """Return the adapters that fsdptrain adds by default: rank 16, alpha 32, on all linear layers but the head."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def memory(device: str) -> int:
@@ -64,12 +77,12 @@ def start_ranks(device: str) -> int:
     return rss() if device == "cpu" else 0
 
 
-def train_plain(work: Workload) -> NoReturn:
-    """Train with fully_shard on every block and the model, and transformers' own loss."""
+def train_plain(work: Workload, frozen: torch.dtype | None = None) -> NoReturn:
+    """Train with fully_shard on every block and the model, and transformers' own loss; `frozen` as in `model`."""
     baseline = start_ranks(work.device)
-    model = work.model()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.model.layers:
+    model = work.model(frozen)
+    policy = MixedPrecisionPolicy(param_dtype=work.compute, reduce_dtype=torch.float32)
+    for block in model.get_decoder().layers:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     run_loop(model, work, baseline)
@@ -77,13 +90,14 @@ def train_plain(work: Workload) -> NoReturn:
 
 def run_loop(model: Any, work: Workload, baseline: int) -> NoReturn:
     """Run the loop that a user writes by hand, and pass on its figures."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.1, fused=True)
     model.train()
     ends, tokens = [], 0
     for ids in work.batches():
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
@@ -96,9 +110,10 @@ def trainer_arguments(work: Workload, steps: int) -> dict[str, Any]:
     """Return the arguments of the Trainer and of TRL's SFTTrainer."""
     return {
         "output_dir": str(work.place / "trainer"), "per_device_train_batch_size": work.micro_batch,
-        "max_steps": steps, "bf16": True, "use_cpu": work.device == "cpu", "learning_rate": 3e-4,
-        "lr_scheduler_type": "constant", "weight_decay": 0.1, "report_to": "none", "save_strategy": "no",
-        "logging_steps": 1, "disable_tqdm": True, "ddp_find_unused_parameters": False, "optim": "adamw_torch_fused",
+        "max_steps": steps, "bf16": work.compute == torch.bfloat16, "use_cpu": work.device == "cpu",
+        "learning_rate": 3e-4, "lr_scheduler_type": "constant", "weight_decay": 0.1, "report_to": "none",
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "ddp_find_unused_parameters": False,
+        "optim": "adamw_torch_fused",
         "gradient_checkpointing": work.recompute, "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }  # fmt: skip
 

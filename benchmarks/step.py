@@ -3,7 +3,8 @@
     python benchmarks/step.py [RECIPE] [key=value ...] [--steps 5] [--out runs/profile]
 
 Runs the ranks of the recipe on this machine (by default the shape `small` of benchmarks/throughput.py), makes some
-steps, and then records the next ones on rank 0 with torch's profiler. Self times of operators are summed by kind
+steps, and then records the next ones on rank 0 with torch's profiler. "Gathered" are the whole buffers of FSDP's
+all-gathers, as they were called. Self times of operators are summed by kind
 (attention in tiles counts as matrix products and softmax). `Python` is the rest of the step: the interpreter's time in
 fsdptrain, transformers and torch.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks
 
 WARM_UP = 3  # steps
+WIDTHS = {"double": 8, "float": 4, "c10::BFloat16": 2, "unsigned char": 1}  # bytes, by the profiler's name of a dtype
 KINDS = {  # an operator belongs to the first kind of which its name contains a word
     "collectives": ("c10d", "gloo", "all_gather", "reduce_scatter", "AllGather", "fsdp", "wait"),
     "optimizer": ("adam", "Optimizer", "foreach"),
@@ -70,6 +73,8 @@ def main() -> None:
         results = run_ranks(Path(__file__), plan.topology.nproc_per_node, *arguments, **settings)
     print(describe_machine())
     print(f"a step of rank 0: {results[0]['step_s']:.3f} s; with the profiler {results[0]['profiled_s']:.3f} s")
+    calls, size = results[0]["gathered"]
+    print(f"gathered in a step: {size / 2**20:.1f} MiB in {calls:g} calls")
     for kind, share in sorted(results[0]["shares"].items(), key=lambda item: -item[1]):
         print(f"{kind:34}{share:7.1%}")
     print(results[0]["table"])
@@ -92,7 +97,7 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     trainer = Trainer.set_up(session)
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities, record_shapes=True) as recorded:
         profiled = [seconds(trainer.step, step) for step in range(WARM_UP + steps, WARM_UP + 2 * steps)]
     if trainer.world.rank:
         exit_with_result(None)
@@ -101,7 +106,7 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     table = averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
     exit_with_result({
         "step_s": step_s, "profiled_s": statistics.median(profiled), "table": table,
-        "shares": shares(averages, sum(profiled)),
+        "shares": shares(averages, sum(profiled)), "gathered": gathered(recorded, steps),
     })  # fmt: skip
 
 
@@ -109,6 +114,13 @@ def seconds(work: Any, *args: Any) -> float:
     started = time.perf_counter()
     work(*args)
     return time.perf_counter() - started
+
+
+def gathered(recorded: Any, steps: int) -> tuple[float, float]:
+    """Return the number of all-gathers of units in a step, and the bytes of their outputs."""
+    events = recorded.profiler.kineto_results.events()
+    calls = [event for event in events if event.name() == "c10d::_allgather_base_"]
+    return len(calls) / steps, sum(math.prod(call.shapes()[0]) * WIDTHS[call.dtypes()[0]] for call in calls) / steps
 
 
 def shares(averages: Any, wall_s: float) -> dict[str, float]:

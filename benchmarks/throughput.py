@@ -1,22 +1,26 @@
 """Tokens a second and memory of a training step: fsdptrain and its alternatives.
 
-    python benchmarks/throughput.py [--shapes small vocabulary gsm8k] [--rounds 3] [--steps 8]
+    python benchmarks/throughput.py [--shapes small vocabulary gsm8k lora] [--rounds 3] [--steps 8] [--dtype bfloat16]
 
-Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings) from scratch in the bf16 policy, with the same
-rows, batch and optimizer. In every round each contender runs once, in fresh processes. The time of a step is the wall
-time from the end of the previous step to its own end; the first two steps of a turn are not counted.
+Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings), computing in `--dtype`, with the same rows, batch
+and optimizer. In every round each contender runs once, in fresh processes. The time of a step is the wall time from
+the end of the previous step to its own end; the first two steps of a turn are not counted.
 
     ours      `fsdptrain run` with its defaults
     plain     fully_shard on every block and the model, transformers' own loss, a loop of twelve lines
+    plain32   the same, with frozen weights in float32
     native    transformers' `distributed_config`, which shards while it loads, and the same loop
     trainer   the transformers Trainer: DDP, because it has no FSDP on a CPU
-    trl       TRL's SFTTrainer with its best-fit packing: DDP too
+    trl       TRL's SFTTrainer: DDP too; with its best-fit packing for `gsm8k`
 
-Shapes: `small` (vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document), `vocabulary`
-(131,072, micro-batches of 2), `gsm8k` (`small` with packed GSM8K rows; padding is not counted). The share of the limit
-is 6·N·T + 12·L·A·S·T FLOPs (arXiv:2204.02311) divided by the rate of a bf16 matrix product of the MLP's shape, measured
-on all ranks at once in the same rounds. Memory is the peak resident memory of a rank, and the part of it (`own`) that
-came after the imports.
+Shapes: `small` (from scratch, vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document),
+`vocabulary` (131,072, micro-batches of 2), `gsm8k` (`small` with packed GSM8K rows; padding is not counted), `lora`
+(`small` with adapters of rank 16 on all linear layers of a frozen model, which everyone reads from the same folder:
+ours and `plain` into the compute dtype, `trl` into the one that it chooses).
+
+The share of the limit is the FLOPs of `flops_per_token` divided by the rate of a matrix product of the MLP's
+shape, measured on all ranks at once in the same rounds. Memory is the peak resident memory of a rank, and the part of
+it (`own`) that came after the imports.
 """
 
 from __future__ import annotations
@@ -41,10 +45,16 @@ if TYPE_CHECKING:
 WORLD = 2
 WARM_UP = 2  # first steps of a turn that are not counted
 SEQ_LEN = 512
-SHAPES = {"small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4)}  # vocabulary, sequences a micro-batch
-PEERS = {"small": ("plain", "native", "trainer"), "vocabulary": ("plain", "native", "trainer"), "gsm8k": ("trl",)}
+RANK = 16  # of adapters
+SHAPES = {  # vocabulary, sequences a micro-batch
+    "small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4), "lora": (8192, 4),
+}  # fmt: skip
+PEERS = {
+    "small": ("plain", "native", "trainer"), "vocabulary": ("plain", "native", "trainer"), "gsm8k": ("trl",),
+    "lora": ("plain", "plain32", "trl"),
+}  # fmt: skip
 RECIPE = """
-model: {{config: {config}, tokenizer: {tokenizer}, init: random}}
+model: {model}
 data: {{path: {rows}, format: {format}, seq_len: 512, packing: {packing}}}
 optim: {{lr: 3e-4}}
 schedule: {{name: constant, warmup: 0}}
@@ -63,6 +73,8 @@ def main() -> None:
     parser.add_argument(
         "--gsm8k", type=Path, default=ROOT / "recipes/data/gsm8k-train.jsonl", help="file with its rows"
     )
+    dtypes = ("bfloat16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="float32: for a CPU without bf16 products")
     parser.add_argument("--only", nargs="+", help="run only these contenders")
     options = parser.parse_args()
     print(describe_machine())
@@ -70,24 +82,22 @@ def main() -> None:
         for shape in options.shapes:
             place = Path(folder) / shape
             place.mkdir()
-            prepare(shape, place, options.gsm8k, options.steps + WARM_UP)
-            contenders: dict[str, Callable[[], Any]] = {
-                "matrix": lambda: run_ranks(Path(__file__), WORLD, "matrix"),
-                "ours": functools.partial(measure_fsdptrain, shape, place),
-            }
-            for peer in PEERS[shape]:
+            prepare(shape, place, options)
+            contenders: dict[str, Callable[[], Any]] = {"ours": functools.partial(measure_fsdptrain, shape, place)}
+            for peer in ("matrix", *PEERS[shape]):
                 contenders[peer] = functools.partial(run_ranks, Path(__file__), WORLD, peer, shape, str(place))
             if options.only:
                 contenders = {name: run for name, run in contenders.items() if name in ("matrix", *options.only)}
             report(shape, alternate(contenders, options.rounds))
 
 
-def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
-    """Write the rows, the tokenizer and the number of steps for all contenders to `place`."""
+def prepare(shape: str, place: Path, options: argparse.Namespace) -> None:
+    """Write the rows, the tokenizer, the number of steps and the compute dtype for all contenders to `place`."""
     from fsdptrain.data.tokenizer import train_bpe
 
+    steps = options.steps + WARM_UP
     if shape == "gsm8k":
-        rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]
+        rows = [json.loads(line) for line in options.gsm8k.read_text().splitlines()]
         rows = [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
         texts = [row["prompt"] + row["completion"] for row in rows]
     else:
@@ -98,7 +108,19 @@ def prepare(shape: str, place: Path, gsm8k: Path, steps: int) -> None:
         (place / "whole.jsonl").write_text(json.dumps({"text": whole}) + "\n")  # fsdptrain cuts it itself
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train_bpe(iter(texts), 8192).save_pretrained(place / "tokenizer")
+    if shape == "lora":
+        save_model(shape, place)
     (place / "steps").write_text(str(steps))
+    (place / "dtype").write_text(options.dtype)
+
+
+def save_model(shape: str, place: Path) -> None:
+    """Write a model with random weights, in bfloat16, to `place`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=SHAPES[shape][0]))
+    model.to(torch.bfloat16).save_pretrained(place / "model")
 
 
 def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
@@ -106,12 +128,19 @@ def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
     vocabulary, micro_batch = SHAPES[shape]
     packed = shape == "gsm8k"
     steps = int((place / "steps").read_text())
+    model: dict[str, Any] = {"tokenizer": str(place / "tokenizer")}
+    if shape == "lora":
+        model |= {"id": str(place / "model")}
+    else:
+        model |= {"config": LLAMA | {"vocab_size": vocabulary}, "init": "random"}
     recipe = RECIPE.format(
-        config=json.dumps(LLAMA | {"vocab_size": vocabulary}), tokenizer=place / "tokenizer",
-        rows=place / ("rows.jsonl" if packed else "whole.jsonl"), format="prompt_completion" if packed else "text",
-        packing="bfd" if packed else "concat", steps=steps, batch=WORLD * micro_batch, micro_batch=micro_batch,
+        model=json.dumps(model), rows=place / ("rows.jsonl" if packed else "whole.jsonl"),
+        format="prompt_completion" if packed else "text", packing="bfd" if packed else "concat", steps=steps,
+        batch=WORLD * micro_batch, micro_batch=micro_batch,
     )  # fmt: skip
-    events = run_fsdptrain(recipe, place)
+    overrides = [f"fsdp.mixed_precision.param_dtype={(place / 'dtype').read_text()}"]
+    overrides += ["adapter.kind=lora", f"adapter.r={RANK}"] if shape == "lora" else []
+    events = run_fsdptrain(recipe, place, *overrides)
     start = next(event for event in events if event["event"] == "start")
     ends = [event for event in events if event["event"] == "step"]
     times = [now["at"] - before["at"] for before, now in pairwise(ends)][WARM_UP - 1 :]
@@ -138,7 +167,9 @@ def workload(shape: str, place: Path) -> Workload:
         return torch.tensor(tokenizer(texts, truncation=True, max_length=SEQ_LEN)["input_ids"])
 
     vocabulary, micro_batch = SHAPES[shape]
-    return Workload(LLAMA | {"vocab_size": vocabulary}, rows, micro_batch, place)
+    base = place / "model" if shape == "lora" else None
+    config, compute = LLAMA | {"vocab_size": vocabulary}, getattr(torch, (place / "dtype").read_text())
+    return Workload(config, rows, micro_batch, place, base=base, compute=compute)
 
 
 def plain(shape: str, place: Path) -> None:
@@ -148,8 +179,17 @@ def plain(shape: str, place: Path) -> None:
     train_plain(workload(shape, place))
 
 
+def plain32(shape: str, place: Path) -> None:
+    """Train as `plain` does, with frozen weights in float32."""
+    import torch
+    from peers import train_plain
+
+    train_plain(workload(shape, place), torch.float32)
+
+
 def native(shape: str, place: Path) -> None:
     """Train with transformers' own sharding, which happens while it loads."""
+    import torch
     import torch.distributed as dist
     from peers import run_loop, start_ranks
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -161,7 +201,7 @@ def native(shape: str, place: Path) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**work.config)).save_pretrained(place / "half")
         (place / "half").rename(saved)
     dist.barrier()
-    config = DistributedConfig(fsdp_size=WORLD, fsdp_mixed_precision=True)
+    config = DistributedConfig(fsdp_size=WORLD, fsdp_mixed_precision=work.compute == torch.bfloat16)
     run_loop(AutoModelForCausalLM.from_pretrained(saved, distributed_config=config), work, baseline)
 
 
@@ -173,22 +213,22 @@ def trainer(shape: str, place: Path) -> None:
 
 
 def trl(shape: str, place: Path) -> None:
-    """Train with TRL's SFTTrainer and best-fit packing."""
+    """Train with TRL's SFTTrainer: packed rows of GSM8K by best fit, or adapters."""
     from datasets import Dataset
-    from peers import run_trainer, trainer_arguments
+    from peers import lora, run_trainer, trainer_arguments
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     work = workload(shape, place)
-    training_args = SFTConfig(
-        **trainer_arguments(work, int((place / "steps").read_text())), packing=True, packing_strategy="bfd",
-        max_length=SEQ_LEN, completion_only_loss=True,
-    )  # fmt: skip
+    packed = {"packing": True, "packing_strategy": "bfd", "completion_only_loss": True} if shape == "gsm8k" else {}
+    steps = int((place / "steps").read_text())
+    training_args = SFTConfig(**trainer_arguments(work, steps), max_length=SEQ_LEN, **packed)  # type: ignore[arg-type]
     baseline = rss()
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
     peer = SFTTrainer(
-        model=work.model(), args=training_args, train_dataset=Dataset.from_list(rows),
+        model=str(work.base) if work.base else work.model(), args=training_args, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(place / "tokenizer"),
+        peft_config=lora() if work.base else None,
     )  # fmt: skip
 
     def real(batch: Any) -> int:
@@ -198,12 +238,13 @@ def trl(shape: str, place: Path) -> None:
     run_trainer(peer, baseline, real)
 
 
-def matrix(*_: Any) -> None:
-    """Measure the rate of a bf16 matrix product of the MLP's shape, on all ranks at once, in FLOP/s."""
+def matrix(shape: str, place: Path) -> None:
+    """Measure the rate of a matrix product of the MLP's shape, on all ranks at once, in FLOP/s."""
     import torch
 
-    a = torch.randn(2048, LLAMA["hidden_size"], dtype=torch.bfloat16)
-    b = torch.randn(LLAMA["intermediate_size"], LLAMA["hidden_size"], dtype=torch.bfloat16)
+    dtype = getattr(torch, (place / "dtype").read_text())
+    a = torch.randn(2048, LLAMA["hidden_size"], dtype=dtype)
+    b = torch.randn(LLAMA["intermediate_size"], LLAMA["hidden_size"], dtype=dtype)
     rates = []
     for _ in range(200):
         started = time.perf_counter()
@@ -214,13 +255,12 @@ def matrix(*_: Any) -> None:
 
 def report(shape: str, found: dict[str, list[Any]]) -> None:
     """Print the table: medians over the rounds."""
-    vocabulary, _ = SHAPES[shape]
     rate = statistics.median(sum(turn) for turn in found.pop("matrix"))
-    flops = flops_per_token(vocabulary)
+    flops = flops_per_token(shape)
     for name, turns in found.items():
         each = [f"{sum(turn[0]['tokens']) / sum(turn[0]['step_s']):,.0f}" for turn in turns]
         print(f"{shape}: tokens/s of {name} by round: {' '.join(each)}", file=sys.stderr)
-    print(f"\n{shape}: bf16 matrix product {rate / 1e9:.0f} GFLOP/s on {WORLD} ranks")
+    print(f"\n{shape}: matrix product {rate / 1e9:.0f} GFLOP/s on {WORLD} ranks")
     print(f"{'':10}{'tokens/s':>10}{'of limit':>10}{'ours is':>9}{'peak MiB':>10}{'own MiB':>9}{'ours is':>9}")
     medians = {}
     for name, turns in found.items():
@@ -237,16 +277,21 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
         )
 
 
-def flops_per_token(vocabulary: int) -> float:
-    """Return 6·N + 12·L·A·S. N is all parameters except norms; the tied embedding counts once, as the head."""
-    hidden, layers = LLAMA["hidden_size"], LLAMA["num_hidden_layers"]
-    weights = vocabulary * hidden + layers * (4 * hidden**2 + 3 * hidden * LLAMA["intermediate_size"])
-    return 6.0 * weights + 12.0 * layers * hidden * SEQ_LEN
+def flops_per_token(shape: str) -> float:
+    """Return 6·N + 12·L·A·S (arXiv:2204.02311); a frozen weight has no gradient and counts 4 times.
+
+    N is all parameters except norms; the tied embedding counts once, as the head.
+    """
+    hidden, inner, layers = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["num_hidden_layers"]
+    weights = SHAPES[shape][0] * hidden + layers * (4 * hidden**2 + 3 * hidden * inner)
+    adapters = layers * RANK * (4 * 2 * hidden + 3 * (hidden + inner))
+    products = 4.0 * weights + 6.0 * adapters if shape == "lora" else 6.0 * weights
+    return products + 12.0 * layers * hidden * SEQ_LEN
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] in (peers := {f.__name__: f for f in (plain, native, trainer, trl, matrix)}):
-        shape, place = sys.argv[2:3], map(Path, sys.argv[3:])
-        peers[sys.argv[1]](*shape, *place)
+    peers = {peer.__name__: peer for peer in (plain, plain32, native, trainer, trl, matrix)}
+    if len(sys.argv) > 1 and sys.argv[1] in peers:
+        peers[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     else:
         main()
