@@ -174,9 +174,7 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     def save_with_dcp(number: int, wait: bool) -> Times:
         target = folder / f"dcp-{number}-{wait}"
         started = time.perf_counter()
-        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-        trained = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-        state = {"model": trained, "optim": optimizer_state(model, optimizer)}
+        state = {"model": trained_weights(model), "optim": optimizer_state(model, optimizer)}
         save = dcp.save if wait else dcp.async_save
         saving = save(state, checkpoint_id=target, process_group=run.world.side)
         blocked = time.perf_counter() - started
@@ -226,6 +224,12 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
         "plain": write_plainly,
         "resume": resume,
     }
+
+
+def trained_weights(model: Any) -> dict[str, Any]:
+    """Return the model's state without its frozen parameters."""
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
