@@ -38,7 +38,7 @@ class StopRequest:
         self.signals = signals or tuple(default)
         self.count = 0
         self.name = ""
-        self._last = float("-inf")  # when the last signal came
+        self._last = float("-inf")  # when the last signal came that was not a repetition
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -51,9 +51,12 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        before, self._last = self._last, time.monotonic()
-        if number != signal.SIGTERM or self._last - before > SAME_REQUEST_S:
-            self.count += 1
+        # Slurm sends SIGUSR1 before the time limit, and twice SIGTERM at the limit or for scancel: one request.
+        now, before = time.monotonic(), self.name
+        again = number == signal.SIGTERM and self.count > 0 and now - self._last <= SAME_REQUEST_S
+        if not again:
+            self._last = now
+            self.count += not (number == signal.SIGTERM and before == "SIGUSR1")
         self.name = signal.Signals(number).name
 
     @property

@@ -134,8 +134,9 @@ class RunDir:
         return self.root / "export"
 
     def has_run(self) -> bool:
-        """Return whether a run was started in this folder."""
-        return any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
+        """Return whether a run was started in this folder, or has checkpoints where this one would store them."""
+        here = any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
+        return here or bool(self.checkpoint_path and self.checkpoint_steps())
 
     def written_paths(self) -> list[Path]:
         """Return every file and folder that a run writes directly into its folder."""

@@ -38,6 +38,9 @@ UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")  # a save or a removal t
 URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
+LIKE_A_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:/")  # `S3://…` or `s3:/…` would be a folder of that name
+
+
 MODULES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the module that implements it
 
 
@@ -64,6 +67,8 @@ def checkpoint_name(step: int) -> str:
 def url_fault(url: str) -> str | None:
     """Return why checkpoints cannot be stored at a URL, with the way out; None if they can."""
     found = URL.fullmatch(url)
+    if not found and LIKE_A_URL.match(url):
+        return f"{shortened(url)!r} is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"
     if not found:
         return None
     scheme, place = found.groups()
@@ -228,8 +233,8 @@ class CheckpointStorage(ABC):
         """Return the bytes of a checkpoint and the number of its files."""
 
     @abstractmethod
-    def bytes_on_disk(self, total: int, checkpoints: int, nodes: int) -> int:
-        """Return how much of the local disk is taken by `checkpoints` of `total` bytes that `nodes` write."""
+    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
+        """Return how much of the disk of `folder` is taken by `checkpoints` of `total` bytes, all ranks together."""
 
     @abstractmethod
     def bytes_held(self) -> int:
@@ -311,7 +316,7 @@ class _LocalStorage(CheckpointStorage):
         sizes = [path.lstat().st_size for path in self.checkpoint(step).rglob("*") if is_regular_file(path)]
         return sum(sizes), len(sizes)
 
-    def bytes_on_disk(self, total: int, checkpoints: int, nodes: int) -> int:
+    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
         return total * checkpoints
 
     def bytes_held(self) -> int:
@@ -355,9 +360,13 @@ class _ObjectStorage(CheckpointStorage):
         return target
 
     def claim(self) -> None:
-        probe = self.root / ".fsdptrain"  # a store that refuses to write is reported before the first step
+        probe = self.root / ".fsdptrain"  # a store that refuses to write or to remove is reported before the first step
         with _store_errors(probe):
             probe.fs.pipe_file(probe.key, b"fsdptrain writes the checkpoints in this folder.\n")
+            probe.fs.rm_file(probe.key)
+        for path in self.local.glob("*"):  # of ranks that were killed in a save
+            if CHECKPOINT_FILE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         for name in _without_manifest(self._folders()):
             self._remove(name)
         self._abort_uploads()
@@ -399,8 +408,8 @@ class _ObjectStorage(CheckpointStorage):
         sizes = self._folders().get(checkpoint_name(step), {}).values()
         return sum(sizes), len(sizes)
 
-    def bytes_on_disk(self, total: int, checkpoints: int, nodes: int) -> int:
-        return -(-total // nodes)
+    def bytes_on_disk(self, total: int, checkpoints: int) -> int:
+        return total
 
     def bytes_held(self) -> int:
         return 0

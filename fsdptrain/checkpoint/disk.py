@@ -31,7 +31,7 @@ def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
     checkpoint = plan.state_bytes(weights)
     export = export_bytes(recipe, Counts.of(weights)) if recipe.export.at_end else 0
     storage = rundir.storage
-    on_disk = storage.bytes_on_disk(checkpoint, copies, plan.topology.nnodes)
+    on_disk = storage.bytes_on_disk(checkpoint, copies)
     return {
         "checkpoint_bytes": checkpoint,
         "checkpoints": copies,

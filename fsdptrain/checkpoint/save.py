@@ -136,7 +136,7 @@ class Checkpointer:
             self._on_rank_zero(action, partial(storage.prepare, step))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
             total = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
-            needed = storage.bytes_on_disk(total, 1, self.plan.topology.nnodes)
+            needed = storage.bytes_on_disk(total, 1)
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"

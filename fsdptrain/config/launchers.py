@@ -57,7 +57,8 @@ def find_launcher(env: Environment) -> Launched | None:
         return _mpi(env, "Open MPI", *names, "OMPI_COMM_WORLD_LOCAL_SIZE")
     if "MPI_LOCALNRANKS" in env and "PMI_SIZE" in env:  # Slurm's PMI sets PMI_SIZE alone
         return _mpi(env, "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    if "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID") < SLURM_OWN_STEP:
+    shell = "SLURM_PTY_PORT" in env  # `srun --pty bash`: what a user types there runs on this machine only
+    if "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID") < SLURM_OWN_STEP and not shell:
         return _slurm(env)
     if "PET_NNODES" in env:
         return _kubeflow_trainer(env)

@@ -74,6 +74,7 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     Raises RecipeError if the plan is that of another run, or if it has changes but no step is left to train with them;
     CheckpointError if a link leads out of the folder, or if another version wrote the checkpoint.
     """
+    _check_newest_checkpoint_is_here(rundir)
     manifest = newest_manifest(rundir)
     if manifest is None:
         _check_checkpoints_not_lost(rundir)
@@ -103,17 +104,22 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     return EarlierAttempts(step, _is_evaluated(plan, step, events) and _is_exported(rundir, plan, step), trained=True)
 
 
-def _check_checkpoints_not_lost(rundir: RunDir) -> None:
-    """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it.
-
-    The same if the checkpoints are where an earlier recipe had put them.
-    """
+def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
+    """Raise RecipeError if the place where an earlier recipe had put the checkpoints has a newer one."""
     before = RunDir.open(rundir.root)
-    if before.checkpoint_path != rundir.checkpoint_path and before.checkpoint_steps():
+    if before.checkpoint_path == rundir.checkpoint_path:
+        return
+    newest, here = (max(run.checkpoint_steps(), default=0) for run in (before, rundir))
+    if newest > here:
+        found = f"none newer than that of step {here}" if here else "none"
         raise RecipeError(
-            f"checkpoint.path: the checkpoints of this run are in {before.storage}, and there are none in "
-            f"{rundir.storage}: copy them there, or set checkpoint.path as it was"
+            f"checkpoint.path: the checkpoints of this run are in {before.storage}, up to step {newest}, and there are "
+            f"{found} in {rundir.storage}: copy them there, or set checkpoint.path as it was"
         )
+
+
+def _check_checkpoints_not_lost(rundir: RunDir) -> None:
+    """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
     events, (exported_step, _) = read_history(rundir.metrics), read_export_record(rundir)
     start, step = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
     finished = start is not None and step >= start["total_steps"]

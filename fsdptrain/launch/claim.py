@@ -105,6 +105,8 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
 
 
 def _refuse_used(rundir: RunDir) -> NoReturn:
+    if rundir.checkpoint_path and rundir.checkpoint_steps():
+        raise RecipeError(f"checkpoint.path: {rundir.storage} is not empty: choose another, or delete what is in it")
     raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
 
 

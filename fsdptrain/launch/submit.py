@@ -28,6 +28,7 @@ from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import Problem, RecipeError, Stopped
 from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.ownership import write_mark
+from fsdptrain.storage import URL
 from fsdptrain.text import counted
 
 KINDS = ("slurm", "k8s", "hosts")
@@ -99,6 +100,8 @@ def prepare_job(
     plan, problems = draft_plan(written, topology, elsewhere=on == "k8s")
     if problems:
         raise RecipeError(problems)
+    if on == "slurm" and plan.recipe.checkpoint.resume == "never":
+        raise RecipeError("checkpoint.resume: never does not let the job go on after its time limit: use auto")
     if on != "k8s":
         check_run_dir(plan)
     path = Path(expanded(recipe))
@@ -132,7 +135,7 @@ def slurm_script(job: Job, options: Sequence[str], stop_before_s: int = STOP_BEF
 SCRIPT = """
 step= time_is_over=
 trap 'time_is_over=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
-trap : TERM  # scancel: the step gets it too, and needs time for its checkpoint
+trap time_is_over= TERM  # scancel: the step gets it too, and needs time for its checkpoint
 
 srun --kill-on-bad-exit=0 {command} &
 step=$!
@@ -177,6 +180,9 @@ def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> s
         for key, path in (("output_dir", job.plan.recipe.output_dir), ("data.path", job.plan.recipe.data.path or ""))
         if not Path(path).is_relative_to(mount) and (key == "output_dir" or Path(job.plan.data_path).is_absolute())
     ]
+    checkpoints = job.plan.recipe.checkpoint.path
+    if checkpoints and not URL.match(checkpoints) and not Path(checkpoints).is_relative_to(mount):
+        outside.append(Problem(f"{checkpoints} is not on the volume: give a path below {mount}", "checkpoint.path"))
     if outside:
         raise RecipeError(outside)
     parts = train_job(job, image, claim, mount, runtime)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,10 +34,14 @@ from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError
+from fsdptrain.launch.attempts import inspect_earlier_attempts
+from fsdptrain.launch.claim import claim_run_dir
 from fsdptrain.rundir import RunDir
-from fsdptrain.storage import MANIFEST_NAME, CheckpointStorage, open_storage
+from fsdptrain.storage import MANIFEST_NAME, CheckpointStorage, checkpoint_name, open_storage
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +271,31 @@ def test_abandoned_uploads_are_aborted_at_the_next_start(remote: RunDir) -> None
     left = fs.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
     assert [upload["Key"] for upload in left] == ["elsewhere"]
     fs.clear_multipart_uploads(BUCKET)
+
+
+@pytest.mark.parametrize("place", ["S3://bucket/run", "s3:/bucket/run", " s3://bucket/run"])
+def test_a_place_that_is_almost_a_url_is_no_folder(place: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"):
+        load(write_recipe(tmp_path, checkpoint__path=place))
+
+
+def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tmp_path: Path) -> None:
+    def plan_with(**keys: Any) -> Plan:
+        keys = {f"checkpoint__{key}": value for key, value in keys.items()}
+        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
+
+    earlier = plan_with()
+    for step, folder in ((2, earlier.rundir.checkpoints), (1, tmp_path / "elsewhere")):
+        (folder / checkpoint_name(step)).mkdir(parents=True)
+    earlier.rundir.plan.write_text(earlier.to_json())
+    with pytest.raises(
+        RecipeError, match=r"up to step 2, and there are none newer than that of step 1 in .*elsewhere: co"
+    ):
+        inspect_earlier_attempts(plan_with(path=str(tmp_path / "elsewhere")).rundir, earlier)
+    fresh = plan_with(path=str(tmp_path / "elsewhere"), resume="never")
+    shutil.rmtree(earlier.rundir.root)
+    with pytest.raises(RecipeError, match="is not empty"), claim_run_dir(fresh, "", fresh=False):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_a_shell_inside_a_job_is_no_step(command: str) -> None:
     assert "SLURM_JOB_ID" in env and find_launcher(env) is None
     # salloc with `use_interactive_step`, and the batch script of newer versions
     assert find_launcher({**RECORDED["srun -N1 -n3"][0], "SLURM_STEP_ID": "4294967290"}) is None
+    assert find_launcher({**RECORDED["srun -N1 -n3"][0], "SLURM_PTY_PORT": "41000"}) is None  # srun --pty bash
 
 
 @pytest.mark.parametrize(
