@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,13 +104,6 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
         yield Problem(
             "has no effect with export.adapter: separate, which saves the adapter in model.dtype: use merged or both",
             "export.dtype",
-        )
-    changes = [name for name in model.config if not re.search(r"dropout|_token_id$|^use_cache$", name)]
-    if adapter.kind and changes and recipe.export.adapter != "merged":
-        yield Problem(
-            f"with {changes[0]} the adapter belongs to another model than model.id, which peft opens it on: use "
-            "export.adapter: merged, or change config.json in a copy of the model",
-            "model.config",
         )
     merges = adapter.kind == "qlora" and recipe.export.adapter != "separate"
     if recipe.export.merge_base != "original" and not merges:

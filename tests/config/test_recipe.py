@@ -752,11 +752,6 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "no effect",
         ),
         (["model.id=.", "model.revision=main"], "model.revision", "local folder"),
-        (
-            ["adapter.kind=lora", "model.config={num_hidden_layers: 2, attention_dropout: 0.1}"],
-            "model.config",
-            "with num_hidden_layers the adapter belongs to another model",
-        ),
         (["data.path=null"], "data.path", "is not set"),
         (["data.columns={prompt: question}"], "data.columns", "not a field of format text; its fields: text"),
         (
