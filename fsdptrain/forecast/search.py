@@ -31,7 +31,7 @@ from fsdptrain.forecast.shallow import Shallow, extrapolate
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 
 
-SearchProgress = Callable[[int, int], None]  # (plans settled, plans in total)
+SearchProgress = Callable[..., None]  # (settled, in total[, what]): plans, unless `what` names something else
 
 
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
@@ -122,7 +122,7 @@ class Advice:
 
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
-    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda settled, total: None,
+    config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda *_: None,
     count_cards: bool = False, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
@@ -152,7 +152,7 @@ def search(
             leaner = _leaner_plans(trials, counts, threads, offloads)
         cards = {}
         if count_cards and not hardware.is_cpu:
-            cards = _cards_needed(trials, counts, threads, hardware.gpus_per_node)
+            cards = _cards_needed(trials, counts, threads, hardware.gpus_per_node, progress)
     options = fitting + [o for o in found if o.own and not o.fits]
     return Advice(options, leaner, cards, len(trials.tried), trials.failed)
 
@@ -205,7 +205,9 @@ def _leaner_plans(
     return list(found.values())
 
 
-def _cards_needed(trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, node: int) -> dict[str, int | None]:
+def _cards_needed(
+    trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, node: int, progress: SearchProgress
+) -> dict[str, int | None]:
     """Return the least number of cards for each kind of training, in nodes of `node` cards.
 
     Nothing is offloaded, blocks are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
@@ -236,7 +238,13 @@ def _cards_needed(trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, 
             trials.failed.append(f"{choice[0].name}: {error}")
             return {}
 
-    return {name: cards for found in threads.map(tried, all_kinds(trials.plan)) for name, cards in found.items()}
+    kinds = all_kinds(trials.plan)
+    found: dict[str, int | None] = {}
+    progress(0, len(kinds), "counting cards")
+    for done, cards in enumerate(threads.map(tried, kinds), 1):
+        found |= cards
+        progress(done, len(kinds), "counting cards")
+    return found
 
 
 def _on_cards(plan: Plan, cards: int, node: int) -> Plan:

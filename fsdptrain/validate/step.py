@@ -162,8 +162,8 @@ def advise(
     model = findings.levels["model"]
     counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
 
-    def progress(settled: int, total: int) -> None:
-        findings.send_progress("comparing plans", settled, total)
+    def progress(settled: int, total: int, what: str = "comparing plans") -> None:
+        findings.send_progress(what, settled, total)
 
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
