@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -10,7 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json, recipe_errors
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import layer_values, set_special_token
@@ -41,6 +42,12 @@ WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training â†
         ("output_hidden_states", "output_attentions", "return_dict"), "it has no effect on training; remove the key"
     ),
 }
+
+
+ONLY_IN_TRAINING = (  # keys that change no logits, beside those of dropout
+    "architectures", "transformers_version", "dtype", "use_cache", "initializer_range", "_name_or_path",
+    "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
@@ -98,6 +105,24 @@ def load_config(plan: Plan, vocab_size: int | None) -> PreTrainedConfig:
     if problems:
         raise RecipeError([Problem(problem) for problem in problems])
     return config
+
+
+def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
+    """Raise RecipeError if an adapter that is saved alone would be opened on another model than it is trained on.
+
+    peft opens it on `model.id`, with the `config.json` that is there, and knows nothing of `model.config`.
+    """
+    model, adapter = plan.recipe.model, plan.recipe.adapter
+    nearby = "model_type" not in model.config or Path(str(model.id)).is_dir()  # a dry run downloads nothing
+    if adapter.kind is None or plan.recipe.export.adapter == "merged" or not model.config or not nearby:
+        return
+    there = load_config(varied(plan, {"model.config": {}}), None).get_text_config().to_dict()
+    for name, value in config.get_text_config().to_dict().items():
+        if name not in ONLY_IN_TRAINING and "dropout" not in name and value != there.get(name):
+            raise RecipeError(
+                f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "
+                "use export.adapter: merged, or change config.json in a copy of the model"
+            )
 
 
 def _reject_quantised(config: Any, name: str) -> None:

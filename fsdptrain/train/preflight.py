@@ -21,7 +21,7 @@ from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids
 from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.model.config import load_config, longrope_threshold
+from fsdptrain.model.config import check_base_config, load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
@@ -71,6 +71,8 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
             )
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
+    with _collected(problems):
+        check_base_config(plan, config)
     with _collected(problems):
         units = units_of(trained, plan.recipe.fsdp.wrap)
     with _collected(problems):

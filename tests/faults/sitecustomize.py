@@ -100,6 +100,13 @@ def nan(result: Any) -> Any:
     return result * float("nan")
 
 
+def zero(result: Any) -> Any:
+    """Make the tensors zero that a function returns by name."""
+    for tensor in result.values():
+        tensor.zero_()
+    return result
+
+
 def nan_gradient(result: Any) -> Any:
     """Keep the loss that a function returns, but make its gradient NaN."""
     result.register_hook(lambda gradient: gradient * float("nan"))
@@ -123,6 +130,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "sleep": sleep,
     "fail": fail,
     "nan": nan,
+    "zero": zero,
     "nan_gradient": nan_gradient,
     "fill": fill,
 }

@@ -405,6 +405,25 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
 
 
+def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> None:
+    recipe, family = adapter_recipe(tmp_path), {"model_type": "llama", "vocab_size": 512}
+
+    def refused(config: dict[str, Any], *words: str) -> str:
+        plan = make_plan(load(recipe, [f"model.config={json.dumps(config)}", *words]), Topology("cpu", 1, 1))
+        try:
+            prepare_model(plan, 512)
+        except RecipeError as error:
+            return str(error)
+        return ""
+
+    message = refused({"rms_norm_eps": 0.5})
+    assert "model.config.rms_norm_eps: 0.5, but 1e-06 in " in message and "use export.adapter: merged" in message
+    assert "model.config.num_attention_heads: 2, but 4 in " in refused(family | TINY | {"num_attention_heads": 2})
+    assert not refused({"rms_norm_eps": 0.5}, "export.adapter=merged")
+    assert not refused({"attention_dropout": 0.1, "use_cache": False, "num_hidden_layers": 3})
+    assert not refused(family | TINY | {"tie_word_embeddings": False})
+
+
 def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...] = (), loss: str = "chunked") -> Any:
     """Return a skeleton with this adapter, or with none and these trainable parameters."""
     recipe = Recipe(model=Model(id="org/name", trainable=list(trainable)))

@@ -130,20 +130,23 @@ def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[
     }  # fmt: skip
 
 
-SIZES = {  # a third of all combinations at 25 million parameters, a few at more
-    "25M": (llama(16384, 384, 1024, 8, 6), MATRIX[::3]),
-    "60M": (llama(16384, 640, 1792, 8, 10), MATRIX[7::30]),
-    "150M": (llama(32000, 896, 2432, 10, 14), MATRIX[11::60]),
+SIZES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = {
+    # a third of all combinations at 25 million parameters, a few at more, and with adapters
+    "25M": (llama(16384, 384, 1024, 8, 6), MATRIX[::3], {}),
+    "60M": (llama(16384, 640, 1792, 8, 10), MATRIX[7::30], {}),
+    "150M": (llama(32000, 896, 2432, 10, 14), MATRIX[11::60], {}),
+    "25M lora": (llama(16384, 384, 1024, 8, 6), MATRIX[1::8], {"adapter.kind": "lora"}),
+    "25M qlora": (llama(16384, 384, 1024, 8, 6), MATRIX[5::8], {"adapter.kind": "qlora"}),
 }
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", SIZES)
 def test_the_peaks_of_the_whole_matrix(tmp_path: Path, size: str) -> None:
-    config, matrix = SIZES[size]
+    config, matrix, adapter = SIZES[size]
     errors = {}
     for changes in matrix:
-        plan = plan_of(tmp_path, model__config=config, **changes)
+        plan = varied(plan_of(tmp_path, model__config=config, **changes), adapter)
         forecast, real = peak(on_fake(plan), HOST), on_real(plan)
         errors[named(changes)] = forecast.allocated / real - 1
         print(f"{size} {forecast.allocated / 2**20:9.2f} {real / 2**20:9.2f} MiB {errors[named(changes)]:+.3%}  "

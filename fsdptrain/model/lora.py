@@ -1,0 +1,91 @@
+"""A linear layer with an adapter, whose forward and backward are one autograd function.
+
+peft's own forward, `x Wᵀ + (x Aᵀ) Bᵀ · scale`, multiplies the large result by the scale and adds it in further passes
+over memory, and so does its backward. Here the small products are scaled, and matrix products add to what is there.
+The function is the same, and so are the module, its names and all else that peft does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import addmm_flop, register_flop_formula
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain.model.nf4 import NF4Linear, dequantise
+from fsdptrain.model.patches import import_quietly
+
+Linear: Any = import_quietly("peft").tuners.lora.Linear
+register_flop_formula(torch.ops.aten.addmm_, get_raw=True)(addmm_flop)  # torch counts only the one that is not in place
+WeightOf = Callable[
+    [Any, torch.dtype], torch.Tensor
+]  # from the tensors that a layer keeps, and the dtype to compute in
+
+
+class AdaptedLinear(Linear):
+    """peft's layer, for one adapter without DoRA on a frozen base layer."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return base_layer(x) + dropout(x) · Aᵀ · Bᵀ · scale for x [..., in]; peft computes it if dtypes differ."""
+        (name,) = self.lora_A
+        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
+        weight_of, stored = _weight(base)
+        same = x.dtype == a.dtype == b.dtype and (isinstance(base, NF4Linear) or x.dtype == base.weight.dtype)
+        if args or kwargs or self.merged or self.disable_adapters or not same:
+            plain: torch.Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        dropout = self.lora_dropout[name]
+        dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
+        result: torch.Tensor = _Adapted.apply(x, dropped, a, b, self.scaling[name], base.bias, weight_of, *stored)
+        return result
+
+
+def _weight(layer: Any) -> tuple[WeightOf, tuple[torch.Tensor, ...]]:
+    """Return how the weight [out, in] of a linear layer is made, and from what."""
+    if isinstance(layer, NF4Linear):
+        return dequantise, layer.stored
+    return (_transposed if isinstance(layer, Conv1D) else _as_it_is), (layer.weight,)
+
+
+def _as_it_is(stored: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return stored[0]
+
+
+def _transposed(stored: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return stored[0].T
+
+
+class _Adapted(torch.autograd.Function):
+    """x · Wᵀ + bias + scale · dropped · Aᵀ · Bᵀ, where W and the bias get no gradient; `dropped` is x if it is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dropped: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
+        bias: torch.Tensor | None, weight_of: WeightOf, *stored: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        seen = x if dropped is None else dropped
+        small = functional.linear(seen, a).flatten(0, -2)
+        base = functional.linear(x, weight_of(stored, x.dtype), bias)
+        ctx.save_for_backward(seen, small, a, b, *stored)  # FSDP2 frees what it has gathered, and gathers it again
+        ctx.scale, ctx.weight_of = scale, weight_of
+        # Not in place: selective recomputation keeps the results of products.
+        return torch.addmm(base.flatten(0, -2), small, b.T, alpha=scale).view_as(base)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        seen, small, a, b, *stored = ctx.saved_tensors
+        needs_x, needs_dropped, needs_a, needs_b, *_ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        of_small = (rows @ b).mul_(ctx.scale)
+        of_a = of_small.T @ seen.flatten(0, -2) if needs_a else None
+        of_b = rows.T @ (small * ctx.scale) if needs_b else None
+        of_x = rows @ ctx.weight_of(stored, grad.dtype) if needs_x else None
+        of_dropped = of_small @ a if needs_dropped else None
+        if of_x is not None and of_dropped is None:  # without dropout
+            of_x.addmm_(of_small, a)
+        of_inputs = (found if found is None else found.view_as(seen) for found in (of_x, of_dropped))
+        return *of_inputs, of_a, of_b, *[None] * (3 + len(stored))
