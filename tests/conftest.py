@@ -41,37 +41,59 @@ def cache() -> Path:
     return Path(_cache.name)
 
 
-class FaultTable:
+class Table:
+    """Rows that tests add, printed at the end of the session in columns."""
+
+    def __init__(self, *header: str) -> None:
+        self.header, self.rows = header, list[tuple[str, ...]]()
+
+    def lines(self) -> list[str]:
+        """Return the table as lines of text."""
+        rows = [self.header, *self.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
+        return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+class FaultTable(Table):
     """The faults that were injected in this session, with their outcome."""
 
-    HEADER = ("fault", "tries", "survived", "noticed after (median / worst)", "lost")
-
     def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = []
+        super().__init__("fault", "tries", "survived", "noticed after (median / worst)", "lost")
 
     def add(self, fault: str, tries: int, survived: int, notice: Sequence[float] = (), lost: str = "nothing") -> None:
         """Add a fault; `notice` is in seconds, one for each try that could be timed."""
         times = f"{statistics.median(notice):.1f} s / {max(notice):.1f} s" if notice else ""
         self.rows.append((fault, str(tries), str(survived), times, lost))
 
-    def lines(self) -> list[str]:
-        """Return the table as lines of text, in columns."""
-        rows = [self.HEADER, *self.rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.HEADER))]
-        return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
-
-_table = FaultTable()
+_tables = {
+    "faults": FaultTable(),
+    "bytes between two hosts": Table("run", "bytes a step", "forecast", "difference"),
+    "faults on two hosts": Table("fault", "host", "exit", "ended after", "what it said"),
+}
 
 
 @pytest.fixture(scope="session")
 def fault_table() -> FaultTable:
     """Return the table of injected faults."""
-    return _table
+    return _tables["faults"]  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="session")
+def link_table() -> Table:
+    """Return the table of bytes on the link between hosts."""
+    return _tables["bytes between two hosts"]
+
+
+@pytest.fixture(scope="session")
+def host_table() -> Table:
+    """Return the table of what happened to hosts."""
+    return _tables["faults on two hosts"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of faults if any were injected."""
-    if _table.rows:
-        terminalreporter.section("faults")
-        terminalreporter.write_line("\n".join(_table.lines()))
+    """Print the tables that tests have filled."""
+    for title, table in _tables.items():
+        if table.rows:
+            terminalreporter.section(title)
+            terminalreporter.write_line("\n".join(table.lines()))
