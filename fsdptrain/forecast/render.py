@@ -11,7 +11,7 @@ from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.goodput import START_S, STORAGE_BW, Goodput
 from fsdptrain.forecast.kinds import leaner_kinds
 from fsdptrain.forecast.search import changes_that_save_memory, command_text, override_words
-from fsdptrain.text import counted, duration, size
+from fsdptrain.text import duration, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]
 
@@ -85,34 +85,56 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     return [*lines, f"{cost['run_s'] / forecast.step_s:,.0f} steps take {duration(cost['run_s'])}: {total}"]
 
 
-def failure_lines(lost: Goodput, forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[str]:
-    """Return the checkpoint interval that loses least to failures, what is left, and the expected time of the run."""
-    checkpoint = plan.recipe.checkpoint
-    lines = [
-        f"the whole job has a failure every {_amount(lost.mtbf_hours)} hours: a checkpoint every "
-        f"{counted(lost.every, 'step')} ({duration(lost.every * forecast.step_s)}) loses least: new steps are made in "
-        f"{lost.share:.1%} of the time"
+NEVER_ENDS = 1e-3  # share of the time with new steps: with less, a run is not expected to end
+
+
+FAILURES_HEADER = ["", "interval", "lost time"]
+
+
+def failures_line(lost: Goodput, plan: Plan, mtbf_hours: float) -> str:
+    """Return how often the whole job fails; `mtbf_hours` are those of a node."""
+    nodes = plan.topology.nnodes
+    of_job = "" if nodes == 1 else f", so one of the job's {nodes} nodes every {_amount(lost.mtbf_hours)} hours"
+    return f"a node fails every {mtbf_hours:,g} hours on average{of_job}; each failure restarts the job"
+
+
+def failure_table(
+    lost: Goodput, step_s: float, plan: Plan, cost: Mapping[str, Any]
+) -> tuple[list[str], list[list[str]]]:
+    """Return a table of the checkpoint interval that loses least, and of the recipe's: time lost, length, cost."""
+    own = plan.recipe.checkpoint.every
+    intervals = [(f"checkpoint.every={lost.every} (loses least)", lost.every, lost.share)]
+    if own is not None and lost.own_share is not None:
+        intervals.append((f"checkpoint.every={own} (the recipe's)", own, lost.own_share))
+    header = FAILURES_HEADER + (["run", f"{_unit(plan)}-hours", "failures"] if cost else [])
+    header += ["cost"] if "dollars" in cost else []
+    return header, [
+        [name, duration(every * step_s), f"{1 - share:.2%}", *_with_failures(share, lost, cost)]
+        for name, every, share in intervals
     ]
-    if lost.own_share is not None:
-        lines[0] += f", with checkpoint.every={checkpoint.every} in {lost.own_share:.1%}"
-    share = lost.share if lost.own_share is None else lost.own_share
-    if not share:
-        lines.append("so many failures leave no time between restarts: the run would not end")
-    elif cost:
-        run_s = cost["run_s"] / share
-        failures = run_s / 3600 / lost.mtbf_hours
-        interval = " at this interval" if lost.own_share is None else ""
-        lines.append(
-            f"with {_amount(failures)} failures expected the run takes {duration(run_s)}{interval}, "
-            f"{_amount(cost['gpu_hours'] / share)} {_unit(plan)}-hours"
-            + (f", {_dollars(cost['dollars'] / share)}" if "dollars" in cost else "")
-        )
-    lines.append(
-        f"assumed: {START_S:g} s until a restart loads its checkpoint, {STORAGE_BW / 1e9:g} GB/s from a node to the "
-        f"storage; training waits {lost.blocked_s:.3g} s for a checkpoint"
-        + (f", which is complete {lost.write_s:.3g} s later" if checkpoint.async_ else "")
-    )
-    return lines
+
+
+def _with_failures(share: float, lost: Goodput, cost: Mapping[str, Any]) -> list[str]:
+    """Return the expected length of the run, its GPU-hours, failures and cost, if new steps get this share of time."""
+    if not cost:
+        return []
+    if share < NEVER_ENDS:
+        return ["never ends", *[""] * (3 if "dollars" in cost else 2)]
+    run_s = cost["run_s"] / share
+    cells = [duration(run_s), _amount(cost["gpu_hours"] / share), _amount(run_s / 3600 / lost.mtbf_hours)]
+    return cells + ([_dollars(cost["dollars"] / share)] if "dollars" in cost else [])
+
+
+def failure_lines(lost: Goodput, plan: Plan) -> list[str]:
+    """Return what the lost time consists of, and what is assumed."""
+    complete = f" and is complete {lost.write_s:.3g} s later" if plan.recipe.checkpoint.async_ else ""
+    return [
+        f"lost time: a checkpoint stops training for {lost.blocked_s:.3g} s{complete}; a failure costs "
+        f"{lost.restart_s - lost.write_s:.3g} s until training continues, and the steps since the newest complete "
+        "checkpoint",
+        f"assumed: {START_S:g} s until a restart begins to load the checkpoint, and {STORAGE_BW / 1e9:g} GB/s from a "
+        "node to the storage",
+    ]
 
 
 def _unit(plan: Plan) -> str:

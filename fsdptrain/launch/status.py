@@ -25,6 +25,7 @@ from fsdptrain.events import STEP_EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain_hang, hung_ranks
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
+from fsdptrain.processes import STOP_SIGNAL
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import ETA_STEPS
 from fsdptrain.text import counted, duration, rate, wrapped
@@ -156,7 +157,11 @@ class Observer:
         """
         newest = self._ends[-1]
         if newest["event"] == "stop":
-            return "stopped", f"by {newest.get('signal')} after step {newest.get('step')}; run it again to continue"
+            # A launcher passes every signal on to its workers as STOP_SIGNAL, also Ctrl-C.
+            by = "a stop signal" if newest.get("signal") == STOP_SIGNAL.name else newest.get("signal")
+            step = newest.get("step")
+            when = f"after step {step:,}, with a checkpoint" if step else "before the first step"
+            return "stopped", f"by {by} {when}; run the same command to continue"
         errors = [end for end in self._ends if end["event"] == "error" and newest["at"] - end["at"] < SAME_END_S]
         cause = min(errors, key=lambda end: (end.get("type") == "WorkerLost", "rank" in end, end["at"]))
         rank = f"rank {cause['rank']}: " if "rank" in cause else ""

@@ -14,11 +14,13 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast import closed_form
 from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.forecast.goodput import goodput
+from fsdptrain.forecast.goodput import Goodput, goodput
 from fsdptrain.forecast.render import (
     TRAFFIC_HEADER,
     does_not_fit_error,
     failure_lines,
+    failure_table,
+    failures_line,
     memory_lines,
     time_lines,
     traffic_lines,
@@ -34,6 +36,9 @@ MEMORY = "Memory of the worst rank"
 
 
 COMMUNICATION = "Communication per step"
+
+
+FAILURES = "Failures"
 
 
 ADVICE = "Other plans for the same job"
@@ -96,7 +101,7 @@ def check_step(
         checkpoint_bytes = findings.levels["model"]["disk"]["checkpoint_bytes"]
         lost = goodput(plan, hardware, forecast.step_s, checkpoint_bytes, options.mtbf_hours)
         findings.step["failures"] = dataclasses.asdict(lost)
-        findings.add_lines("Failures", *failure_lines(lost, forecast, plan, cost))
+        show_failures(lost, forecast.step_s, plan, cost, options.mtbf_hours, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
     if options.plot:
@@ -130,6 +135,16 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
     findings.forecast = verdict(findings.step, plan)
+
+
+def show_failures(
+    lost: Goodput, step_s: float, plan: Plan, cost: dict[str, Any], mtbf_hours: float, findings: Findings
+) -> None:
+    """Add what failures cost, with the checkpoint interval that loses least and with the recipe's."""
+    findings.add_lines(FAILURES, failures_line(lost, plan, mtbf_hours))
+    header, rows = failure_table(lost, step_s, plan, cost)
+    findings.add_item(FAILURES, "table", header=header, rows=rows)
+    findings.add_lines(FAILURES, *failure_lines(lost, plan))
 
 
 def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hardware, findings: Findings) -> None:

@@ -14,6 +14,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.goodput import best_interval, goodput, useful_share
+from fsdptrain.forecast.render import failure_lines, failure_table, failures_line
 
 HOUR = 3600.0
 
@@ -75,3 +76,24 @@ def test_a_synchronous_checkpoint_stops_training_until_it_is_written(tmp_path: P
     assert waiting.every > in_thread.every >= 40, "a checkpoint begins when the one before is complete"
     # Ten steps take 20 seconds, and then wait another 60 until the checkpoint before is written.
     assert in_thread.own_share == pytest.approx(0.25, abs=0.01)
+
+
+def test_the_costs_of_two_intervals_are_shown(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__global_batch_size=64, checkpoint__every=10)
+    plan = make_plan(load(recipe), Topology("cuda", 4, 8))
+    cost = {"run_s": 100 * HOUR, "gpu_hours": 3200.0, "dollars": 8000.0}
+    lost = goodput(plan, KNOWN["h100-80gb"], 2.0, 80 * 10**9, 400)
+    assert failures_line(lost, plan, 400).startswith("a node fails every 400 hours on average, so one of the job's 4 ")
+    header, (best, own) = failure_table(lost, 2.0, plan, cost)
+    assert header == ["", "interval", "lost time", "run", "GPU-hours", "failures", "cost"]
+    assert best[0] == f"checkpoint.every={lost.every} (loses least)" and own[0] == "checkpoint.every=10 (the recipe's)"
+    assert own[1] == "0:20" and own[2] == f"{1 - lost.own_share:.2%}"
+    for row, share in ((best, lost.share), (own, lost.own_share)):
+        gpu_hours, failures, dollars = (float(cell.strip("$").replace(",", "")) for cell in row[4:])
+        assert gpu_hours == pytest.approx(3200 / share, rel=1e-3) and dollars == pytest.approx(8000 / share, rel=1e-3)
+        assert failures == pytest.approx(100 / share / 100, rel=0.1)  # the job fails every 100 hours
+    assert "is complete 20 s later; a failure costs 320 s until" in failure_lines(lost, plan)[0]  # 4 nodes write
+    # Without the number of steps only shares are known; with a failure a second the run would not end.
+    assert [len(row) for row in failure_table(lost, 2.0, plan, {})[1]] == [3, 3]
+    constant = goodput(plan, KNOWN["h100-80gb"], 2.0, 80 * 10**9, 4 / 3600)
+    assert {row[3] for row in failure_table(constant, 2.0, plan, cost)[1]} == {"never ends"}

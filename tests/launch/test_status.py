@@ -108,7 +108,9 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     assert (run.facts()["step"], run.facts()["attempts"], run.facts()["loss"]) == (2, 2, None)
     run.steps(3, first=3)
     run.event("stop", step=3, signal="SIGTERM")
-    assert run.facts()["why"] == "by SIGTERM after step 3; run it again to continue"
+    assert run.facts()["why"] == "by SIGTERM after step 3, with a checkpoint; run the same command to continue"
+    run.event("stop", step=3, signal="SIGUSR1")  # what a launcher passes on, after Ctrl-C too
+    assert run.facts()["why"].startswith("by a stop signal after step 3, ")
     run.start(total=4)
     run.steps(4, first=4)
     with FileLock(run.rundir.logs / "lock"):
