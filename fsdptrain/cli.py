@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -33,6 +33,7 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.config.reader import LoadedRecipe
     from fsdptrain.rundir import RunDir
+    from fsdptrain.screen import Screen
     from fsdptrain.validate.client import Request
     from fsdptrain.validate.findings import Outcome
 
@@ -236,11 +237,16 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also explain what could not be checked here")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before building the model")] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="start the workers as `run` does, and only compare and measure the nodes")
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = _load_recipe(recipe, overrides)
+        if here and (hardware or plot or advise or no_build or price is not None or mtbf_hours is not None):
+            raise RecipeError("--here: cannot be combined with options of the dry run, except --json")
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
         from fsdptrain.validate.client import make_request
@@ -259,7 +265,7 @@ def validate(
         request = dataclasses.replace(
             request, plot=plot_path, price=price, mtbf_hours=mtbf_hours, advise=advise, build=build
         )
-        outcome = _run_dry_run(request)
+        outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
             print(json.dumps({"notes": [], "problems": str(error).splitlines()}, indent=2))
@@ -272,20 +278,55 @@ def validate(
     if outcome.problems:
         blank_line = "\n" if sys.stderr.isatty() else ""
         print(blank_line + wrapped_for(_problems_text(outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+    if here:
+        _exit_at_once(outcome.exit_code)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    """Run a dry run; show its progress on standard error, because standard output is for the result."""
+    """Run a dry run and show its progress."""
+    from fsdptrain.validate.client import run_dry_run
+
+    with _screen_beside_result() as screen:
+        return run_dry_run(request, screen)
+
+
+def _check_here(request: Request) -> Outcome:
+    """Check the nodes of a run, as their command or as one of their workers. All but the first of them exit here."""
+    from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
+
+    launched = find_launcher(os.environ)
+    os.environ.update(worker_variables(launched))
+    if request.plan.topology.joined:
+        from fsdptrain.validate.here import check_ranks
+
+        with contextlib.redirect_stdout(sys.stderr):
+            outcome = check_ranks(request)
+    else:
+        from fsdptrain.validate.client import check_here
+
+        with _screen_beside_result() as screen:
+            outcome = check_here(request, screen)
+    if not is_first(launched):
+        _exit_at_once(outcome.exit_code)
+    return outcome
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Exit without shutting down the interpreter, which may abort in a worker that has used gloo (pytorch#179291)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _screen_beside_result() -> Screen:
+    """Return a screen on standard error, because standard output is for the result."""
     from rich.console import Console
 
     from fsdptrain.screen import Screen
-    from fsdptrain.validate.client import run_dry_run
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty())
-    with Screen(console) as screen:
-        return run_dry_run(request, screen)
+    return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
 @app.command()

@@ -17,7 +17,10 @@ ORDER = (
     "", "config", "forecast", "data", "model", "parallel", "checkpoint", "launch", "train", "simulate", "validate",
 )  # fmt: skip
 LIGHT = ("", "config", "forecast", "launch")  # packages that import no torch; LIGHT_MODULES are in other packages
-LIGHT_MODULES = ("checkpoint.manifest", "checkpoint.verify", "validate.findings", "validate.summary", "validate.client")
+LIGHT_MODULES = (
+    "checkpoint.manifest", "checkpoint.verify", "validate.findings", "validate.summary", "validate.nodes",
+    "validate.client",
+)  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

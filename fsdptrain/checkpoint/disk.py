@@ -37,7 +37,7 @@ def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
         "checkpoints": copies,
         "export_bytes": export,
         "needed_bytes": max(0, on_disk - storage.bytes_held()) + export,
-        "free_bytes": shutil.disk_usage(existing_parent(storage.folder)).free,
+        "free_bytes": free_space(storage.folder),
     }
 
 
@@ -71,6 +71,11 @@ def _breakdown(facts: dict[str, Any]) -> str:
 def existing_parent(path: Path) -> Path:
     """Return the nearest folder on the way up from `path` that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def free_space(path: Path) -> int:
+    """Return the bytes that are free on the disk of a path, which need not exist."""
+    return shutil.disk_usage(existing_parent(path)).free
 
 
 DISK_FULL = re.compile(rf"(?:os error|Errno) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")

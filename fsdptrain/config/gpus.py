@@ -5,6 +5,7 @@ Only the standard library is imported: the Makefile runs this module before anyt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -42,6 +43,24 @@ def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
 def installed_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """Count the GPUs of this machine; one that is divided into MIG instances is one GPU."""
     return _found(env, root)[0]
+
+
+def damaged_gpus(env: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each visible GPU whose memory had errors that ECC could not correct since the last boot."""
+    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
+    if program is None:
+        return []
+    only = ["-i", names] if (names := env.get("CUDA_VISIBLE_DEVICES")) else []
+    query = ["--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run([program, *only, *query], capture_output=True, text=True, timeout=SMI_S, check=True)
+        rows = [line.split(", ") for line in listed.stdout.splitlines()]
+        return [
+            f"the memory of GPU {index} had {errors} errors that ECC could not correct"
+            for index, errors in rows
+            if errors.isdigit() and int(errors)  # `[N/A]` without ECC
+        ]
+    return []
 
 
 def _found(env: Mapping[str, str], root: Path) -> tuple[int, bool]:

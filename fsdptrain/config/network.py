@@ -36,18 +36,39 @@ def local_end(host: str) -> LocalEnd | None:
     cannot reach. Then it is the interface of the default route, or the only one besides loopback.
     """
     interfaces = dict(_addresses())
-    if host == "localhost" or _is_loopback(host):  # all nodes are on this machine
+    if host == "localhost" or is_loopback(host):  # all nodes are on this machine
         return _end(_source(host), interfaces)
     address = _source(host)
     if address is None:
         return None
-    if not _is_loopback(address):
+    if not is_loopback(address):
         return _end(address, interfaces)
     for elsewhere in ANYWHERE:
         if found := _end(_source(elsewhere), interfaces):
             return found
     reachable = {name: address for address, name in reversed(interfaces.items()) if _can_be_reached(address)}
     return LocalEnd(*reachable.popitem()) if len(reachable) == 1 else None
+
+
+def address_of(host: str) -> str | None:
+    """Return the first address to which this machine resolves a name; None if it knows none."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    return None
+
+
+def gloo_end() -> LocalEnd | None:
+    """Return where gloo listens: on GLOO_SOCKET_IFNAME, else at the address to which this machine resolves its name.
+
+    None if there is no such interface or address.
+    """
+    interfaces = dict(_addresses())
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        return next((LocalEnd(chosen, address) for address, name in interfaces.items() if name == chosen), None)
+    address = address_of(socket.gethostname())
+    if address is None:
+        return None
+    return LocalEnd(interfaces.get(address, "lo" if is_loopback(address) else "?"), address)
 
 
 def set_gloo_interface(host: str) -> None:
@@ -75,7 +96,8 @@ def _source(host: str) -> str | None:
     return None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether an address leads to the machine itself; False for a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name

@@ -261,7 +261,7 @@ def draft_plan(
     """
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
     problems += [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
-    problems += [] if elsewhere else _model_name_problems(recipe)
+    problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
     held_out, revision = recipe.data.eval or {}, recipe.data.revision
@@ -382,7 +382,8 @@ def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
 
 
-def _model_name_problems(recipe: Recipe) -> list[Problem]:
+def model_name_problems(recipe: Recipe) -> list[Problem]:
+    """Return a problem for a model or tokenizer that is neither a folder on this machine nor a Hub id."""
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
     return [
         Problem(f"{fault}; if a run exports it, do that first", path)

@@ -102,10 +102,15 @@ def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str
         raise RecipeError(problems)
 
 
-def _check_machine(topology: Topology, gpus: int) -> None:
-    """Raise RecipeError if the workers that this process starts cannot run here, or not meet those of other nodes."""
+def check_endpoint(topology: Topology) -> None:
+    """Raise RecipeError if the workers of several nodes have no place to meet."""
     if topology.nnodes > 1 and topology.endpoint is None:
         raise RecipeError([Problem(NO_ENDPOINT, "launch.nnodes")])
+
+
+def _check_machine(topology: Topology, gpus: int) -> None:
+    """Raise RecipeError if the workers that this process starts cannot run here, or not meet those of other nodes."""
+    check_endpoint(topology)
     if gpus and topology.nproc_per_node > gpus and not topology.joined:
         message = f"{topology.nproc_per_node} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
         raise RecipeError([Problem(message, "launch.nproc_per_node")])

@@ -14,6 +14,8 @@ from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.readers import SUPPORTED, Source, conversion_advice, file_errors, open_file
 from fsdptrain.errors import DataError, NoData, shortened
 
+PIECE = 2**24  # bytes of a file that are read at a time
+
 
 def data_files(path: str) -> list[Path]:
     """Return the data files behind a path, a glob or a folder, each once, sorted; empty when `path` is not local.
@@ -67,6 +69,28 @@ def fingerprint(path: str) -> str:
     for file in files:
         with file_errors(file), file.open("rb") as stream:
             digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def quick_fingerprint(path: str, budget: int) -> str:
+    """Return a SHA-256 over the type, the size and the beginning of every data file; at most `budget` bytes are read.
+
+    Files that have fewer bytes together are read as a whole. For a Hub data set it is that of `fingerprint`. Raises
+    NoData for a local path without files.
+    """
+    files, digest = data_stamps(path), hashlib.sha256()
+    if not files and Path(path).is_absolute():
+        raise NoData(f"data.path: {shortened(path)!r} was not found")
+    if not files:
+        return fingerprint(path)
+    whole = sum(size for _, size, _ in files) <= budget
+    for name, size, _ in files:
+        digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
+        left = size if whole else budget // len(files)
+        with file_errors(Path(name)), Path(name).open("rb") as stream:
+            while left > 0 and (piece := stream.read(min(left, PIECE))):
+                digest.update(piece)
+                left -= len(piece)
     return digest.hexdigest()
 
 

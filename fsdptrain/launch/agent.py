@@ -1,10 +1,10 @@
 """The agent process: start the workers, forward stop requests, report how the first worker failed.
 
-It is called with PLAN and PIPE. On one node it does what torchrun does, with the same environment variables, but does
-not import torch: the workers start a second or two earlier. They connect over loopback, so no port is open to the
-network. On several nodes it calls `torch.distributed.run`. In both cases it forwards SIGTERM as a request to the
-workers, which save and exit by themselves, however long that takes. It reports how the first worker failed through a
-pipe to the launcher, which works on a full disk too.
+It is called with PLAN, PIPE and the module of the workers. On one node it does what torchrun does, with the same
+environment variables, but does not import torch: the workers start a second or two earlier. They connect over loopback,
+so no port is open to the network. On several nodes it calls `torch.distributed.run`. In both cases it forwards SIGTERM
+as a request to the workers, which save and exit by themselves, however long that takes. It reports how the first worker
+failed through a pipe to the launcher, which works on a full disk too.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:gl
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
 
 
-WORKER = "fsdptrain.train.worker"
-
-
 class Failure(NamedTuple):
     """How a worker failed: its exit code (negative: killed by that signal) and the file with its error, if any."""
 
@@ -50,7 +47,7 @@ class Failure(NamedTuple):
 
 def main() -> None:
     """Run the workers of the plan named on the command line; exit with 1 if one failed."""
-    plan_path, pipe = Path(sys.argv[1]), int(sys.argv[2])
+    plan_path, pipe, worker = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     try:
         plan = read_plan(plan_path)
     except RecipeError as error:
@@ -68,18 +65,18 @@ def main() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         run = run_on_this_node if plan.topology.nnodes == 1 else run_torchrun
-        failures = run(plan, plan_path, Path(scratch))
+        failures = run(plan, plan_path, worker, Path(scratch))
         if failures:
             with os.fdopen(pipe, "w", encoding="utf-8") as launcher:
                 json.dump(first_failure(failures), launcher)
             sys.exit(1)
 
 
-def run_on_this_node(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
+def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
     """Run one worker per rank until all have ended; if one fails, end the others. Return the failures by rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    words = child_command(WORKER, plan_path)
+    words = child_command(worker, plan_path)
     files = {rank: str(scratch / f"error-{rank}.json") for rank in range(plan.topology.world_size)}
     workers = {
         rank: subprocess.Popen(
@@ -87,10 +84,10 @@ def run_on_this_node(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Fa
         )
         for rank, file in files.items()
     }
-    while None in (codes := [worker.poll() for worker in workers.values()]) and not any(codes):
+    while None in (codes := [process.poll() for process in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
     killed = terminate(list(workers.values()))
-    failed = {rank: worker.returncode for rank, worker in workers.items() if worker not in killed}
+    failed = {rank: process.returncode for rank, process in workers.items() if process not in killed}
     return {rank: Failure(code, files[rank]) for rank, code in failed.items() if code}
 
 
@@ -134,7 +131,7 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[b
     return killed
 
 
-def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failure]:
+def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
     """Run this node's workers of a run on several nodes; return the failures by rank."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -161,7 +158,7 @@ def run_torchrun(plan: Plan, plan_path: Path, scratch: Path) -> dict[int, Failur
         words.append(f"--local-addr={end.address}")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TERMINATE_S))
     try:
-        torchrun(get_args_parser().parse_args([*words, *child_arguments(WORKER, plan_path)]))
+        torchrun(get_args_parser().parse_args([*words, *child_arguments(worker, plan_path)]))
     except ChildFailedError as error:
         return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
     return {}

@@ -34,6 +34,9 @@ POLL_S = 0.1  # between two checks of the agent and the hang reports
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
 
 
+WORKER = "fsdptrain.train.worker"
+
+
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
@@ -65,10 +68,10 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
 
 
 class Attempt:
-    """One start of the workers, watched to their end."""
+    """One start of the workers, watched to their end. `worker` is the module whose `main` they run."""
 
-    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest) -> None:
-        self.plan, self.rundir, self.screen, self.stop = plan, rundir, screen, stop
+    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = WORKER) -> None:
+        self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
         cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
@@ -83,7 +86,7 @@ class Attempt:
             ThreadPoolExecutor(1) as reader,  # reads meanwhile: a pipe holds 64 KiB, then its writer waits
         ):
             agent = subprocess.Popen(
-                child_command("fsdptrain.launch.agent", self.rundir.plan, write),
+                child_command("fsdptrain.launch.agent", self.rundir.plan, write, self.worker),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
                 env={**child_environment(), PLAN_DIGEST: self.plan.digest()},
             )  # fmt: skip

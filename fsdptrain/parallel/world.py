@@ -78,10 +78,11 @@ class World:
     hosts: list[str]
 
     @classmethod
-    def start(cls, plan: Plan, stop: StopRequest) -> World:
+    def start(cls, plan: Plan, stop: StopRequest, store: dist.Store | None = None) -> World:
         """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU.
 
-        Raises Stopped if a stop signal comes before all ranks have joined.
+        `store` is that of the ranks, if they have met already. Raises Stopped if a stop signal comes before all ranks
+        have joined.
         """
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         topology = plan.topology
@@ -95,7 +96,7 @@ class World:
         if not dist.is_initialized():
             # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
-            store = wait_for_ranks(plan, rank, timeout, stop)
+            store = store or wait_for_ranks(plan, rank, timeout, stop)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
@@ -244,7 +245,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 
     Raises Stopped if a stop signal comes before the last rank does: after that, some ranks may have continued.
     """
-    store = _open_store(plan, rank, timeout, stop)
+    store = open_store(plan, rank, timeout, stop)
     size, key = plan.topology.world_size, "fsdptrain/here"
     present = store.add(key, 1)
     while present < size:
@@ -259,7 +260,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
     return store
 
 
-def _open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
+def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
     """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
     if plan.topology.nnodes > 1 or plan.topology.joined:
         if plan.topology.nnodes > 1:

@@ -10,17 +10,24 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdptrain.config.hardware import Hardware, parse_hardware
+from fsdptrain.config.network import address_of, is_loopback
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.topology import find_topology, topology_of
+from fsdptrain.config.topology import check_endpoint, find_topology, topology_of
 from fsdptrain.config.versions import untested_versions
-from fsdptrain.errors import FsdptrainError, WorkerError, killed_by
-from fsdptrain.processes import child_command, child_environment
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
+from fsdptrain.launch.launcher import Attempt
+from fsdptrain.processes import StopRequest, child_command, child_environment
+from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.validate.findings import Outcome
 
@@ -102,6 +109,56 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
     if process.returncode < 0:
         raise WorkerError(f"the dry run was {killed_by(signal.Signals(-process.returncode).name)}")
     raise FsdptrainError(f"the dry run ended with exit code {process.returncode} and no result; see its output above")
+
+
+REQUEST, OUTCOME = "request.json", "outcome.json"  # what `check_here` gives to the workers and gets from them
+
+
+def check_here(request: Request, screen: Screen) -> Outcome:
+    """Start the workers as a run does, and return what they found out about the nodes. The run folder is not touched.
+
+    Raises RecipeError if the nodes cannot meet, Stopped after a stop signal, and WorkerError if the workers fail.
+    """
+    topology = request.plan.topology
+    check_endpoint(topology)
+    if topology.endpoint:
+        _check_name(topology.endpoint.rpartition(":")[0])
+    if topology.nnodes == 1 and request.problems:  # no other node waits for this one
+        raise RecipeError([Problem(problem) for problem in request.problems])
+    scratch = Path(tempfile.mkdtemp(prefix="fsdptrain-"))
+    rundir = RunDir(scratch)
+    rundir.logs.mkdir()
+    # torchrun's agents meet under the name of the recipe, which may differ between the nodes.
+    recipe = dataclasses.replace(request.plan.recipe, name="fsdptrain-validate")
+    plan = dataclasses.replace(request.plan, recipe=recipe, run_dir=str(scratch))
+    rundir.plan.write_text(plan.to_json(), encoding="utf-8")
+    (scratch / REQUEST).write_text(request.to_json(), encoding="utf-8")
+    with StopRequest() as stop:
+        try:
+            Attempt(plan, rundir, screen, stop, worker="fsdptrain.validate.here").run()
+        except WorkerError:
+            log = rundir.launcher_log
+            if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
+                raise WorkerError(
+                    f"the {topology.nnodes} nodes did not meet at {topology.endpoint}: start the same command on each, "
+                    f"and check that the address leads to the first from all others (name, firewall); log: {log}"
+                ) from None
+            raise
+        if stop.count:
+            raise Stopped(f"stopped by {stop.by}; nothing was changed")
+    outcome = Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
+    shutil.rmtree(scratch)  # after an error it is kept: messages name the log in it
+    return outcome
+
+
+def _check_name(host: str) -> None:
+    """Raise RecipeError if the name of another machine leads to this one, so that they would wait for each other."""
+    address = address_of(host)
+    if address and is_loopback(address) and host not in ("localhost", address, socket.gethostname(), socket.getfqdn()):
+        raise RecipeError(
+            f"launch.rdzv_endpoint: {host} resolves to {address} on {socket.gethostname()}, which is this machine "
+            f"itself: give {host} its own address in /etc/hosts, or use the address instead of the name"
+        )
 
 
 def _busy(screen: Screen, what: str) -> contextlib.AbstractContextManager[None]:

@@ -17,11 +17,14 @@ from fsdptrain.errors import (
     NoData,
     NoModel,
     RecipeError,
+    WorkerError,
 )
 from fsdptrain.events import progress_record
 
 # Exit codes, that of the most basic problem first.
-BASIC_FIRST = [error.exit_code for error in (RecipeError, DataError, CheckpointError, DoesNotFit, FsdptrainError)]
+BASIC_FIRST = [
+    error.exit_code for error in (RecipeError, DataError, CheckpointError, WorkerError, DoesNotFit, FsdptrainError)
+]
 
 
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
@@ -64,7 +67,7 @@ class Findings:
         self.send, self.elsewhere = send, elsewhere
         self.levels: dict[str, dict[str, Any]] = {}
         self.step: dict[str, Any] = {}  # facts of the forecast; in the JSON they are beside the levels
-        self.forecast: str | None = None  # the forecast in one line
+        self.forecast: str | None = None  # the forecast, or what else was found to be right, in one line
         self.sections: dict[str, list[Item]] = {}
         self.notes: list[str] = []
         self.unchecked: list[str] = []

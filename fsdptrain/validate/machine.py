@@ -73,6 +73,18 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
+    yield from node_problems(plan, facts)
+    if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
+        yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
+    if facts["rendezvous"]["state"] in ("in use", "unknown host"):
+        yield RecipeError(
+            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; choose a "
+            "host that every node can resolve, and a free port on it"
+        )
+
+
+def node_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+    """Yield those of `machine_problems` that are left when the workers of all nodes have met."""
     workers, gpus, kernel = plan.topology.nproc_per_node, len(facts["gpus"]), facts["attention"]["kernel"]
     if plan.topology.device == "cuda" and gpus < workers and not plan.topology.joined:
         yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
@@ -82,13 +94,6 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
     if not facts["attention"]["available"]:
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
-        )
-    if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
-        yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
-    if facts["rendezvous"]["state"] in ("in use", "unknown host"):
-        yield RecipeError(
-            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; choose a "
-            "host that every node can resolve, and a free port on it"
         )
     folder = existing_parent(Path(plan.run_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -7,10 +7,12 @@ the gradient norm and the samples of every step, the last checkpoint, the export
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from injection import (
     small_recipe,
     valid_steps,
 )
-from support import events, fsdptrain
+from support import environment, events, fsdptrain
 
 from fsdptrain.parallel.pulse import MAX_MISSED
 
@@ -553,6 +555,32 @@ def recipe_of_two(tmp: Path, **changes: Any) -> Path:
         tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400", launch__timeout_s=CUT_S,
         **changes,
     )  # fmt: skip
+
+
+def check_nodes(nodes: list[Inside], recipe: Path, **extra: str) -> tuple[int, dict[str, Any]]:
+    """Run `validate --here` on every node; return the exit code and the facts, which are the same on all."""
+    words = [sys.executable, "-m", "fsdptrain", "validate", str(recipe), "--here", "--json"]
+    commands = [
+        subprocess.Popen([*node.prefix, *words], stdout=subprocess.PIPE, text=True, env=environment(**extra))
+        for node in nodes
+    ]
+    facts = [json.loads(command.communicate(timeout=180)[0]) for command in commands]
+    assert facts[0] == facts[1] and commands[0].returncode == commands[1].returncode
+    return commands[0].returncode, facts[0]
+
+
+@pytest.mark.soak
+def test_the_nodes_are_checked_before_a_run(tmp_path: Path, two_nodes: list[Inside]) -> None:
+    recipe = recipe_of_two(tmp_path)
+    code, facts = check_nodes(two_nodes, recipe)
+    assert (code, facts["problems"], facts["verdict"]) == (0, [], "2 nodes, 2 ranks: ready")
+    assert any(note.startswith("node-1 resolves its own name to 127.0.1.1") for note in facts["notes"])
+    for n in range(2):
+        found = facts["nodes"][f"node-{n}"]
+        assert found["gloo"] == ["cable", f"10.77.0.{n + 1}"] and found["between_bw"] > 1e6
+    code, facts = check_nodes(two_nodes, recipe, GLOO_SOCKET_IFNAME="lo")
+    assert code == 2 and "gloo of node-1 listens on lo (127.0.0.1), because node-1 resolves" in facts["problems"][1]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.soak
