@@ -240,10 +240,11 @@ def _cards_needed(
 
     kinds = all_kinds(trials.plan)
     found: dict[str, int | None] = {}
-    progress(0, len(kinds), "counting cards")
+    what = "counting the cards needed"
+    progress(0, len(kinds), what)
     for done, cards in enumerate(threads.map(tried, kinds), 1):
         found |= cards
-        progress(done, len(kinds), "counting cards")
+        progress(done, len(kinds), what)
     return found
 
 

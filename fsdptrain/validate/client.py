@@ -80,7 +80,11 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
 
 
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
-    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome."""
+    """Run a dry run in a child process and show its progress. Raise FsdptrainError if it ends without an outcome.
+
+    If Ctrl-C stops the search for other plans, which may take minutes, return what was found before it.
+    """
+    so_far: Outcome | None = None
     process = subprocess.Popen(
         child_command("fsdptrain.validate.dry_run"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
         env=child_environment(), start_new_session=True,  # Ctrl-C reaches this process only, which kills the child
@@ -95,6 +99,8 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
                 match record.pop("event"):
                     case "outcome":
                         return Outcome(**record)
+                    case "so far":
+                        so_far = Outcome(**record)
                     case "busy":
                         stage.close()
                         stage.enter_context(_busy(screen, record["what"]))
@@ -102,6 +108,11 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
                         stage.close()
                         screen.show({"event": kind, **record})
         process.wait()
+    except KeyboardInterrupt:
+        if so_far is None:
+            raise
+        notes = [*so_far.notes, "Ctrl-C stopped the search of --advise: other plans are not listed"]
+        return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
     finally:
         process.kill()
         process.wait()

@@ -7,7 +7,6 @@ request; `docs/validate.md` documents the facts that `--json` prints.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -101,4 +100,4 @@ def main() -> None:
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:
             findings.add_note(f"{option} was skipped: the step could not be simulated")
-    send({"event": "outcome", **dataclasses.asdict(findings.outcome())})
+    findings.send_outcome("outcome")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -124,6 +125,10 @@ class Findings:
     def send_progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage is."""
         self.send(progress_record(stage, done, total))
+
+    def send_outcome(self, event: str) -> None:
+        """Send everything found until now: the event is `outcome` at the end, `so far` before a long search."""
+        self.send({"event": event, **dataclasses.asdict(self.outcome())})
 
     @property
     def exit_code(self) -> int:

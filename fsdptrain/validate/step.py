@@ -110,6 +110,7 @@ def check_step(
     for note in forecast.notes:
         findings.add_note(note)
     if options.advise:
+        findings.send_outcome("so far")
         advise(plan, config, hardware, forecast, vocab_size, findings, options)
 
 

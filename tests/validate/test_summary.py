@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
 from fsdptrain.page import Page
+from fsdptrain.screen import Screen
+from fsdptrain.validate import client
 from fsdptrain.validate.client import Request, make_request
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.summary import show_outcome
@@ -206,6 +209,37 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
 def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
     done = fsdptrain("validate", write_recipe(tmp_path), "--price-per-gpu-hour", "2", "--json")
     assert done.returncode == 2 and "no GPUs" in json.loads(done.stdout)["problems"][0]
+
+
+INTERRUPTED = """
+import dataclasses, json, os, signal, sys, time
+from fsdptrain.validate.findings import Findings
+sys.stdin.read()
+findings = Findings(lambda record: print(json.dumps(record), flush=True))
+findings.forecast = "fits"
+if "so far" in sys.argv:
+    findings.send_outcome("so far")
+time.sleep(0.3)  # until the record is read
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xH100", trust_remote_code=False)
+    for argument in ("so far", "nothing yet"):
+        command = [sys.executable, "-c", INTERRUPTED, argument]
+        monkeypatch.setattr(client, "child_command", lambda *_, command=command: command)
+        with Screen() as screen:
+            if argument == "nothing yet":
+                with pytest.raises(KeyboardInterrupt):
+                    client.run_dry_run(asked, screen)
+                continue
+            outcome = client.run_dry_run(asked, screen)
+        assert outcome.verdict == "fits" and outcome.notes == outcome.facts["notes"]
+        assert "Ctrl-C stopped the search of --advise" in outcome.notes[-1]
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
