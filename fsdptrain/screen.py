@@ -18,7 +18,7 @@ from rich.text import Text
 from fsdptrain.events import Record
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
-from fsdptrain.text import GIB, counted, duration, rate, size, wrapped, wrapped_for
+from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # at least so long between two step lines in a pipe
 
@@ -149,9 +149,9 @@ class Screen:
         self.say(f"skipped: {record['what']}")
 
     def _on_straggler(self, record: Record) -> None:
+        who = ranks_text([record["rank"]], self.last.get("start", {}).get("hosts", []))
         self.say(
-            f"rank {record['rank']} is slow: all other ranks wait for its {record['cause']}, "
-            f"about {record['cost']:.0%} of each step"
+            f"{who} is slow: all other ranks wait for its {record['cause']}, about {record['cost']:.0%} of each step"
         )
 
     def _on_set_aside(self, record: Record) -> None:

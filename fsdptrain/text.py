@@ -51,10 +51,24 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else plural)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words: `rank 3`, `ranks 0, 1 and 3`."""
-    names = [str(rank) for rank in ranks]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Return ranks in words: `rank 3`, `ranks 0, 1 and 3`.
+
+    With `hosts`, the host names of all ranks, also where they are, unless they are on all hosts: `rank 3 on node-1`.
+    """
+    text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_and(ranks)}"
+    where = hosts_of(ranks, hosts)
+    return f"{text} on {_and(where)}" if len(where) < len(set(hosts)) else text
+
+
+def hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """Return the host names of these ranks, each once; none if `hosts`, those of all ranks, is empty."""
+    return [*dict.fromkeys(hosts[rank] for rank in ranks)] if hosts else []
+
+
+def _and(words: Sequence[object]) -> str:
+    *others, last = map(str, words)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def rate(tokens_per_s: float) -> str:

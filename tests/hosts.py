@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PROGRAMS = ("unshare", "nsenter", "ip", "tc")
+PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
 NAMESPACES = ("--mount", "--net", "--uts", "--pid")
 HEADER_BYTES = 14 + 20 + 32  # of Ethernet, IPv4, and TCP with timestamps
 
@@ -49,11 +49,15 @@ class Host:
         return inside(self._first)
 
     def processes(self) -> list[int]:
-        """Return the processes that run on this host, by their numbers outside."""
+        """Return the processes that run on this host, by their numbers outside, without those that have ended.
+
+        Nobody waits for orphans here: the first process sleeps.
+        """
         mine, found = Path(f"/proc/{self._first}/ns/pid").readlink(), []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (path / "ns" / "pid").readlink() == mine and int(path.name) != self._first:
+                zombie = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if (path / "ns" / "pid").readlink() == mine and int(path.name) != self._first and not zombie:
                     found.append(int(path.name))
         return found
 
@@ -142,7 +146,8 @@ def switched_hosts(folder: Path, count: int) -> Iterator[list[Host]]:
 @contextlib.contextmanager
 def namespaces(script: str) -> Iterator[int]:
     """Make namespaces, set up by a shell script; yield their first process, with which all others in them end."""
-    unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+    with_this_process = ["setpriv", "--pdeathsig", "KILL"]  # else they would outlive a test session that is killed
+    unshare = [*with_this_process, "unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
     process = subprocess.Popen(
         [*unshare, "sh", "-ec", f"{script}\necho ready; exec sleep infinity"], stdout=subprocess.PIPE, text=True
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdptrain.text import ranks_text
+from fsdptrain.errors import listed
+from fsdptrain.text import hosts_of, ranks_text
 
 Recorded = Mapping[str, Any]  # backend → dump of its recorder
 
@@ -24,16 +25,19 @@ class Call(NamedTuple):
     side: bool  # in the group beside the training loop
 
 
-def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int]) -> str:
+def waited_for(recorded: Mapping[int, Recorded], silent: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Return one sentence on the collective that the run waits for; "" if no rank has entered one that is not done.
 
-    `recorded` is rank → dumps; `silent` are the ranks that have not reported.
+    `recorded` is rank → dumps; `silent` are the ranks that have not reported; `hosts` are the host names of all ranks,
+    if they are known.
     """
-    found = [each for group in _groups(recorded) if (each := _explain(_calls(recorded, group), silent))]
+    found = [each for group in _groups(recorded) if (each := _explain(_calls(recorded, group), silent, hosts))]
     return min(found)[2] if found else ""
 
 
-def _explain(calls: Mapping[int, Sequence[Call]], silent: Sequence[int]) -> tuple[bool, int, str] | None:
+def _explain(
+    calls: Mapping[int, Sequence[Call]], silent: Sequence[int], hosts: Sequence[str]
+) -> tuple[bool, int, str] | None:
     """Return a sentence on the first collective of a group that is not done; None if all are done.
 
     In front of it is what orders the sentences of several groups. A group of the training loop comes first: a save
@@ -49,10 +53,12 @@ def _explain(calls: Mapping[int, Sequence[Call]], silent: Sequence[int]) -> tupl
     what = f"{name} #{first.number}" + (f" of {unit}" if unit else "")
     absent = [rank for rank, of_rank in calls.items() if max(call.number for call in of_rank) < first.number]
     if absent:
-        return first.side, first.at_ns, f"{ranks_text(absent)} never entered {what}"
+        return first.side, first.at_ns, f"{ranks_text(absent, hosts)} never entered {what}"
     if silent:
-        return first.side, first.at_ns, f"the other ranks wait for {ranks_text(silent)} in {what}"
-    return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect the network or a GPU"
+        return first.side, first.at_ns, f"the other ranks wait for {ranks_text(silent, hosts)} in {what}"
+    between = hosts_of([*calls], hosts)
+    suspects = f"a GPU or the network of {listed(between, 4)}" if len(between) > 1 else "the network or a GPU"
+    return first.side, first.at_ns, f"all ranks entered {what}, but it did not complete: suspect {suspects}"
 
 
 def _groups(recorded: Mapping[int, Recorded]) -> set[tuple[str, str]]:

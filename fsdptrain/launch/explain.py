@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,23 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.text import ranks_text
 
 
-def explain(failure: dict[str, object], rundir: RunDir, when: str) -> FsdptrainError:
-    """Return the error of the first rank that failed, as the agent reported it, with its log file."""
-    rank = failure["rank"]
-    log = rundir.rank_log(int(str(rank)))
+def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
+    """Return the error of the first rank that failed, as the agent reported it, with its log file.
+
+    `hosts` are the host names of all ranks, if they are known.
+    """
+    number = int(str(failure["rank"]))
+    log, rank = rundir.rank_log(number), ranks_text([number], hosts)
     log = log if log.exists() else rundir.launcher_log  # it failed before it opened its own log
     record = failure.get("record")
     if isinstance(record, dict):
         error = from_record(record)
         if not isinstance(error, WorkerError):
             return error
-        return type(error)(f"rank {rank} failed {when}: {error}\n{_where(record, log)}")
+        return type(error)(f"{rank} failed {when}: {error}\n{_where(record, log)}")
     if failure.get("signal"):
-        return WorkerLost(f"rank {rank} was {killed_by(str(failure['signal']))} {when}; its output: {log}")
-    return WorkerLost(
-        f"rank {rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}"
-    )
+        return WorkerLost(f"{rank} was {killed_by(str(failure['signal']))} {when}; its output: {log}")
+    return WorkerLost(f"{rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}")
 
 
 def hung_ranks(rundir: RunDir, world: int, since: float) -> list[int]:
@@ -45,8 +47,11 @@ def hung_ranks(rundir: RunDir, world: int, since: float) -> list[int]:
     return [rank for rank in range(world) if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
 
 
-def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
-    """Return one paragraph that says where each rank waits, from the reports of the watchdogs."""
+def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> str:
+    """Return one paragraph that says where each rank waits, from the reports of the watchdogs.
+
+    `hosts` are the host names of all ranks, if they are known.
+    """
     places: dict[str, list[int]] = {}
     world = plan.topology.world_size
     for rank in range(world):
@@ -62,9 +67,9 @@ def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str) -> str:
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
     places_text = "; ".join(
-        f"{ranks_text(ranks)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
+        f"{ranks_text(ranks, hosts)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
     )
-    collective = waited_for(_recorded(hung, rundir), [rank for rank in range(world) if rank not in hung])
+    collective = waited_for(_recorded(hung, rundir), [rank for rank in range(world) if rank not in hung], hosts)
     timeout = plan.recipe.launch.timeout_s
     return (
         f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "

@@ -168,12 +168,12 @@ class Attempt:
         if self._killed_because:
             raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
         if hung := self._hung_ranks():
-            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when()))
+            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when(), self._hosts()))
         cause = json.loads(failure) if failure and code >= 0 else {}  # if the agent was killed, it may be incomplete
         # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet.
         unprepared = self.stop.count and (code == -signal.SIGTERM or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
-            raise explain(cause, self.rundir, self._when())
+            raise explain(cause, self.rundir, self._when(), self._hosts())
         if "stop" in self.screen.last:
             step, by = self.screen.last["stop"]["step"], self.stop.by or self.screen.last["stop"]["signal"]
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
@@ -196,6 +196,11 @@ class Attempt:
             return newest
         steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
         return f"{steps} lost, {newest}"
+
+    def _hosts(self) -> list[str]:
+        """Return the host names of all ranks, as the workers reported them; none on one node, and before they did."""
+        hosts: list[str] = self.screen.last.get("start", {}).get("hosts", [])
+        return hosts
 
     def _when(self) -> str:
         step = self.screen.last.get("step", {}).get("step")

@@ -133,7 +133,7 @@ class Observer:
         if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
             return self._end()
         if hung := self._hung_ranks():
-            return "hung", explain_hang(hung, self.plan, self.rundir, f"after step {made}")
+            return "hung", explain_hang(hung, self.plan, self.rundir, f"after step {made}", self._hosts())
         if here:
             return "running", "on this machine"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
@@ -196,6 +196,10 @@ class Observer:
     def _hung_ranks(self) -> list[int]:
         since = float(self._last.get("start", {}).get("at", 0.0))
         return hung_ranks(self.rundir, self.plan.topology.world_size, since)
+
+    def _hosts(self) -> list[str]:
+        hosts: list[str] = self._last.get("start", {}).get("hosts", [])
+        return hosts
 
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")

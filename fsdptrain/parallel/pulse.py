@@ -8,6 +8,7 @@ increments a counter in the agents' store once a second, and checks that the cou
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,6 +58,7 @@ class Pulse:
     def _watch(self) -> None:
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MAX_MISSED)))
+            store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
             counts, missed = [0] * self._nodes, [0] * self._nodes
             while True:
                 for node in range(self._nodes):
@@ -64,11 +66,14 @@ class Pulse:
                     missed[node] = 0 if count != counts[node] or count >= JOINED else missed[node] + 1
                     counts[node] = count
                     if count < 0 or missed[node] > (MAX_MISSED if count else MAX_MISSED_AT_START):
+                        key = f"fsdptrain/host/{node}"
+                        host = f" ({store.get(key).decode()})" if store.check([key]) else ""
                         return self._lost(
-                            f"node {node} stopped responding before training started; see that node's output"
+                            f"node {node}{host} stopped responding before training started; see that node's output"
                         )
                 if self._ended.wait(INTERVAL_S):
                     break
             store.add(f"fsdptrain/pulse/{self._node}", self._last)
         except dist.DistError:
-            self._lost("the first node stopped responding before training started; see that node's output")
+            where = os.environ["MASTER_ADDR"]
+            self._lost(f"the first node ({where}) stopped responding before training started; see that node's output")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from pathlib import Path
@@ -48,9 +49,22 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     if isinstance(error, torch.OutOfMemoryError):
         request = str(error).partition(" If reserved but unallocated")[0]  # without torch's own advice
         return OutOfMemory(f"out of memory in {moment_of(error)}: {request}")
-    if isinstance(error, (dist.DistError, torch.AcceleratorError)) or "gloo/transport" in str(error):
+    if "gloo/transport" in str(error):
+        return WorkerLost(lost_connection(message))
+    if isinstance(error, (dist.DistError, torch.AcceleratorError)):
         return WorkerLost(message)
     return WorkerError(message)
+
+
+def lost_connection(message: str) -> str:
+    """Return gloo's message about a connection, with the address at its other end and what may have happened there."""
+    peer = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", message)
+    if peer is None:
+        return message
+    return (
+        f"lost the connection to {peer[1]}: see the output of the command on that host, which may have failed first; "
+        f"if it was killed there, or host or network failed, run the same command on all hosts to resume\n{message}"
+    )
 
 
 def moment_of(error: BaseException) -> str:

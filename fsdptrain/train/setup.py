@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +27,7 @@ from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import RecipeError, Stopped
+from fsdptrain.errors import RecipeError, Stopped, listed
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from fsdptrain.parallel.shard import ShardedModel
+
+SHARED_S = 10.0  # until a host sees a file that another has written: network file systems cache folders
 
 
 @dataclass(frozen=True)
@@ -197,9 +203,10 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
     """Remove leftovers of earlier attempts, write configuration and tokenizer, and return the run's Checkpointer.
 
-    Raises RecipeError if the checkpoints there are of other data or of another tokenizer.
+    Raises RecipeError if the hosts do not share it, or if the checkpoints there are of other data or another tokenizer.
     """
     plan, rundir, corpus = session.plan, session.rundir, inputs.stream.corpus
+    check_shared(plan, world)
     content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
     if plan.freezes:
         session.watchdog.beat()
@@ -211,6 +218,31 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     if world.rank == 0:
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
+
+
+def check_shared(plan: Plan, world: World) -> None:
+    """Raise RecipeError on every rank if `output_dir` is not the same folder on all hosts; collective.
+
+    Each host would keep its part of every checkpoint, and with HYBRID_* all but one would keep none: no resume could
+    read them.
+    """
+    rundir = plan.rundir
+    if plan.topology.nnodes == 1 or rundir.checkpoint_path:
+        return
+    with contextlib.ExitStack() as stack:
+        seen = ""
+        if world.rank == 0:  # a new name, which no host has cached as absent
+            seen = stack.enter_context(tempfile.NamedTemporaryFile(dir=rundir.logs, prefix="seen-by-all-")).name
+        name = world.gather_objects(seen)[0]
+        deadline = time.monotonic() + SHARED_S
+        while not (found := Path(name).exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        apart = [host for host, sees in zip(world.hosts, world.gather_objects(found), strict=True) if not sees]
+    if apart:
+        raise RecipeError(
+            f"output_dir: {rundir.root} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
+            f"{world.hosts[0]}: use a folder that all hosts share, or set checkpoint.path (an object store)"
+        )
 
 
 def frozen_digest(plan: Plan, world: World) -> str:
@@ -325,6 +357,7 @@ def start_facts(
         **({"attention_note": note} if note else {}),
         "world_size": world.size,
         "host": socket.gethostname(),
+        **({"hosts": world.hosts} if len(set(world.hosts)) > 1 else {}),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "device_memory_bytes": world.device_memory(),
         "total_steps": sizes.total_steps,

@@ -616,7 +616,7 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
     commands = [Running(recipe, *faults, prefix=inside.prefix) for inside in two_nodes]
     other, lost = (command.wait() for command in commands)
     problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(
-        5, "node 1 stopped responding", within=within
+        5, r"node 1 \(node-1\) stopped responding", within=within
     )
     assert not record_try(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
 

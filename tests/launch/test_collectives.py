@@ -22,6 +22,7 @@ from fsdptrain.launch.collectives import waited_for
 from fsdptrain.launch.explain import explain_hang
 from fsdptrain.parallel.issued import SIDE, Issued, named
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import ranks_text
 from fsdptrain.train import watchdog
 from fsdptrain.train.patches import recorded_collectives
 
@@ -117,6 +118,18 @@ def test_the_rank_that_never_entered_is_named(ranks: list[tuple[int, int]], sile
     recorded = {rank: recorder(last, done) for rank, (last, done) in enumerate(ranks)}
     found = waited_for(recorded, silent)
     assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+def test_hosts_are_named_where_they_are_known() -> None:
+    hosts = ["node-a", "node-a", "node-b", "node-b"]
+    stuck = {rank: recorder(732, 731) for rank in (0, 2)}
+    assert waited_for(stuck, [], hosts).endswith("suspect a GPU or the network of node-a, node-b")
+    assert waited_for({0: recorder(732, 731)}, [1], hosts).endswith(
+        "the other ranks wait for rank 1 on node-a in reduce-scatter #732 of model.layers.7"
+    )
+    late = {rank: recorder(731, 730) for rank in (0, 1)} | {rank: recorder(730, 730) for rank in (2, 3)}
+    assert waited_for(late, [], hosts).startswith("ranks 2 and 3 on node-b never entered")
+    assert ranks_text([1, 2], hosts) == "ranks 1 and 2"  # on all hosts
 
 
 def test_of_several_groups_the_one_that_waited_first_is_the_cause() -> None:

@@ -176,6 +176,11 @@ def test_only_errors_that_a_restart_can_fix_are_worker_lost(error: Exception, ki
     assert type(errors.from_record(errors.to_record(as_fsdptrain_error(error)))) is kind
 
 
+def test_a_lost_connection_names_the_other_end() -> None:
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.1.0.2]:29500")
+    assert str(as_fsdptrain_error(closed)).startswith("lost the connection to 10.1.0.2: ")
+
+
 ranks = st.integers(2, 8)
 
 
