@@ -102,7 +102,7 @@ def compare_nodes(nodes: Sequence[Node], hardware: Hardware | None, findings: Fi
     findings.add_item(HEADING, "table", header=[HEADER[i] for i in shown], rows=[[r[i] for i in shown] for r in rows])
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
     findings.add_lines(HEADING, f"{'' if len({*_versions(nodes)}) == 1 else f'on {names[0]}: '}{versions}")
-    findings.add_lines(HEADING, f"free: the disk of {', '.join(nodes[0].free)}")
+    findings.add_lines(HEADING, f"free: on the disks of {', '.join(nodes[0].free)}")
     if hardware:
         findings.add_lines(
             HEADING,
@@ -302,18 +302,19 @@ def _row(nodes: Sequence[Node], n: int, name: str, found: Sequence[Difference]) 
     """Return the cells of a node's row."""
     node = nodes[n]
     words = dict.fromkeys(each.word for each in found if n in each.nodes and each.word)
-    free = [size(count) for count in node.free.values()]
+    free = [f"{count / GIB:,.0f}" for count in node.free.values()]
+    free = free if len({*free}) > 1 else free[:1]
     between = [_rate(node.between_bw)] if len(nodes) > 1 else [""]
     return [
         name, ", ".join(words) or "ok", node.plan[:6], (node.data or "none")[:6], f"{node.clock_s:+.2f} s",
-        free[0] if len({*free}) == 1 else ", ".join(free), _gpus_text(node) or "no GPU",
-        " ".join(node.gloo) if node.gloo else "none", node.nccl, _rate(node.inside_bw), *between,
+        f"{'/'.join(free)} GiB" if free else "unknown", _gpus_text(node) or "no GPU",
+        " ".join(node.gloo) if node.gloo else "none", node.nccl.rpartition(" ")[0], _rate(node.inside_bw), *between,
     ]  # fmt: skip
 
 
 def _gpus_text(node: Node) -> str:
-    """Return the GPUs of a node: `8 × NVIDIA H100 80GB HBM3`; empty without any."""
-    kinds = Counter(gpu.name or "unknown" for gpu in node.gpus)
+    """Return the GPUs of a node: `8 × H100 80GB HBM3`; empty without any."""
+    kinds = Counter(gpu.name.removeprefix("NVIDIA ") or "unknown" for gpu in node.gpus)
     return " + ".join(f"{count} × {name}" for name, count in kinds.items())
 
 

@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, int, str]] = {  # what node 1 has �
     "interface": ({"gloo": None}, "gloo", 2, "on no interface that exists: set GLOO_SOCKET_IFNAME"),
     "NCCL": ({"nccl": "IB lo 127.0.0.1"}, "NCCL", 2, "NCCL of gpu-1 uses IB lo 127.0.0.1: set GLOO_SOCKET_IFNAME and"),
     "InfiniBand": ({"nccl": "Socket eth0 10.0.0.1"}, "NCCL", 2, "NCCL is Socket on gpu-1, but IB on 2 nodes"),
-    "a GPU less": ({"gpus": [GPU] * 7}, "GPUs", 2, "is 7 × NVIDIA H100 80GB HBM3 on gpu-1, but 8 × NVIDIA"),
+    "a GPU less": ({"gpus": [GPU] * 7}, "GPUs", 2, "is 7 × H100 80GB HBM3 on gpu-1, but 8 × H100"),
     "no GPU": ({"gpus": []}, "GPUs", 2, "is no GPU on gpu-1"),
     "lost GPU": ({"gpus": with_gpu(fault="cannot be used: lost")}, "GPU", 5, "GPU 7 of gpu-1: cannot be used"),
     "used GPU": ({"gpus": with_gpu(used=9 * GIB)}, "GPU", 2, "GPU 7 of gpu-1: 9.0 GiB of its memory are in use"),
