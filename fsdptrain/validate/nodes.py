@@ -233,7 +233,8 @@ def network_faults(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Diff
             cause = f"{node.host} resolves its own name to {own}, which other nodes cannot reach"
         if node.gloo is None or is_loopback(node.gloo.address):
             where = f"on {node.gloo.interface} ({node.gloo.address})" if node.gloo else "on no interface that exists"
-            because = f", because {cause}" if cause else ""
+            by_name = node.gloo is not None and node.gloo.address == own
+            because = f", because {cause}" if by_name else " (GLOO_SOCKET_IFNAME, or the way to the first node)"
             yield Difference({n}, "gloo", RecipeError(f"gloo of {names[n]} listens {where}{because}: {fix}"))
         elif cause:
             note = f"{cause}: gloo uses {node.gloo.interface} ({node.gloo.address}) instead"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from fsdptrain.config.gpus import installed_gpus, visible_gpus
+from fsdptrain.config.gpus import damaged_gpus, installed_gpus, visible_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"
@@ -116,3 +116,12 @@ def test_make_installs_the_cpu_build_of_torch_only_without_a_gpu(script: str, cp
     words = ["make", "--dry-run", "--always-make", f"PYTHON={sys.executable}", "install"]
     shown = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     assert ("torch==2.13.0" in shown) == cpu_build
+
+
+def test_gpus_with_damaged_memory_are_named_and_only_those_that_are_visible_are_asked(tmp_path: Path) -> None:
+    write_nvidia_smi(tmp_path, f"echo \"$@\" > {tmp_path}/words; printf '0, 0\\n3, 2\\n4, [N/A]\\n'")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0,3,4"}
+    assert damaged_gpus(env) == ["the memory of GPU 3 had 2 errors that ECC could not correct"]
+    assert (tmp_path / "words").read_text().startswith("-i 0,3,4 --query-gpu=index,ecc.errors")
+    write_nvidia_smi(tmp_path, "exit 9")
+    assert damaged_gpus(env) == damaged_gpus(NOTHING) == []

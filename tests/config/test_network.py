@@ -12,7 +12,7 @@ import pytest
 from injection import holder
 from support import environment
 
-from fsdptrain.config.network import local_end, set_gloo_interface
+from fsdptrain.config.network import address_of, gloo_end, local_end, set_gloo_interface
 
 FIND = """
 import sys, json
@@ -73,3 +73,16 @@ def test_gloo_uses_the_interface_that_the_user_chose(
     set_gloo_interface("127.0.0.1")
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
     assert "gloo listens on lo (127.0.0.1), the way to 127.0.0.1" in capsys.readouterr().out
+
+
+def test_gloo_listens_on_the_chosen_interface_or_at_the_address_of_this_machines_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert gloo_end() == ("lo", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    assert gloo_end() is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, end in {"127.0.1.1": ("lo", "127.0.1.1"), "127.0.0.1": ("lo", "127.0.0.1"), "no.invalid": None}.items():
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        assert gloo_end() == end and (address_of(name) is None) == (end is None)

@@ -17,9 +17,12 @@ from support import environment, fsdptrain, write_recipe
 
 from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.network import LocalEnd
+from fsdptrain.config.reader import load
 from fsdptrain.data.sources import quick_fingerprint
-from fsdptrain.errors import DataError, NoData, to_record
+from fsdptrain.errors import DataError, NoData, RecipeError, to_record
 from fsdptrain.page import Page
+from fsdptrain.screen import Screen
+from fsdptrain.validate import client
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.summary import show_outcome
@@ -79,7 +82,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, int, str]] = {  # what node 1 has �
         {"gloo": LocalEnd("lo", "127.0.1.1"), "own_address": "127.0.1.1"}, "gloo", 2,
         "gloo of gpu-1 listens on lo (127.0.1.1), because gpu-1 resolves its own name to 127.0.1.1",
     ),
-    "interface": ({"gloo": None}, "gloo", 2, "on no interface that exists: set GLOO_SOCKET_IFNAME"),
+    "interface": ({"gloo": None}, "gloo", 2, "on no interface that exists (GLOO_SOCKET_IFNAME, or"),
+    "wrong choice": (
+        {"gloo": LocalEnd("lo", "127.0.0.1")}, "gloo", 2, "listens on lo (127.0.0.1) (GLOO_SOCKET_IFNAME, or the way to"
+    ),
     "NCCL": ({"nccl": "IB lo 127.0.0.1"}, "NCCL", 2, "NCCL of gpu-1 uses IB lo 127.0.0.1: set GLOO_SOCKET_IFNAME and"),
     "InfiniBand": ({"nccl": "Socket eth0 10.0.0.1"}, "NCCL", 2, "NCCL is Socket on gpu-1, but IB on 2 nodes"),
     "a GPU less": ({"gpus": [GPU] * 7}, "GPUs", 2, "is 7 × H100 80GB HBM3 on gpu-1, but 8 × H100"),
@@ -201,6 +207,15 @@ def test_two_nodes_meet_measure_and_leave_no_trace(tmp_path: Path) -> None:
         assert found["between_bw"] > 1e6 and found["inside_bw"] is None and abs(found["clock_s"]) < 1.0
         assert found["data"] and found["shares_output"] and found["gloo"] == ["lo", "127.0.0.1"]
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "text.jsonl"}
+
+
+def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path, launch__nnodes=2, launch__rdzv_endpoint="gpu-0:29400")
+    monkeypatch.setattr(client, "address_of", lambda host: "127.0.1.1")
+    with pytest.raises(RecipeError, match=r"launch.rdzv_endpoint: gpu-0 resolves to 127.0.1.1 on .*/etc/hosts"):
+        client.check_here(client.make_request(load(recipe), None, trust_remote_code=False), Screen())
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:
