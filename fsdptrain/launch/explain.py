@@ -90,7 +90,9 @@ def _recorded(hung: list[int], rundir: RunDir) -> dict[int, Any]:
 
 def _plural(where: str) -> str:
     verb, _, rest = where.partition(" ")
-    return f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}".replace("it is stopped", "they are stopped")
+    return f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}".replace(
+        "it is stopped, or its", "they are stopped, or their"
+    )
 
 
 def _innermost_function(dump: str) -> str:

@@ -6,9 +6,11 @@ After every fault the same command on the same hosts resumes, and the run is bit
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 from conftest import Table
 from hosts import Host, call, missing, switched_hosts
-from injection import SMALL, last_step, small_recipe
+from injection import SMALL, curve, differences, last_step, small_recipe
 from support import TESTS, environment, events, fsdptrain, python_path
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -31,6 +33,15 @@ MODEL = {"model_type": "llama", **SMALL, "hidden_size": 128, "intermediate_size"
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     with switched_hosts(tmp_path_factory.mktemp("hosts"), 2) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def as_before(hosts: list[Host]) -> Iterator[None]:
+    """Leave the hosts to the next test without processes and connected, also if a test fails."""
+    yield
+    for host in hosts:
+        host.signal("SIGKILL")
+        host.connect()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +72,8 @@ class Job:
     def __post_init__(self) -> None:
         self.run = self.recipe.parent / "run"
         self.fault_at = time.monotonic()
-        self._logs = [self.recipe.parent / f"{host.name}.out" for host in self.hosts]
+        attempt = len([*self.recipe.parent.glob("*.out")])
+        self._logs = [self.recipe.parent / f"{host.name}-{attempt}.out" for host in self.hosts]
         self._commands = [self._start(*each) for each in zip(self.hosts, self._logs, self.delays, strict=True)]
 
     def _start(self, host: Host, log: Path, delay: float) -> subprocess.Popen[bytes]:
@@ -157,3 +169,111 @@ def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_
             (f"HYBRID_SHARD 2×2, {host.name}", f"{measured:,.0f}", f"{expected:,}", f"{difference:+.2%}")
         )
         assert abs(difference) < BYTES_LIMIT
+
+
+# --- disturbed -------------------------------------------------------------------------------------------------------
+
+PACE = {"where": "fsdptrain.data.corpus:Corpus.batch", "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
+AT_STEP = 5  # when the faults happen
+ANY_TIME = float("inf")
+
+
+def problems(
+    job: Job, table: Table, fault: str, codes: list[int], *words: str, within: float = 2 * TIMEOUT_S
+) -> list[str]:
+    """Add how a job ended to the table; return what is not as expected. `words` are a pattern for each host."""
+    for host, code, seconds, said in zip(job.hosts, job.codes, job.seconds, job.verdicts, strict=True):
+        table.rows.append((fault, host.name, str(code), f"{seconds:.1f} s", " ".join(said.split())[:300]))
+    found = [] if job.codes == codes else [f"exit codes {job.codes}, not {codes}"]
+    found += [
+        f"{host.name}: ended after {s:.1f} s" for host, s in zip(job.hosts, job.seconds, strict=True) if s > within
+    ]
+    for host, said, word in zip(job.hosts, job.texts, words, strict=False):
+        found += [] if re.search(word, said) else [f"{host.name}: no {word!r} in {said}"]
+        found += [f"{host.name} shows a traceback: {said}"] if "Traceback" in said else []
+    return found
+
+
+def resumes(job: Job, whole: Path) -> list[str]:
+    """Run the same command again on all hosts; return what is different from an undisturbed run."""
+    again = Job(job.hosts, job.recipe).wait()
+    return ([] if again.codes == [0, 0] else again.texts) + differences(job.run, whole)
+
+
+def test_a_cut_link_ends_both_hosts(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[1].connect("down")).wait()
+    hosts[1].connect()
+    found = problems(job, host_table, "link cut", [5, 5], *[r"suspect a GPU or the network of host-0, host-1"] * 2)
+    assert not found + resumes(job, whole)
+
+
+def test_a_link_that_flaps_is_survived(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+    def flap() -> None:
+        for _ in range(3):
+            hosts[1].connect("down")
+            time.sleep(TIMEOUT_S / 5)
+            hosts[1].connect()
+            time.sleep(TIMEOUT_S / 5)
+
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, flap).wait()
+    found = problems(job, host_table, "link flaps: 3 × 2 s without a connection", [0, 0], within=ANY_TIME)
+    assert not found + differences(job.run, whole)
+
+
+def test_a_slow_link_slows_down_and_blames_no_rank(
+    hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(hosts, recipe_of_two(tmp_path, train__steps=24))
+    limit = hosts[1].slow_down(50)
+    job.wait()
+    hosts[1].full_speed()
+    found = problems(job, host_table, f"slow link: {limit}", [0, 0], within=ANY_TIME)
+    made, undisturbed = curve(job.run), curve(whole)
+    found += [f"step {step} differs" for step in undisturbed if made[step] != undisturbed[step]]
+    assert not found and not events(job.run, "straggler")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_host_ends_the_other(
+    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[number].signal("SIGKILL")).wait()
+    codes, words = [5, 5], [f"lost the connection to {hosts[number].address}"] * 2
+    codes[number], words[number] = -9, ""
+    found = problems(job, host_table, f"host-{number} killed", codes, *words)
+    assert not found + resumes(job, whole)
+
+
+def test_a_host_without_power_ends_the_other(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+    def turn_off() -> None:
+        hosts[1].connect("down")
+        hosts[1].signal("SIGKILL")
+
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, turn_off).wait()
+    hosts[1].connect()
+    found = problems(job, host_table, "host-1 without power", [5, -9], "ranks 2 and 3 on host-1 do not respond")
+    assert not found + resumes(job, whole)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_frozen_host_ends_the_other_and_ends_when_it_continues(
+    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(hosts, recipe_of_two(tmp_path), [PACE]).after(AT_STEP, lambda: hosts[number].signal("SIGSTOP"))
+    threading.Timer(2 * TIMEOUT_S, job.thaw, [number]).start()
+    job.wait()
+    words = ["", ""]
+    words[1 - number] = f"ranks {2 * number} and {2 * number + 1} on host-{number} do not respond"
+    found = problems(job, host_table, f"host-{number} frozen for 20 s", [5, 5], *words, within=3 * TIMEOUT_S)
+    found += [] if job.seconds[1 - number] < 2 * TIMEOUT_S else [f"host-{1 - number} waited for the other"]
+    assert not found + resumes(job, whole)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_late_host_is_waited_for(
+    number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
+) -> None:
+    late = 1.5 * TIMEOUT_S
+    job = Job(hosts, recipe_of_two(tmp_path), delays=(late, 0) if number == 0 else (0, late)).wait()
+    found = problems(job, host_table, f"host-{number} {late:.0f} s late", [0, 0], within=ANY_TIME)
+    assert not found + differences(job.run, whole)
