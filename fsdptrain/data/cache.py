@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from fsdptrain.errors import RecipeError, is_disk_full
+from fsdptrain.errors import CheckpointError, RecipeError, is_disk_full
 
 CHECKED_BYTES = 2**26  # of the beginning of a prepared file have a checksum; of the rest only the size is compared
 
@@ -36,6 +37,13 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
                 write(scratch)
                 seal(scratch)
                 scratch.rename(folder)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                raise CheckpointError(
+                    f"no space: {error.strerror} on {socket.gethostname()} for the cache {folder.parent}: free "
+                    "some, or set FSDPTRAIN_CACHE to a folder on another disk"
+                ) from None
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder

@@ -140,12 +140,6 @@ class World:
         """Return whether `flag` is true on any rank; collective."""
         return bool(self.gather(torch.tensor([bool(flag)])).any())
 
-    def agree(self, value: Any, what: str) -> None:
-        """Raise RuntimeError unless every rank holds an equal `value`; collective."""
-        values = self.gather_objects(value)
-        if any(other != value for other in values):
-            raise RuntimeError(f"ranks disagree about {what}: {values}")
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank; collective."""
         values: list[Any] = [None] * self.size

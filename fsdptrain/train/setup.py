@@ -27,7 +27,7 @@ from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import RecipeError, Stopped, listed
+from fsdptrain.errors import DataError, RecipeError, Stopped, listed
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
@@ -42,7 +42,7 @@ from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.text import counted
+from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model
 from fsdptrain.train.watchdog import Watchdog
@@ -198,6 +198,27 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
     if note:
         print(note, flush=True)
     return note
+
+
+def check_same_inputs(inputs: Inputs, world: World) -> None:
+    """Raise on every rank if ranks have different plans (RecipeError) or data (DataError); collective.
+
+    They would train on without an error: hosts may have files of their own under the same names.
+    """
+    stream = inputs.stream
+    plans, data = zip(
+        *world.gather_objects((inputs.prepared.plan.digest(), (len(stream), stream.corpus.fingerprint))), strict=True
+    )
+    if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
+        raise RecipeError(
+            f"{ranks_text(others, world.hosts)} made another plan than rank 0: start all hosts with the same recipe "
+            "and the same versions of fsdptrain, torch and transformers"
+        )
+    if others := [rank for rank in range(world.size) if data[rank] != data[0]]:
+        raise DataError(
+            f"data.path: {ranks_text(others, world.hosts)} read other data than rank 0 on {world.hosts[0]}: copy the "
+            "same files to all hosts, or use a folder that they share"
+        )
 
 
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:

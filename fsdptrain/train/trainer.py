@@ -28,6 +28,7 @@ from fsdptrain.train.setup import (
     Session,
     Sizes,
     check_remaining_steps,
+    check_same_inputs,
     load_state,
     open_run_folder,
     prepare_inputs,
@@ -114,9 +115,7 @@ class Trainer:
         inputs = suited_to_one_gpu(inputs, world)
         session.watchdog.beat()
         check_groups(plan, world)
-        # Ranks with different files would train on without an error, so they compare what they have read.
-        stream = inputs.stream
-        world.agree((inputs.prepared.plan.digest(), len(stream), stream.corpus.fingerprint), "the plan or the data")
+        check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
         baseline_memory = world.peak_memory()

@@ -233,6 +233,15 @@ def test_a_slow_link_slows_down_and_blames_no_rank(
     assert not found and not events(job.run, "straggler")
 
 
+def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
+    block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
+    faults = [{**PACE, "where": block, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
+    job = Job(hosts, recipe_of_two(tmp_path, train__steps=24), faults).wait()
+    assert not problems(job, host_table, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
+    named = {(event["rank"], event["cause"]) for event in events(job.run, "straggler")}
+    assert named <= {(2, "compute"), (3, "compute")}
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_host_ends_the_other(
     number: int, hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table
@@ -277,3 +286,37 @@ def test_a_late_host_is_waited_for(
     job = Job(hosts, recipe_of_two(tmp_path), delays=(late, 0) if number == 0 else (0, late)).wait()
     found = problems(job, host_table, f"host-{number} {late:.0f} s late", [0, 0], within=ANY_TIME)
     assert not found + differences(job.run, whole)
+
+
+def test_a_full_disk_on_one_host_ends_both(hosts: list[Host], whole: Path, tmp_path: Path, host_table: Table) -> None:
+    hosts[1].small_disk("64k")  # less than a tokenizer and the prepared data take
+    job = Job(hosts, recipe_of_two(tmp_path)).wait()
+    hosts[1].usual_disk()
+    found = problems(
+        job,
+        host_table,
+        "full disk on host-1",
+        [5, 6],
+        r"node 1 \(host-1\) stopped",
+        "no space: .* on host-1 for the cache",
+        within=ANY_TIME,
+    )
+    found += [] if abs(job.seconds[0] - job.seconds[1]) < TIMEOUT_S else [f"ended after {job.seconds}"]
+    assert not found + resumes(job, whole)
+
+
+def test_folders_that_are_not_shared(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
+    job = Job(hosts, recipe_of_two(tmp_path, output_dir=str(hosts[0].local / "run"))).wait()
+    assert not problems(
+        job, host_table, "output_dir not shared", [2, 2], *["on host-1 is not the folder"] * 2, within=ANY_TIME
+    )
+
+
+def test_other_data_on_one_host_is_refused(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
+    recipe = recipe_of_two(tmp_path, data__path=str(hosts[0].local / "text.jsonl"))
+    rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
+    for number, host in enumerate(hosts):
+        (host.own / "text.jsonl").write_text("".join(rows[number:]))  # one row is missing on host-1
+    job = Job(hosts, recipe).wait()
+    words = ["ranks 2 and 3 on host-1 read other data than rank 0 on host-0"] * 2
+    assert not problems(job, host_table, "other data on host-1", [4, 4], *words, within=ANY_TIME)

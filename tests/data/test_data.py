@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,13 +29,13 @@ from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
-from fsdptrain.data.cache import cache_dir
+from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_corpus, prepare
 from fsdptrain.data.pack import best_fit_decreasing, cut, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.errors import DataError
+from fsdptrain.errors import CheckpointError, DataError
 
 PACKINGS = ["bfd", "concat", "none"]
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
@@ -1150,3 +1152,11 @@ def test_another_format_makes_another_tokenizer(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": {"train": 300}}
     assert "romeo" in vocabulary(a_plan(tmp_path, **changes))
     assert "juliet" in vocabulary(a_plan(tmp_path, data__format="prompt_completion", **changes))
+
+
+def test_a_full_disk_of_the_cache_is_named() -> None:
+    def write(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"no space: .* for the cache .*/data: free some, or set FSDPTRAIN_CACHE"):
+        cached_folder("data", "a key that no other test has", write)
