@@ -76,8 +76,27 @@ class Traffic:
     @property
     def wire(self) -> int:
         """Bytes that a rank sends: (n-1)/n of the buffer, and twice that for an all-reduce."""
-        share = self.size * (self.ranks - 1) // self.ranks
-        return 2 * share if self.kind == "all-reduce" else share
+        return ring_bytes(self.kind, self.size, self.ranks)
+
+    @property
+    def network(self) -> int:
+        """Bytes of `wire` that leave the node; see `network_share`."""
+        return int(self.wire * network_share(self.ranks, self.nodes))
+
+
+def ring_bytes(kind: str, size: int, ranks: int) -> int:
+    """Return the bytes that a rank sends for a collective with a full buffer of `size` bytes."""
+    share = size * (ranks - 1) // ranks
+    return 2 * share if kind == "all-reduce" else share
+
+
+def network_share(ranks: int, nodes: int) -> float:
+    """Return the share of a rank's bytes that leave its node, if a group has `ranks` on so many `nodes`.
+
+    A ring enters and leaves each node once, and NCCL divides the bytes over as many rings as the node has ranks of the
+    group, each of which leaves through another network card. So with 8 ranks on each node, an eighth leaves it.
+    """
+    return nodes / ranks if nodes > 1 else 0.0
 
 
 def traffic(events: Iterator[Event], ranks_per_node: int) -> list[Traffic]:

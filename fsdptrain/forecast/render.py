@@ -53,10 +53,10 @@ def traffic_lines(forecast: Forecast) -> list[str]:
     wire = sum(traffic["wire"] for traffic in forecast.collectives)
     if not wire:
         return ["none: there is one rank"]
-    between = sum(traffic["wire"] for traffic in forecast.collectives if traffic["nodes"] > 1)
+    network = sum(traffic["network"] for traffic in forecast.collectives)
     book = ", ".join(f"{name} {size(amount)}" for name, amount in forecast.textbook.items())
     return [
-        f"a rank sends {size(wire)} in all" + (f", {size(between)} of it in rings that cross nodes" if between else ""),
+        f"a rank sends {size(wire)} in all" + (f", {size(network)} of it to other nodes" if network else ""),
         f"textbook formulas, for one micro-batch: {book}",
     ]
 

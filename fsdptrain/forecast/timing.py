@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdptrain.config.hardware import Hardware
+from fsdptrain.forecast.memory import network_share, ring_bytes
 from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 
 LATENCY_S = 20e-6  # of every collective
@@ -56,7 +57,9 @@ def replay_streams(
     """
     timing = Timing()
     clock: dict[int, float] = defaultdict(float)  # stream → seconds at which it is free
-    link: dict[tuple[int, ...], float] = defaultdict(float)  # the same for a group: its collectives do not overlap
+    # The same for the links inside the node (False) and for the network (True): collectives on one of them share its
+    # bandwidth, which takes as long as one after another.
+    link: dict[bool, float] = defaultdict(float)
     event_s: dict[int, float] = {}  # event → seconds at which it happens
     collectives = deque[tuple[float, float]](maxlen=IN_FLIGHT)  # (start, end) of the newest ones, in seconds
     host = 0.0
@@ -81,8 +84,9 @@ def replay_streams(
                 host += seconds
                 continue
             host += hardware.hook_s
-            start = max(clock[event.stream], link[event.ranks], host)
-            clock[event.stream] = link[event.ranks] = start + seconds
+            crosses = _nodes(event, ranks_per_node) > 1
+            start = max(clock[event.stream], link[crosses], host)
+            clock[event.stream] = link[crosses] = start + seconds
             collectives.append((start, start + seconds))
         elif isinstance(event, RecordEvent):
             event_s[event.event] = max(clock[event.stream], host)
@@ -136,12 +140,14 @@ def _attention_share(name: str, hardware: Hardware) -> float:
 
 def collective_s(collective: Collective, hardware: Hardware, ranks_per_node: int) -> float:
     """Return the seconds of a ring: the slower of the links inside the nodes and the links between them."""
-    ranks = len(collective.ranks)
+    ranks, nodes = len(collective.ranks), _nodes(collective, ranks_per_node)
     if ranks == 1:
         return 0.0
-    nodes = len({rank // ranks_per_node for rank in collective.ranks})
-    share = ranks / nodes  # ranks of the group on one node; each has a network card for the traffic
-    inside = collective.size * (ranks - 1) / ranks / hardware.intra_bw if share > 1 else 0.0
-    between = collective.size * (nodes - 1) / nodes / (hardware.inter_bw * share)
-    passes = 2 if collective.kind == "all-reduce" else 1
-    return passes * max(inside, between) + LATENCY_S + HOP_S * ranks
+    sent = ring_bytes(collective.kind, collective.size, ranks)
+    inside = sent / hardware.intra_bw if ranks > nodes else 0.0
+    between = sent * network_share(ranks, nodes) / hardware.inter_bw
+    return max(inside, between) + LATENCY_S + HOP_S * ranks
+
+
+def _nodes(collective: Collective, ranks_per_node: int) -> int:
+    return len({rank // ranks_per_node for rank in collective.ranks})

@@ -142,7 +142,7 @@ def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any
     dtypes = plan.recipe.fsdp.mixed_precision
     width = {name: getattr(torch, getattr(dtypes, name)).itemsize for name in ("param_dtype", "reduce_dtype")}
     return {
-        "collectives": [dataclasses.asdict(t) | {"wire": t.wire} for t in found],
+        "collectives": [dataclasses.asdict(t) | {"wire": t.wire, "network": t.network} for t in found],
         "textbook": ledger.textbook(parameters, plan.topology.world_size, *width.values()),
     }
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulated import SMALL, plan_of
 from support import TINY
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.hardware import CALIBRATED, CPU, KNOWN, card, parse_hardware
+from fsdptrain.config.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.topology import topology_of
@@ -41,6 +42,7 @@ from fsdptrain.validate.step import StepOptions
 from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
 
 # --- hardware --------------------------------------------------------------------------------------------------------
@@ -155,22 +157,29 @@ def test_a_collective_on_its_own_stream_overlaps_with_compute() -> None:
     assert math.isclose(waiting.exposed_s, H100.hook_s + alone, rel_tol=1e-6)
 
 
-def test_collectives_of_one_group_do_not_overlap() -> None:
-    pair = [Collective("all-gather", (0, 1), 10**9, 1), Collective("reduce-scatter", (0, 1), 10**9, 2)]
-    timed = replay_streams(pair, H100, half=True, ranks_per_node=8)
-    assert math.isclose(timed.step_s, H100.hook_s + 2 * collective_s(pair[0], H100, 8))
-    apart = replay_streams([pair[0], pair[1]._replace(ranks=(0, 2))], H100, half=True, ranks_per_node=8)
-    assert math.isclose(apart.step_s, 2 * H100.hook_s + collective_s(pair[0], H100, 8))
+def test_collectives_on_the_same_links_do_not_overlap() -> None:
+    def together(first: tuple[int, ...], second: tuple[int, ...]) -> float:
+        pair = [Collective("all-gather", first, 10**9, 1), Collective("reduce-scatter", second, 10**9, 2)]
+        return replay_streams(pair, H100, half=True, ranks_per_node=8).step_s - H100.hook_s
+
+    inside, across = (collective_s(Collective("all-gather", (0, n), 10**9, 1), H100, 8) for n in (1, 8))
+    assert math.isclose(together((0, 1), (0, 1)), 2 * inside)
+    assert math.isclose(together((0, 1), (0, 2)), 2 * inside), "two groups share the links of a card"
+    assert math.isclose(together((0, 8), (0, 16)), 2 * across), "and its network card"
+    assert math.isclose(together((0, 8), (0, 1)), across), "but these have links of their own"
 
 
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
-    def bare(ranks: range, kind: Any = "all-gather") -> float:
-        seconds = collective_s(Collective(kind, tuple(ranks), 8 * 10**9, 0), H100, 8)
+    def bare(ranks: range, kind: Any = "all-gather", hardware: Hardware = H100) -> float:
+        seconds = collective_s(Collective(kind, tuple(ranks), 8 * 10**9, 0), hardware, 8)
         return seconds - LATENCY_S - HOP_S * len(ranks)
 
     assert math.isclose(bare(range(8)), 7e9 / H100.intra_bw)
     assert math.isclose(bare(range(0, 64, 8)), 7e9 / H100.inter_bw)  # one rank on each node: its own network card
-    assert math.isclose(bare(range(16)), max(7.5e9 / H100.intra_bw, 4e9 / (8 * H100.inter_bw)))
+    # Each of 8 rings has an eighth of the buffer, and leaves the node through a network card of its own.
+    slow = dataclasses.replace(H100, inter_bw=1e9)
+    assert math.isclose(bare(range(16)), max(7.5e9 / H100.intra_bw, 7.5e9 / (8 * H100.inter_bw)))
+    assert math.isclose(bare(range(1024), hardware=slow), 8e9 * 1023 / 1024 / 8e9)
     assert math.isclose(bare(range(8), "all-reduce"), 2 * bare(range(8)))
     assert collective_s(Collective("all-gather", (0,), 10**9, 0), H100, 8) == 0
 
@@ -297,6 +306,41 @@ def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaste
     found = [forecaster.forecast(gpu_plan(tmp_path, *world), H100) for world in worlds]
     peaks = [forecast.peak_bytes for forecast in found]
     assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("shard_nodes", [4, 2, 1])
+def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
+    tmp_path: Path, forecaster: Forecaster, shard_nodes: int
+) -> None:
+    """32 ranks on 4 nodes; blocks are gathered for forward and backward, embedding and head once."""
+    changes = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 8 * shard_nodes} if shard_nodes < 4 else {}
+    plan = gpu_plan(tmp_path, 32, 4, train__global_batch_size=32, train__micro_batch_size=1, **changes)
+    found = forecaster.forecast(plan, H100)
+    fields = dict(plan.recipe.model.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    count = {
+        name: sum(p.numel() for p in part.parameters())
+        for name, part in (("all", model), ("blocks", model.model.layers))
+    }
+    size = 8 * shard_nodes
+    ring = (size - 1) / size
+    gathered = 2 * (count["all"] + count["blocks"]) * ring  # bfloat16
+    reduced = 4 * count["all"] * ring  # float32
+    summed = 2 * 4 * count["all"] / size * (1 - 1 / plan.replicas)  # an all-reduce of the shard over the copies
+    sent, network = (
+        {kind: sum(c[key] for c in found.collectives if c["kind"] == kind and c["count"] > 1) for kind in KINDS}
+        for key in ("wire", "network")
+    )
+    expected = dict(zip(KINDS, (gathered, reduced, summed), strict=True))
+    assert sent == pytest.approx(expected, rel=1e-3)
+    # Each node has 8 ranks of a group of several nodes, and one rank of each group of copies.
+    leave = (
+        {"all-gather": 1 / 8, "reduce-scatter": 1 / 8} if shard_nodes > 1 else {"all-gather": 0, "reduce-scatter": 0}
+    )
+    assert network == pytest.approx(
+        {kind: expected[kind] * (leave | {"all-reduce": 1})[kind] for kind in KINDS}, rel=1e-3
+    )
 
 
 def test_offloading_moves_the_state_to_the_host(tmp_path: Path, forecaster: Forecaster) -> None:
