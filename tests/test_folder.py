@@ -409,7 +409,7 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
         pass
     read, write = os.pipe()
     agent = subprocess.run(
-        child_command("fsdptrain.launch.agent", path, write, "fsdptrain.train.worker"),
+        child_command("fsdptrain.launch.agent", path, write, "train"),
         env=environment(**{PLAN_DIGEST: digest}), pass_fds=(write,), check=False,
     )  # fmt: skip
     os.close(write)

@@ -1,6 +1,6 @@
 """The agent process: start the workers, forward stop requests, report how the first worker failed.
 
-It is called with PLAN, PIPE and the module of the workers. On one node it does what torchrun does, with the same
+It is called with PLAN, PIPE and a key of WORKERS. On one node it does what torchrun does, with the same
 environment variables, but does not import torch: the workers start a second or two earlier. They connect over loopback,
 so no port is open to the network. On several nodes it calls `torch.distributed.run`. In both cases it forwards SIGTERM
 as a request to the workers, which save and exit by themselves, however long that takes. It reports how the first worker
@@ -35,6 +35,10 @@ from fsdptrain.processes import STOP_SIGNAL, child_arguments, child_command
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:glibc.malloc.trim_threshold=8589934592"
 
 
+# What workers do → the module whose `main` they run.
+WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.here"}
+
+
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
 
 
@@ -47,7 +51,7 @@ class Failure(NamedTuple):
 
 def main() -> None:
     """Run the workers of the plan named on the command line; exit with 1 if one failed."""
-    plan_path, pipe, worker = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    plan_path, pipe, worker = Path(sys.argv[1]), int(sys.argv[2]), WORKERS[sys.argv[3]]
     try:
         plan = read_plan(plan_path)
     except RecipeError as error:

@@ -34,9 +34,6 @@ POLL_S = 0.1  # between two checks of the agent and the hang reports
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
 
 
-WORKER = "fsdptrain.train.worker"
-
-
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
@@ -68,9 +65,9 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
 
 
 class Attempt:
-    """One start of the workers, watched to their end. `worker` is the module whose `main` they run."""
+    """One start of the workers, watched to their end. `worker` is a key of the agent's WORKERS: what they do."""
 
-    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = WORKER) -> None:
+    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = "train") -> None:
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
         cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))

@@ -146,7 +146,7 @@ def check_here(request: Request, screen: Screen) -> Outcome:
     (scratch / REQUEST).write_text(request.to_json(), encoding="utf-8")
     with StopRequest() as stop:
         try:
-            Attempt(plan, rundir, screen, stop, worker="fsdptrain.validate.here").run()
+            Attempt(plan, rundir, screen, stop, worker="check").run()
         except WorkerError:
             log = rundir.launcher_log
             if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
