@@ -123,11 +123,10 @@ def save_model(shape: str, place: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(place / "model")
 
 
-def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
-    """Train with `fsdptrain run`; return the figures."""
+def fsdptrain_job(shape: str, place: Path) -> tuple[str, list[str]]:
+    """Return the recipe and the overrides of the work."""
     vocabulary, micro_batch = SHAPES[shape]
     packed = shape == "gsm8k"
-    steps = int((place / "steps").read_text())
     model: dict[str, Any] = {"tokenizer": str(place / "tokenizer")}
     if shape == "lora":
         model |= {"id": str(place / "model")}
@@ -135,16 +134,22 @@ def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
         model |= {"config": LLAMA | {"vocab_size": vocabulary}, "init": "random"}
     recipe = RECIPE.format(
         model=json.dumps(model), rows=place / ("rows.jsonl" if packed else "whole.jsonl"),
-        format="prompt_completion" if packed else "text", packing="bfd" if packed else "concat", steps=steps,
-        batch=WORLD * micro_batch, micro_batch=micro_batch,
+        format="prompt_completion" if packed else "text", packing="bfd" if packed else "concat",
+        steps=int((place / "steps").read_text()), batch=WORLD * micro_batch, micro_batch=micro_batch,
     )  # fmt: skip
     overrides = [f"fsdp.mixed_precision.param_dtype={(place / 'dtype').read_text()}"]
     overrides += ["adapter.kind=lora", f"adapter.r={RANK}"] if shape == "lora" else []
+    return recipe, overrides
+
+
+def measure_fsdptrain(shape: str, place: Path) -> list[dict[str, Any]]:
+    """Train with `fsdptrain run`; return the figures."""
+    recipe, overrides = fsdptrain_job(shape, place)
     events = run_fsdptrain(recipe, place, *overrides)
     start = next(event for event in events if event["event"] == "start")
     ends = [event for event in events if event["event"] == "step"]
     times = [now["at"] - before["at"] for before, now in pairwise(ends)][WARM_UP - 1 :]
-    real = WORLD * micro_batch * SEQ_LEN * start["fill"]
+    real = WORLD * SHAPES[shape][1] * SEQ_LEN * start["fill"]
     return [
         {
             "step_s": times,
