@@ -68,9 +68,9 @@ def draw(path: Path, start: float, curves: dict[str, list[tuple[int, float]]]) -
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, found in curves.items():
+    for (name, found), line in zip(curves.items(), ("o-", "o-", "x--"), strict=True):  # two may be nearly equal
         steps, losses = zip((0, start), *found, strict=True)
-        axes.plot(steps, losses, "o-", ms=4, label=f"{name}: {losses[-1]:.2f}")
+        axes.plot(steps, losses, line, ms=6 if "x" in line else 4, label=f"{name}: {losses[-1]:.2f}")
     axes.set(xlabel="steps", ylabel="held-out loss, nats a token", title="GSM8K from the same start")
     axes.grid(axis="y", color="0.9")
     axes.legend()
