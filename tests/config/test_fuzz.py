@@ -234,7 +234,7 @@ def fuzz(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         fixed = settings(
-            max_examples=examples, deadline=None, derandomize=True, database=None,
+            max_examples=examples, derandomize=True, database=None,
             suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
         )  # fmt: skip
         return fixed(given(recipes())(test))

@@ -122,7 +122,7 @@ def test_white_space_is_trained_with_the_content_that_has_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_of_random_conversations_all_words_of_the_assistant_and_no_others_are_trained(name: str, seed: int) -> None:
     family, draw = FAMILIES[name], random.Random(seed)
     letters = iter(draw.sample(range(10_000), 200))

@@ -163,7 +163,7 @@ items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(
 
 
 @given(items)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_best_fit_decreasing(case: tuple[list[int], int]) -> None:
     lengths, size = case
     bins = best_fit_decreasing(lengths, size)
@@ -201,7 +201,7 @@ def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
 
 
 @given(documents())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_token_of_every_row_is_in_one_piece(case: tuple[list[int], list[bool], Data]) -> None:
     lengths, _, data = case
     ends = np.cumsum([0, *lengths])
@@ -230,7 +230,7 @@ def test_every_token_of_every_row_is_in_one_piece(case: tuple[list[int], list[bo
 
 
 @given(documents())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_piece_labels_count_what_the_batch_holds(case: tuple[list[int], list[bool], Data]) -> None:
     lengths, trained, data = case
     pieces = cut(np.cumsum([0, *lengths]), data)
@@ -244,7 +244,7 @@ def test_piece_labels_count_what_the_batch_holds(case: tuple[list[int], list[boo
 
 
 @given(documents())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_trained_token_is_a_label_once(case: tuple[list[int], list[bool], Data]) -> None:
     lengths, trained, data = case
     corpus = synthetic(lengths, trained, data)
@@ -259,7 +259,7 @@ def test_every_trained_token_is_a_label_once(case: tuple[list[int], list[bool], 
 
 
 @given(documents())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_positions_restart_with_every_piece_and_padding_continues_them(
     case: tuple[list[int], list[bool], Data],
 ) -> None:
@@ -773,7 +773,7 @@ def a_stream(blocks: int, seed: int = 0) -> Stream:
 @given(
     st.integers(1, 40), st.integers(0, 2**31 - 1), st.lists(st.integers(1, 30), min_size=1, max_size=12), st.randoms()
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_order_depends_on_seed_and_position_only(size: int, seed: int, chunks: list[int], random: Any) -> None:
     whole = a_stream(size, seed).at(range(sum(chunks)))
     stream, read = a_stream(size, seed), []
@@ -787,7 +787,7 @@ def test_the_order_depends_on_seed_and_position_only(size: int, seed: int, chunk
 
 
 @given(st.integers(1, 60), st.integers(0, 2**31 - 1), st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     stream = a_stream(size, seed)
     assert sorted(stream.at(range(epoch * size, (epoch + 1) * size))) == list(range(size))

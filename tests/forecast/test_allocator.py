@@ -196,7 +196,7 @@ SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(
 PROGRAMS = st.lists(st.one_of(st.tuples(SIZES, st.integers(0, 2)), st.integers(0, 10**6)), min_size=15, max_size=60)
 Program = list[tuple[int, int] | int]
 CAPACITIES = st.integers(2 * MIB, 400 * MIB)
-often = settings(max_examples=40, deadline=None)
+often = settings(max_examples=40)
 
 
 def trace_of(program: Program) -> Trace:

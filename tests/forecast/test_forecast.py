@@ -232,7 +232,7 @@ WORK = st.one_of(
 
 
 @given(st.lists(WORK, max_size=40), st.floats(0, 2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_contention_only_slows_kernels_beside_collectives(work: list[Kernel | Collective], contention: float) -> None:
     """A step is never faster than its busiest stream. Without contention it is what it was with overlap for free."""
     free, slowed = (
@@ -250,7 +250,7 @@ def test_contention_only_slows_kernels_beside_collectives(work: list[Kernel | Co
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**13)), max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_step_takes_at_least_its_busiest_stream_and_at_most_the_sum_of_all(work: list[tuple[int, int]]) -> None:
     kernels = [Kernel("mm", flops, 0, 0, stream) for stream, flops in work]
     timed = replay_streams([*kernels, Synchronize()], H100, half=True, ranks_per_node=8)

@@ -45,7 +45,8 @@ from fsdptrain.train.preflight import prepare_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)
-SMALL = TINY | {"num_hidden_layers": 2}
+# Widths are multiples of 64: bitsandbytes quantises all layers, and ours only those whose rows are whole blocks.
+SMALL = TINY | {"num_hidden_layers": 2, "intermediate_size": 128}
 SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # the default ones are not in 512
@@ -95,7 +96,7 @@ MODELS = {  # fused projections, transposed weights, experts, tied embeddings, a
     for kind, words in (("LoRA", LORA), ("QLoRA", QLORA))
     for name, (model, more) in {
         "phi3": ("phi3", []), "gpt2": ("gpt2", []), "mixtral": ("mixtral", []), "tied": ("tied", []),
-        "on the head": ("model", ["adapter.target=[lm_head, k_proj]", "train.loss=plain"]),
+        "on the head": ("llama", ["adapter.target=[lm_head, k_proj]", "train.loss=plain"]),
     }.items()
 }  # fmt: skip
 

@@ -126,7 +126,7 @@ def test_results_and_gradients_are_those_of_attention(name: str, heads: int, gro
 
 
 @given(st.integers(1, 2 * QUERIES + 5), st.floats(0, 1), st.integers(0, 99), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_results_and_gradients_are_those_of_attention_with_any_mask(
     length: int, share: float, seed: int, alike: bool
 ) -> None:

@@ -41,7 +41,7 @@ def gradients(function: Any, inputs: list[torch.Tensor | None], scale: float) ->
     return value.detach(), [x if x is None else x.grad for x in leaves]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 20), vocab=st.integers(2, 9), hidden=st.integers(1, 5), chunk=st.integers(1, 25),
     biased=st.booleans(), frozen=st.sampled_from(["nothing", "hidden", "weight"]),

@@ -101,7 +101,7 @@ def test_a_document_is_computed_by_itself(name: str, heads: int, groups: int, si
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.randoms(), st.one_of(st.none(), st.integers(1, 50)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_the_lengths(lengths: list[int], random: Any, window: int | None) -> None:
     rows = [lengths, random.sample(lengths, len(lengths))]
     assert max(compared(rows, 4, 2, 16, window, torch.float32)[0]) < 1e-5

@@ -55,7 +55,7 @@ def gpu_plan(tmp_path: Path, world: int = 8) -> Plan:
 
 
 @given(st.lists(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), min_size=1, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_lines_break_between_words_and_only_there(words: list[str]) -> None:
     for width in (*WIDTHS, None):
         page = page_of(width)
