@@ -57,7 +57,7 @@ def damaged_gpus(env: Mapping[str, str]) -> list[str]:
         rows = [line.split(", ") for line in listed.stdout.splitlines()]
         return [
             f"the memory of GPU {index} had {errors} errors that ECC could not correct"
-            for index, errors in rows
+            for index, errors in (row for row in rows if len(row) == 2)  # not messages
             if errors.isdigit() and int(errors)  # `[N/A]` without ECC
         ]
     return []

@@ -197,7 +197,7 @@ class Attempt:
     def _hosts(self) -> list[str]:
         """Return the host names of all ranks, as the workers reported them; none on one node, and before they did."""
         hosts: list[str] = self.screen.last.get("start", {}).get("hosts", [])
-        return hosts
+        return hosts if len(hosts) == self.plan.topology.world_size else []
 
     def _when(self) -> str:
         step = self.screen.last.get("step", {}).get("step")

@@ -199,7 +199,7 @@ class Observer:
 
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])
-        return hosts
+        return hosts if len(hosts) == self.plan.topology.world_size else []  # an earlier attempt may have had others
 
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")

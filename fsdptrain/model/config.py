@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,23 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
     nearby = "model_type" not in model.config or Path(str(model.id)).is_dir()  # a dry run downloads nothing
     if adapter.kind is None or plan.recipe.export.adapter == "merged" or not model.config or not nearby:
         return
-    there = load_config(varied(plan, {"model.config": {}}), None).get_text_config().to_dict()
+    # The number of positions of the base need not suffice for the sequences of the recipe.
+    there = load_config(varied(plan, {"model.config": {}, "data.seq_len": 1}), None).get_text_config().to_dict()
+    positions = {"max_position_embeddings"} if _rope_types(config) <= {"default"} else set()
     for name, value in config.get_text_config().to_dict().items():
-        if name not in ONLY_IN_TRAINING and "dropout" not in name and value != there.get(name):
+        ignored = name in ONLY_IN_TRAINING or name in positions or re.search(r"dropout|_pdrop$", name)
+        if not ignored and value != there.get(name):
             raise RecipeError(
                 f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "
                 "use export.adapter: merged, or change config.json in a copy of the model"
             )
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of rotary embeddings; those that are not `default` may depend on the number of positions."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {str(each["rope_type"]) for each in kinds if "rope_type" in each}
 
 
 def _reject_quantised(config: Any, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.flop_counter import addmm_flop, register_flop_formula
 from transformers.pytorch_utils import Conv1D
@@ -32,16 +33,19 @@ class AdaptedLinear(Linear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return base_layer(x) + dropout(x) · Aᵀ · Bᵀ · scale for x [..., in]; peft computes it if dtypes differ."""
         (name,) = self.lora_A
-        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
+        layers = (base := self.base_layer, self.lora_A[name], self.lora_B[name])
+        _, a, b = (layer.weight for layer in layers)
         weight_of, stored = _weight(base)
         same = x.dtype == a.dtype == b.dtype and (isinstance(base, NF4Linear) or x.dtype == base.weight.dtype)
-        if args or kwargs or self.merged or self.disable_adapters or not same:
+        # A layer that is a unit of its own gathers its weights when it is called.
+        units = any(isinstance(layer, FSDPModule) for layer in layers)
+        if args or kwargs or self.merged or self.disable_adapters or units or not same:
             plain: torch.Tensor = super().forward(x, *args, **kwargs)
             return plain
         dropout = self.lora_dropout[name]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
         result: torch.Tensor = _Adapted.apply(x, dropped, a, b, self.scaling[name], base.bias, weight_of, *stored)
-        return result
+        return result.unflatten(0, x.shape[:-1])  # not in the function: some models change what it returns in place
 
 
 def _weight(layer: Any) -> tuple[WeightOf, tuple[torch.Tensor, ...]]:
@@ -60,7 +64,10 @@ def _transposed(stored: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 class _Adapted(torch.autograd.Function):
-    """x · Wᵀ + bias + scale · dropped · Aᵀ · Bᵀ, where W and the bias get no gradient; `dropped` is x if it is None."""
+    """x · Wᵀ + bias + scale · dropped · Aᵀ · Bᵀ, where W and the bias get no gradient; `dropped` is x if it is None.
+
+    `x` is [..., in], the result [all rows, out].
+    """
 
     @staticmethod
     def forward(
@@ -73,17 +80,16 @@ class _Adapted(torch.autograd.Function):
         ctx.save_for_backward(seen, small, a, b, *stored)  # FSDP2 frees what it has gathered, and gathers it again
         ctx.scale, ctx.weight_of = scale, weight_of
         # Not in place: selective recomputation keeps the results of products.
-        return torch.addmm(base.flatten(0, -2), small, b.T, alpha=scale).view_as(base)
+        return torch.addmm(base.flatten(0, -2), small, b.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         seen, small, a, b, *stored = ctx.saved_tensors
         needs_x, needs_dropped, needs_a, needs_b, *_ = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
-        of_small = (rows @ b).mul_(ctx.scale)
+        of_small = (grad @ b).mul_(ctx.scale)
         of_a = of_small.T @ seen.flatten(0, -2) if needs_a else None
-        of_b = rows.T @ (small * ctx.scale) if needs_b else None
-        of_x = rows @ ctx.weight_of(stored, grad.dtype) if needs_x else None
+        of_b = grad.T @ (small * ctx.scale) if needs_b else None
+        of_x = grad @ ctx.weight_of(stored, grad.dtype) if needs_x else None
         of_dropped = of_small @ a if needs_dropped else None
         if of_x is not None and of_dropped is None:  # without dropout
             of_x.addmm_(of_small, a)

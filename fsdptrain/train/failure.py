@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from fsdptrain.config.network import is_loopback
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     MAX_MESSAGE_CHARS,
@@ -59,7 +60,7 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
 def lost_connection(message: str) -> str:
     """Return gloo's message about a connection, with the address at its other end and what may have happened there."""
     peer = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", message)
-    if peer is None:
+    if peer is None or is_loopback(peer[1]):
         return message
     return (
         f"lost the connection to {peer[1]}: see the output of the command on that host, which may have failed first; "

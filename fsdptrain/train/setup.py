@@ -42,6 +42,7 @@ from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
+from fsdptrain.storage import URL
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model
@@ -205,10 +206,9 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
 
     They would train on without an error: hosts may have files of their own under the same names.
     """
-    stream = inputs.stream
-    plans, data = zip(
-        *world.gather_objects((inputs.prepared.plan.digest(), (len(stream), stream.corpus.fingerprint))), strict=True
-    )
+    stream, evaluated = inputs.stream, inputs.eval_corpus
+    content = (len(stream), stream.corpus.fingerprint, len(inputs.held_out), evaluated.fingerprint)
+    plans, data = zip(*world.gather_objects((inputs.prepared.plan.digest(), content)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
         raise RecipeError(
             f"{ranks_text(others, world.hosts)} made another plan than rank 0: start all hosts with the same recipe "
@@ -216,8 +216,8 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
         )
     if others := [rank for rank in range(world.size) if data[rank] != data[0]]:
         raise DataError(
-            f"data.path: {ranks_text(others, world.hosts)} read other data than rank 0 on {world.hosts[0]}: copy the "
-            "same files to all hosts, or use a folder that they share"
+            f"data.path or data.eval: {ranks_text(others, world.hosts)} read other data than rank 0 on "
+            f"{world.hosts[0]}: copy the same files to all hosts, or use a folder that they share"
         )
 
 
@@ -242,18 +242,20 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 
 
 def check_shared(plan: Plan, world: World) -> None:
-    """Raise RecipeError on every rank if `output_dir` is not the same folder on all hosts; collective.
+    """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective.
 
     Each host would keep its part of every checkpoint, and with HYBRID_* all but one would keep none: no resume could
     read them.
     """
-    rundir = plan.rundir
-    if plan.topology.nnodes == 1 or rundir.checkpoint_path:
+    place = plan.rundir.checkpoint_path
+    if plan.topology.nnodes == 1 or (place and URL.fullmatch(place)):
         return
+    field, folder = ("checkpoint.path", Path(place)) if place else ("output_dir", plan.rundir.logs)
     with contextlib.ExitStack() as stack:
         seen = ""
         if world.rank == 0:  # a new name, which no host has cached as absent
-            seen = stack.enter_context(tempfile.NamedTemporaryFile(dir=rundir.logs, prefix="seen-by-all-")).name
+            folder.mkdir(parents=True, exist_ok=True)
+            seen = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="seen-by-all-")).name
         name = world.gather_objects(seen)[0]
         deadline = time.monotonic() + SHARED_S
         while not (found := Path(name).exists()) and time.monotonic() < deadline:
@@ -261,8 +263,8 @@ def check_shared(plan: Plan, world: World) -> None:
         apart = [host for host, sees in zip(world.hosts, world.gather_objects(found), strict=True) if not sees]
     if apart:
         raise RecipeError(
-            f"output_dir: {rundir.root} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
-            f"{world.hosts[0]}: use a folder that all hosts share, or set checkpoint.path (an object store)"
+            f"{field}: {place or plan.run_dir} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
+            f"{world.hosts[0]}: use a folder that all hosts share, or an object store as checkpoint.path"
         )
 
 

@@ -164,8 +164,8 @@ def check_here(request: Request, screen: Screen) -> Outcome:
 
 def _check_name(host: str) -> None:
     """Raise RecipeError if the name of another machine leads to this one, so that they would wait for each other."""
-    address = address_of(host)
-    if address and is_loopback(address) and host not in ("localhost", address, socket.gethostname(), socket.getfqdn()):
+    address, own = address_of(host), {"localhost", socket.gethostname().partition(".")[0]}
+    if address and is_loopback(address) and host != address and host.partition(".")[0] not in own:
         raise RecipeError(
             f"launch.rdzv_endpoint: {host} resolves to {address} on {socket.gethostname()}, which is this machine "
             f"itself: give {host} its own address in /etc/hosts, or use the address instead of the name"

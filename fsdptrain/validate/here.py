@@ -110,7 +110,8 @@ def check_ranks(request: Request) -> Outcome:
         own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
         own |= node_facts(request) if ranks.local_rank == 0 else {}
         if ranks.rank == 0:
-            own["file"] = stack.enter_context(file_beside_output(plan)) if plan.topology.nnodes > 1 else None
+            shared = plan.topology.nnodes > 1 and not plan.recipe.checkpoint.path
+            own["file"] = stack.enter_context(file_beside_output(plan)) if shared else None
         facts = ranks.exchange("facts", own)
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}

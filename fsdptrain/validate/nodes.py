@@ -188,8 +188,8 @@ def must_be_equal(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Diffe
             f"the plan of {listed(names[n] for n in changed)} is not that of {names[0]} ({changes}): start the same "
             "command with the same recipe, in the same folder, on all nodes"
         ))  # fmt: skip
-    digests = [node.data and node.data[:12] for node in nodes]
-    way_out = "copy data.path again, or put it on a file system that all nodes share"
+    digests = [node.data and " ".join(digest[:12] for digest in node.data.split()) for node in nodes]
+    way_out = "copy data.path (and data.eval) again, or put it on a file system that all nodes share"
     yield from _odd(names, digests, "data", "the digest of the data", way_out, DataError)
     late = {n: node.clock_s for n, node in enumerate(nodes) if abs(node.clock_s) > MAX_CLOCK_S}
     if late:

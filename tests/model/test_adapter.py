@@ -200,7 +200,8 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
     cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
     parity = Parity(recipe, cases)
-    found = parity.train("adapted", 2, {name: [] for name in cases}, tmp_path)
+    small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
+    found = parity.train("adapted", 2, {name: [] for name in cases} | small_units, tmp_path)
     parity.finish()
     for name, facts in found.items():
         assert facts["as in the file"] and facts["trained"] == ["torch.float32"], facts
@@ -421,6 +422,7 @@ def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> Non
     assert "model.config.rms_norm_eps: 0.5, but 1e-06 in " in message and "use export.adapter: merged" in message
     assert "model.config.num_attention_heads: 2, but 4 in " in refused(family | TINY | {"num_attention_heads": 2})
     assert not refused({"rms_norm_eps": 0.5}, "export.adapter=merged")
+    assert not refused({"max_position_embeddings": 512}, "data.seq_len=512")
     assert not refused({"attention_dropout": 0.1, "use_cache": False, "num_hidden_layers": 3})
     assert not refused(family | TINY | {"tie_word_embeddings": False})
 
