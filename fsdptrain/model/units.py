@@ -114,13 +114,15 @@ def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
 
 
 def _units_by_size(model: Any, size: int) -> list[Unit]:
-    """Return the innermost modules that hold at least `size` parameters, without those of units inside them."""
+    """Return the innermost modules that hold at least `size` parameters. What is left beside them stays in the root."""
     units: list[Unit] = []
 
     def visit(name: str, module: nn.Module) -> int:
+        before = len(units)
         left = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
         left += sum(p.numel() for p in module.parameters(recurse=False))
-        if left >= size and module is not model and not isinstance(module, nn.ModuleList):
+        innermost = len(units) == before and not isinstance(module, nn.ModuleList)
+        if left >= size and innermost and module is not model:
             units.append(Unit(name, [module]))
             return 0
         return left

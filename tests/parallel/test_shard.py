@@ -313,6 +313,17 @@ def test_tied_weights_stay_together_in_the_root() -> None:
     assert id(model.lm_head.weight) not in inside
 
 
+def test_units_by_size_are_the_innermost_modules_and_never_nested() -> None:
+    model = bare(tie_word_embeddings=False)
+    for size in (3000, 5000, 10000, 20000):
+        units = [unit.modules[0] for unit in units_of(model, {"min_params": size})]
+        assert len(units) > 4 and all(sum(p.numel() for p in unit.parameters()) >= size for unit in units)
+        assert not any(inner is unit for unit in units for outer in units for inner in [*outer.modules()][1:])
+        inside = {id(module) for unit in units for module in unit.modules()}
+        left = [m for m in model.modules() if id(m) not in inside and not any(True for _ in m.children())]
+        assert all(sum(p.numel() for p in m.parameters()) < size for m in left)
+
+
 @pytest.mark.parametrize("wrap", [["Embedding", "LlamaDecoderLayer"], ["LlamaModel"]])
 def test_one_end_of_tied_weights_cannot_be_wrapped(wrap: list[str]) -> None:
     with pytest.raises(RecipeError, match="only one of the tied embedding and head"):
