@@ -22,9 +22,9 @@ from fsdptrain.model.patches import import_quietly
 
 Linear: Any = import_quietly("peft").tuners.lora.Linear
 register_flop_formula(torch.ops.aten.addmm_, get_raw=True)(addmm_flop)  # torch counts only the one that is not in place
-WeightOf = Callable[
-    [Any, torch.dtype], torch.Tensor
-]  # from the tensors that a layer keeps, and the dtype to compute in
+
+# Makes the weight [out, in] of a layer from what the layer keeps, in the dtype to compute in.
+WeightOf = Callable[[Any, torch.dtype], torch.Tensor]
 
 
 class AdaptedLinear(Linear):
@@ -33,8 +33,8 @@ class AdaptedLinear(Linear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return base_layer(x) + dropout(x) · Aᵀ · Bᵀ · scale for x [..., in]; peft computes it if dtypes differ."""
         (name,) = self.lora_A
-        layers = (base := self.base_layer, self.lora_A[name], self.lora_B[name])
-        _, a, b = (layer.weight for layer in layers)
+        layers = base, first, second = self.base_layer, self.lora_A[name], self.lora_B[name]
+        a, b = first.weight, second.weight
         weight_of, stored = _weight(base)
         same = x.dtype == a.dtype == b.dtype and (isinstance(base, NF4Linear) or x.dtype == base.weight.dtype)
         # A layer that is a unit of its own gathers its weights when it is called.
