@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from reference import library_optimizers
+from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,10 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.shards import named_parts, shards_of
-from fsdptrain.config.optimizers import OptimizerKind, padded_columns
+from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.plan import make_plan, varied
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import Optim
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
 from fsdptrain.model import loss, nf4, varlen, weights
@@ -420,13 +419,13 @@ def updates(kinds: list[str], steps: int) -> dict[str, Any]:
     if world == 4:
         meshes["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {}
-    for kind in map(OptimizerKind, kinds):
+    for kind in kinds:
         for name, mesh in meshes.items():
             found[f"{kind} {name}"] = compare_updates(kind, mesh, steps)
     return found
 
 
-def compare_updates(kind: OptimizerKind, mesh: DeviceMesh, steps: int) -> dict[str, float]:
+def compare_updates(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, float]:
     """Make steps with the optimizer of a recipe on shards, and with those of the libraries on whole tensors."""
     torch.manual_seed(0)
     model = Shapes()
@@ -444,7 +443,7 @@ def compare_updates(kind: OptimizerKind, mesh: DeviceMesh, steps: int) -> dict[s
     references = library_optimizers(kind, decayed, others, [param for param in decayed if param.ndim == 2])
     model = fully_shard(model, mesh=mesh)
     model.frozen_names = set()  # as a skeleton has them
-    optim = dataclasses.replace(Optim(name=kind, lr=1e-2), **kind.facts.settings)
+    optim = OPTIMIZERS[kind]
     optimizer = make_optimizer(model, optim)
     start_state(optimizer)
     set_step(optimizer, 0)
@@ -461,8 +460,8 @@ def compare_updates(kind: OptimizerKind, mesh: DeviceMesh, steps: int) -> dict[s
     for name, param in model.named_parameters():
         made, wanted = param.full_tensor(), whole[name][..., : param.shape[-1]]
         distances[name] = float((made - wanted).norm() / (wanted - before[name]).norm())
-    shards = shards_of(model, optimizer, kind)
-    listed = {name: kind.facts.state(weight, "float32") for name, weight in weights_of(model).items()}
+    shards = shards_of(model, optimizer, optim)
+    listed = {name: optim.state(weight, "float32") for name, weight in weights_of(model).items()}
     shapes = {f"optim.{name}.{tensor.key}": tensor.shape for name, state in listed.items() for tensor in state}
     assert {name: shard.shape for name, shard in shards.items() if name.startswith("optim.")} == shapes
     return distances

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.schema import Optim
 
 
 def plain_curve(
@@ -63,6 +67,11 @@ def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return max((float((found[name] - expected[name]).norm()) / lengths[name], name) for name in expected)
 
 
+# Every optimizer with its own defaults, by the words that follow `optim.name=`.
+OPTIMIZERS = {str(kind): Optim(name=kind, lr=1e-2, **kind.facts.settings) for kind in OptimizerKind}
+OPTIMIZERS["sgd optim.momentum=0"] = dataclasses.replace(OPTIMIZERS["sgd"], momentum=0.0)
+
+
 def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrices: list[Any]) -> list[Any]:
     """Return optimizers of the libraries on whole tensors, which together do what `optim.name` should do.
 
@@ -75,8 +84,8 @@ def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrice
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "adamw":
         return [torch.optim.AdamW(groups, lr=lr, fused=True, **adam)]
-    if name == "sgd":
-        return [torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)]
+    if name.startswith("sgd"):
+        return [torch.optim.SGD(groups, lr=lr, momentum=0.0 if "momentum=0" in name else 0.9, fused=True)]
     if name == "lion":
         return [bnb.Lion(groups, lr=lr, betas=(0.9, 0.99))]
     if name == "adafactor":

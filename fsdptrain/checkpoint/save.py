@@ -207,7 +207,7 @@ class Checkpointer:
             raise RecipeError(problems or "another rank found a different run to resume")
 
     def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
-        return shards_of(model, optimizer, self.plan.recipe.optim.name)
+        return shards_of(model, optimizer, self.plan.recipe.optim)
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptrain.config.optimizers import OptimizerKind, StateTensor, Weight
+from fsdptrain.config.optimizers import StateTensor, Weight
+from fsdptrain.config.schema import Optim
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.units import trained_state
 from fsdptrain.parallel.patches import first_row
@@ -32,18 +33,18 @@ class Shard:
         return self.local.numel() == math.prod(self.shape)
 
 
-def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> dict[str, Shard]:
+def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim) -> dict[str, Shard]:
     """Return all that a checkpoint holds: trained parameters and persistent buffers as `model.NAME`, and their state.
 
-    The state is called `optim.NAME.KEY`; `kind` says which of its tensors are saved, and which of them have the rows of
-    the weights. Frozen parameters are in the files of the pretrained model.
+    The state is called `optim.NAME.KEY`; `optim` says which of its tensors are saved, and which have the rows of the
+    weights. Frozen parameters are in the files of the pretrained model.
     """
     shards = {f"model.{name}": shard_of(tensor) for name, tensor in trained_state(model).items()}
     parts, weights = named_parts(optimizer), weights_of(model)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is not sharded: a forward without a backward left it gathered"
         rows = shard_of(param)
-        for tensor in state_of(kind, weights[name], parts[name]) if name in parts else ():
+        for tensor in state_of(optim, weights[name], parts[name]) if name in parts else ():
             value = optimizer.state[parts[name]][tensor.key]
             if tensor.whole:
                 shard = Shard(value, 0, tensor.shape)
@@ -53,10 +54,10 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Optimize
     return shards
 
 
-def state_of(kind: OptimizerKind, weight: Weight, part: torch.Tensor) -> list[StateTensor]:
+def state_of(optim: Optim, weight: Weight, part: torch.Tensor) -> list[StateTensor]:
     """Return the tensors that an optimizer keeps for a parameter, of which it updates the rows `part`."""
     master: Any = str(part.dtype).removeprefix("torch.")
-    return kind.facts.state(weight, master)
+    return optim.state(weight, master)
 
 
 def named_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ To add an optimizer, add a row to `OptimizerKind`. Its parameter groups (which p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -146,6 +146,7 @@ class Facts:
     needs_ranks: bool = False
     splits: Callable[[Weight], bool] | None = None
     leaner: str | None = None  # see `OptimizerKind.leaner`
+    keeps_if: str | None = None  # the key of the recipe's `optim` section that is 0 if nothing is kept
     library: str | None = None  # a library that is not always installed, and the extra of fsdptrain that installs it
 
 
@@ -211,6 +212,7 @@ class OptimizerKind(StrEnum):
             _momentum,
             {"fused": True},
             found_inf=True,
+            keeps_if="momentum",
         ),
     )
 
@@ -225,11 +227,6 @@ class OptimizerKind(StrEnum):
     def leaner(self) -> OptimizerKind | None:
         """The optimizer with the same update, but a smaller state of lower precision; None if there is none."""
         return OptimizerKind[self.facts.leaner] if self.facts.leaner else None
-
-    def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
-        """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""
-        tensors = [tensor for weight in weights for tensor in self.facts.state(weight, master)]
-        return sum(tensor.nbytes if tensor.whole else tensor.nbytes / ranks for tensor in tensors)
 
 
 DEFAULT_OPTIMIZER = OptimizerKind.adamw

@@ -148,7 +148,7 @@ class Plan:
         master = self.recipe.model.dtype
         trained = [weight for weight in weights if weight.trained]
         parameters = sum(weight.numel for weight in trained)
-        return BYTES[master] * parameters + int(self.recipe.optim.name.state_bytes(trained, master))
+        return BYTES[master] * parameters + int(self.recipe.optim.state_bytes(trained, master))
 
     def gathered_bytes(self, counts: Counts) -> int:
         """Return the bytes of so many parameters as FSDP gathers them: in the compute dtype, or quantised.
@@ -202,6 +202,8 @@ class Plan:
         held_out = recipe["data.eval"] or {}
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+        if keeps_if := self.recipe.optim.name.facts.keeps_if:
+            same[f"optim.{keeps_if}"] = recipe[f"optim.{keeps_if}"]  # the state that is saved depends on it
         return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def digest(self) -> str:

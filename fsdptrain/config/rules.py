@@ -160,6 +160,8 @@ def _optim_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         if name not in kind.facts.settings and f"optim.{name}" in where:
             users = ", ".join(other for other in OptimizerKind if name in other.facts.settings)
             yield Problem(f"has no effect with optim.name: {kind}; only {users} use it", f"optim.{name}")
+    if recipe.optim.nesterov and recipe.optim.momentum == 0 and "optim.nesterov" in where:
+        yield Problem("has no effect with optim.momentum: 0", "optim.nesterov")
     library = kind.facts.library
     if library is not None and importlib.util.find_spec(library) is None:
         yield Problem(

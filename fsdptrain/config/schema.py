@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptrain.config.dtypes import Dtype
-from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind
+from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
 
@@ -193,7 +193,10 @@ class Optim:
         "[0.9, 0.99]",
     )
     eps: float = key(DEFAULT_OPTIMIZER.facts.settings["eps"], "added to the root of the second moment", above=0)
-    momentum: float = key(0.9, "sgd and muon: decay of the momentum; muon: by default 0.95", above=0, at_most=0.9999)
+    momentum: float = key(
+        0.9, "sgd and muon: decay of the momentum; muon: by default 0.95; sgd with 0 keeps no state", at_least=0,
+        at_most=0.9999,
+    )  # fmt: skip
     nesterov: bool = key(False, "sgd and muon: Nesterov's momentum; muon: by default true")
     weight_decay: float = key(
         0.1,
@@ -201,6 +204,16 @@ class Optim:
         at_least=0,
     )
     max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
+
+    def state(self, weight: Weight, master: Dtype) -> list[StateTensor]:
+        """Return what the optimizer keeps for a parameter with master weights in `master`."""
+        facts = self.name.facts
+        return [] if facts.keeps_if and not getattr(self, facts.keeps_if) else facts.state(weight, master)
+
+    def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
+        """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""
+        tensors = [tensor for weight in weights for tensor in self.state(weight, master)]
+        return sum(tensor.nbytes if tensor.whole else tensor.nbytes / ranks for tensor in tensors)
 
 
 @dataclass

@@ -132,7 +132,7 @@ class _MicroBatch:
         self.tiled = not on_gpu and (self.masked or self.compute == 2)
         self.holds_shards = fsdp.accumulation == "hold_shards"
         self.ranks, self.copied = plan.shard_size, plan.replicas > 1 or self.holds_shards
-        self.state = recipe.optim.name.state_bytes(self.shape.weights(), recipe.model.dtype, self.ranks)
+        self.state = recipe.optim.state_bytes(self.shape.weights(), recipe.model.dtype, self.ranks)
         self.accumulates, self.earlier, self.last = plan.accumulation > 1, earlier, last
         self.holds = self.accumulates and fsdp.accumulation == "hold"
         self.holds_until_last = self.accumulates and fsdp.accumulation != "reduce"

@@ -122,7 +122,7 @@ def assert_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Re
     wrong = {param.dtype for param in model.parameters() if param.requires_grad} - {master, torch.float32}
     parts = named_parts(optimizer)
     for name, weight in weights_of(model).items():
-        for tensor in state_of(recipe.optim.name, weight, parts[name]) if name in parts else ():
+        for tensor in state_of(recipe.optim, weight, parts[name]) if name in parts else ():
             wrong |= {optimizer.state[parts[name]][tensor.key].dtype} - {getattr(torch, tensor.dtype)}
     if wrong:
         raise RuntimeError(

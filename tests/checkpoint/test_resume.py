@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import largest_difference
+from reference import OPTIMIZERS, largest_difference
 from support import TINY, events, on_ranks, write_recipe
 
-from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.checkpoint.manifest import resume_problems
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
 
 AT, STEPS = 5, 10
 
@@ -82,18 +85,39 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: A
     assert event["path"] == f"{newest}.damaged" and any("checksum differs" in problem for problem in event["problems"])
 
 
-@pytest.mark.parametrize("kinds", [["adamw_8bit"], pytest.param(list(OptimizerKind), marks=pytest.mark.soak)])
-def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(kinds: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "worlds"),
+    [
+        (["adamw_8bit", "sgd optim.momentum=0"], [3]),
+        pytest.param(list(OPTIMIZERS), [1, 3, 4], marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
+    names: list[str], worlds: list[int], tmp_path: Path
+) -> None:
     recipe = write_recipe(  # rows of 256 and 300 values: some are whole blocks of 8-bit values
         tmp_path, model__config={"model_type": "llama", **TINY, "hidden_size": 256, "intermediate_size": 300},
-        optim__lr=1e-3, train__steps=4, train__global_batch_size=6,
+        optim__lr=1e-3, train__steps=4, train__global_batch_size=12,
     )  # fmt: skip
-    variants = {str(kind): [f"optim.name={kind}", f"output_dir={tmp_path / kind}"] for kind in kinds}
-    saved = on_ranks(2, "saved_optimizers", tmp_path / "two", recipe=str(recipe), variants=variants, at=2, steps=4)[0]
-    others = on_ranks(3, "resumes", tmp_path / "three", recipe=str(recipe), variants=variants, steps=4)[0]
+    variants = {name: [*f"optim.name={name}".split(), f"output_dir={tmp_path / name}"] for name in names}
+    words = {"recipe": str(recipe), "variants": variants, "steps": 4}
+    saved = on_ranks(2, "saved_optimizers", tmp_path / "2", 1800, at=2, **words)[0]
+    others = {world: on_ranks(world, "resumes", tmp_path / str(world), 1800, **words)[0] for world in worlds}
     for name, found in saved.items():
         assert found["first"] == 2 and found["resumed"] == found["curve"][2:], name
         assert found["unchanged"], name
         assert found["stored"] == found["planned"], name
-        assert max(largest_difference(others[name], found["curve"][2:])) < 1e-5, name
-    assert len({str(found["curve"]) for found in saved.values()}) == len(kinds)
+        for world, resumed in others.items():
+            difference = max(largest_difference(resumed[name], found["curve"][2:]))
+            assert difference < 1e-5, (name, world, difference)
+    assert len({str(found["curve"]) for found in saved.values()}) == len(names)
+
+
+def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
+    identities = []
+    for words in ([], ["optim.momentum=0"], ["optim.lr=1"]):
+        loaded = load(write_recipe(tmp_path), ["optim.name=sgd", *words])
+        identities.append(make_plan(loaded, Topology("cpu", 1, 2)).identity())
+    [problem] = resume_problems(identities[0], identities[1])
+    assert problem.field == "optim.momentum" and problem.message.startswith("was 0.9 in the run to resume, is 0.0 now")
+    assert not resume_problems(identities[0], identities[2])

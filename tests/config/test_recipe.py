@@ -458,7 +458,7 @@ def test_a_wrong_type_is_refused(tmp_path: Path, path: str, value: str) -> None:
         ("optim.betas", "[-0.1, 0.9]"),
         ("optim.betas", "[.nan, 0.9]"),
         ("optim.betas", "[0.9, 0.95, 0.99]"),
-        ("optim.momentum", "0"),
+        ("optim.momentum", "-0.1"),
         ("optim.momentum", "1"),
         ("optim.weight_decay", "-0.1"),
         ("optim.max_grad_norm", "0"),
@@ -620,6 +620,8 @@ def test_an_optimizer_has_its_own_defaults_and_refuses_the_keys_that_it_does_not
                 assert [p.field for p in problems] == [f"optim.{name}"]
                 assert f"has no effect with optim.name: {kind}; only " in problems[0].message
     assert read(tmp_path, BASE, "optim.name=lion").recipe.optim.betas == [0.9, 0.99]
+    [problem] = refused(tmp_path, BASE, "optim.name=sgd", "optim.momentum=0", "optim.nesterov=true")
+    assert (problem.field, problem.message) == ("optim.nesterov", "has no effect with optim.momentum: 0")
     assert Recipe().optim.betas == [0.9, 0.95]
 
 

@@ -14,6 +14,7 @@ import torch
 from architectures import small_config
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import OPTIMIZERS
 from safetensors import safe_open
 from support import GSM8K, TINY, events, fsdptrain, on_ranks, write_recipe
 
@@ -49,17 +50,17 @@ def test_weight_decay_depends_on_what_a_parameter_is(kind: str) -> None:
     assert not any(param.ndim < 2 for name, param in model.named_parameters() if name in decayed)
 
 
-@pytest.mark.parametrize("kind", OptimizerKind)
-def test_the_registry_lists_the_state_that_the_optimizer_keeps(kind: OptimizerKind) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_registry_lists_the_state_that_the_optimizer_keeps(name: str) -> None:
     for master in ("float32", "bfloat16"):
-        recipe = Recipe(model=Model(dtype=master), optim=of_kind(kind))  # type: ignore[arg-type]
+        recipe = Recipe(model=Model(dtype=master), optim=OPTIMIZERS[name])  # type: ignore[arg-type]
         model = small_model().to(getattr(torch, master))
         optimizer = make_optimizer(model, recipe.optim)
         start_state(optimizer)
         kept = []
-        for name, weight in weights_of(model).items():
-            listed = {tensor.key: tensor for tensor in kind.facts.state(weight, master)}  # type: ignore[arg-type]
-            state = optimizer.state[named_parts(optimizer)[name]]
+        for param, weight in weights_of(model).items():
+            listed = {tensor.key: tensor for tensor in recipe.optim.state(weight, master)}  # type: ignore[arg-type]
+            state = optimizer.state[named_parts(optimizer)[param]]
             kept += [state[key] for key in listed]
             assert all(str(state[key].dtype)[6:] == tensor.dtype for key, tensor in listed.items())
             assert all(state[key].numel() == math.prod(tensor.shape) for key, tensor in listed.items())
@@ -70,7 +71,7 @@ def test_the_registry_lists_the_state_that_the_optimizer_keeps(kind: OptimizerKi
             assert all(value.numel() == 1 or key in TABLES_OF_VALUES for key, value in others.items())
         assert_dtypes(model, optimizer, recipe)
         weights = weights_of(model).values()
-        assert kind.state_bytes(weights, master) == sum(value.nbytes for value in kept)  # type: ignore[arg-type]
+        assert recipe.optim.state_bytes(weights, master) == sum(value.nbytes for value in kept)  # type: ignore[arg-type]
         set_step(optimizer, 7)
         assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} <= {7.0}
 
@@ -119,7 +120,7 @@ def test_a_step_with_found_inf_changes_nothing_and_is_not_counted(kind: Optimize
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
 def test_the_update_on_shards_is_that_of_the_library_on_whole_tensors(world: int, tmp_path: Path) -> None:
     # With rows that do not divide, one row, no rows at all, and rows that are not whole blocks of 8-bit values.
-    ranks = on_ranks(world, "updates", tmp_path, kinds=list(OptimizerKind), steps=4)
+    ranks = on_ranks(world, "updates", tmp_path, kinds=list(OPTIMIZERS), steps=4)
     for name, distances in ranks[0].items():
         # The ends of a part are not computed with vector instructions. Only Adafactor's means are sums over ranks.
         limit = 0.0 if world == 1 else 2e-6 if name.startswith("adafactor") else 2e-8
