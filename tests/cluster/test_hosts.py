@@ -1,4 +1,4 @@
-"""Runs on two hosts with a switch between them: the curve, the bytes on the link, and what clusters do to runs.
+"""Runs on two to four hosts with a switch between them: the curve, the bytes on the link, what clusters do to runs.
 
 After every fault the same command on the same hosts resumes, and the run is bitwise equal to an undisturbed one.
 """
@@ -52,12 +52,29 @@ def whole(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "run"
 
 
+@pytest.fixture(scope="module")
+def more_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with switched_hosts(tmp_path_factory.mktemp("more_hosts"), 4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run in one process, of a batch that three and four ranks can share."""
+    tmp = tmp_path_factory.mktemp("alone")
+    recipe = small_recipe(tmp, model__config=MODEL, launch__nproc_per_node=1, train__global_batch_size=12)
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 0, done.stderr
+    return tmp / "run"
+
+
 def recipe_of_two(tmp: Path, **changes: Any) -> Path:
-    """Write the recipe of the fault tests for two hosts with two workers each."""
-    return small_recipe(
-        tmp, model__config=MODEL, fsdp__strategy="HYBRID_SHARD", launch__nnodes=2, launch__nproc_per_node=2,
-        launch__rdzv_endpoint="host-0:29400", launch__timeout_s=TIMEOUT_S, **changes,
-    )  # fmt: skip
+    """Write the recipe of the fault tests, for two hosts with two workers each unless `changes` say more."""
+    usual: dict[str, Any] = {
+        "model__config": MODEL, "fsdp__strategy": "HYBRID_SHARD", "launch__nnodes": 2, "launch__nproc_per_node": 2,
+        "launch__rdzv_endpoint": "host-0:29400", "launch__timeout_s": TIMEOUT_S,
+    }  # fmt: skip
+    return small_recipe(tmp, **usual | changes)
 
 
 @dataclass
@@ -67,14 +84,15 @@ class Job:
     hosts: list[Host]
     recipe: Path
     faults: list[dict[str, Any]] = field(default_factory=list)
-    delays: tuple[float, ...] = (0, 0)  # seconds until each host starts the command
+    delays: tuple[float, ...] = ()  # seconds until each host starts the command; empty: at once
 
     def __post_init__(self) -> None:
         self.run = self.recipe.parent / "run"
         self.fault_at = time.monotonic()
         attempt = len([*self.recipe.parent.glob("*.out")])
         self._logs = [self.recipe.parent / f"{host.name}-{attempt}.out" for host in self.hosts]
-        self._commands = [self._start(*each) for each in zip(self.hosts, self._logs, self.delays, strict=True)]
+        delays = self.delays or (0,) * len(self.hosts)
+        self._commands = [self._start(*each) for each in zip(self.hosts, self._logs, delays, strict=True)]
 
     def _start(self, host: Host, log: Path, delay: float) -> subprocess.Popen[bytes]:
         env = environment(
@@ -151,24 +169,50 @@ def test_the_ranks_of_a_host_share_a_copy_and_each_host_has_its_own_caches(hosts
 BYTES_LIMIT = 0.01  # how far the bytes on the link may be from the forecast
 
 
-def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_path: Path, link_table: Table) -> None:
-    """The difference of two runs of 6 and of 18 steps is 12 steps, without start, checkpoint and export."""
+def compare_bytes(layout: str, hosts: list[Host], tmp: Path, table: Table, **changes: Any) -> Path:
+    """Compare what each host sends with the forecast; return the folder of the longer of two runs.
+
+    The difference of runs of 6 and of 18 steps is 12 steps, without start, checkpoint and export.
+    """
     sent, few, many = [], 6, 18
     for steps in (few, many):
         before = [host.sent() for host in hosts]
-        recipe = recipe_of_two(tmp_path / str(steps), train__steps=steps, checkpoint__every=None)
-        assert Job(hosts, recipe).wait().codes == [0, 0]
+        recipe = recipe_of_two(tmp / str(steps), train__steps=steps, checkpoint__every=None, **changes)
+        job = Job(hosts, recipe).wait()
+        assert job.codes == [0] * len(hosts), job.texts
         sent.append([host.sent().payload_since(then) for host, then in zip(hosts, before, strict=True)])
-    forecast = call(*hosts[0].prefix, sys.executable, "-m", "fsdptrain", "validate", recipe, "--json")
-    between = sum(each["wire"] for each in json.loads(forecast)["collectives"] if each["nodes"] == 2)
-    expected = between * 2  # ranks of a host
-    for host, one, other in zip(hosts, *sent, strict=True):
-        measured = (other - one) / (many - few)
-        difference = measured / expected - 1
-        link_table.rows.append(
-            (f"HYBRID_SHARD 2×2, {host.name}", f"{measured:,.0f}", f"{expected:,}", f"{difference:+.2%}")
-        )
-        assert abs(difference) < BYTES_LIMIT
+    forecast = json.loads(call(*hosts[0].prefix, sys.executable, "-m", "fsdptrain", "validate", recipe, "--json"))
+    workers = json.loads((job.run / "plan.json").read_text())["topology"]["nproc_per_node"]
+    expected = workers * sum(each["wire"] for each in forecast["collectives"] if each["nodes"] > 1)
+    measured = [(other - one) / (many - few) for one, other in zip(*sent, strict=True)]
+    table.rows += [
+        (f"{layout}, {host.name}", f"{size:,.0f}", f"{expected:,}", f"{size / expected - 1:+.2%}")
+        for host, size in zip(hosts, measured, strict=True)
+    ]
+    assert all(abs(size / expected - 1) < BYTES_LIMIT for size in measured), table.lines()
+    return job.run
+
+
+def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_path: Path, link_table: Table) -> None:
+    compare_bytes("HYBRID_SHARD 2×2", hosts, tmp_path, link_table)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "changes"),
+    [
+        ("FULL_SHARD 3×1", 3, {"fsdp__strategy": "FULL_SHARD"}),
+        ("FULL_SHARD 4×1", 4, {"fsdp__strategy": "FULL_SHARD"}),
+        ("HYBRID_SHARD 4×1, 2 copies", 4, {"fsdp__shard_size": 2}),  # each copy is on two hosts
+    ],
+)
+def test_three_and_four_hosts(
+    layout: str, count: int, changes: Any, more_hosts: list[Host], alone: Path, tmp_path: Path, link_table: Table
+) -> None:
+    size = {"launch__nnodes": count, "launch__nproc_per_node": 1, "train__global_batch_size": 12}
+    run = compare_bytes(layout, more_hosts[:count], tmp_path, link_table, **size, **changes)
+    several = events(run, "step")
+    for one, other in zip(events(alone, "step"), several, strict=False):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5) and other["samples"] == one["samples"]
 
 
 # --- disturbed -------------------------------------------------------------------------------------------------------
