@@ -56,6 +56,8 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         hint = "name a folder on this machine that peft has saved, such as the export of an earlier run"
+        if (folder / ADAPTER_FOLDER / ADAPTER_CONFIG).is_file():
+            hint = f"the adapter of this export is in {folder / ADAPTER_FOLDER}"
         return recipe, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}; {hint}", "adapter.from")]
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return recipe, [Problem(f"{folder} has no {ADAPTER_WEIGHTS}", "adapter.from")]

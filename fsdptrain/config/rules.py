@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdptrain.config.adapter import FROM_FOLDER
+from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
@@ -61,6 +61,11 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem("has no effect without model.id", "model.revision")
     elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
+    if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}") and not _exists(f"{model.id}/config.json"):
+        yield Problem(
+            f"{model.id} is an adapter: name the model that it belongs to here, and this folder in adapter.from",
+            "model.id",
+        )
     if model.attn_implementation == "flash_attention_2" and not one_row_if_packed(recipe):
         yield Problem(
             "flash_attention_2 supports packed documents only in micro-batches of one row: set "

@@ -143,6 +143,7 @@ def search(
             if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
                 break
             found += _climb_all(_ladders(plan, offload), trials, counts, threads, progress)
+            found += _with_shards_held(found, trials, threads)
             found = _with_finalists_simulated(found, trials, threads)
         fitting = ranked(option for option in found if option.fits)
         # Other kinds of training are for the user to decide on: they are tried where all that fits is slow.
@@ -160,6 +161,18 @@ def search(
 def ranked(options: Iterable[Option]) -> list[Option]:
     """Sort plans by time, the fastest first; a tight fit comes after a comfortable one of about the same time."""
     return sorted(options, key=lambda o: (not o.fits, o.step_s * (TIGHT_COST if o.tight else 1), o.needed_bytes))
+
+
+def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:
+    """Return the fastest plans that all-reduce or offload gradients in every micro-batch, changed to do it once a step.
+
+    This needs more memory, and it is faster the more micro-batches there are.
+    """
+    if trials.plan.recipe.fsdp.accumulation != "reduce":
+        return []
+    held = [o for o in options if o.fits and o.accumulation > 1 and may_hold_shards(o.strategy, o.cpu_offload)]
+    changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:FINALISTS]]
+    return [option for option in threads.map(trials.option, changes) if option is not None]
 
 
 def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:

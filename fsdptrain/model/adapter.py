@@ -54,6 +54,7 @@ def freeze(model: Any, recipe: Recipe) -> Any:
     """
     if recipe.adapter.kind is not None:
         whole = _modules_to_save(model, recipe.adapter)
+        _check_opened_in_nf4(model, whole, recipe)
         _inject(model, recipe)
         trained = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
         trained |= {id(param) for name, param in model.named_parameters() if is_adapter(name)}
@@ -321,7 +322,10 @@ def _targets(model: Any, adapter: Adapter) -> list[str]:
             found += matched
     kept = [name for name in dict.fromkeys(found) if not any(_matches(name, module) for module in whole)]
     if not kept:
-        raise RecipeError(f"adapter.target: {adapter.target} leaves no layer of {type(model).__name__} with an adapter")
+        whole_only = ": adapter.modules_to_save trains them all as a whole; name other layers" if found else ""
+        raise RecipeError(
+            f"adapter.target: {adapter.target} leaves no layer of {type(model).__name__} with an adapter{whole_only}"
+        )
     return kept
 
 
@@ -367,6 +371,8 @@ def _modules_to_save(model: Any, adapter: Adapter) -> list[str]:
             raise RecipeError(
                 f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, names)}"
             )
+        for name in matched:
+            _check_saved(name, model.get_submodule(name))
         found += matched
     if shared := _shared(model, found):
         raise RecipeError(
@@ -374,6 +380,28 @@ def _modules_to_save(model: Any, adapter: Adapter) -> list[str]:
             "them: leave it out, or train it with model.trainable"
         )
     return found
+
+
+def _check_saved(name: str, module: nn.Module) -> None:
+    """Raise RecipeError for a module that has nothing to train, or that peft does not open."""
+    if next(module.parameters(), None) is None:
+        raise RecipeError(f"adapter.modules_to_save: {name} has no parameters to train: leave it out")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise RecipeError(
+            f"adapter.modules_to_save: {name} is a list of modules, which peft cannot open: name modules in it, "
+            f"such as {name}.{next(module.named_children())[0]}"
+        )
+
+
+def _check_opened_in_nf4(model: Any, whole: list[str], recipe: Recipe) -> None:
+    """Raise RecipeError if the adapter would be saved with layers that peft could not open beside a base in 4 bits."""
+    if recipe.adapter.kind != "qlora" or recipe.export.adapter == "merged":
+        return
+    if wrong := [(layer, name) for layer in linear_layers(model) for name in whole if _matches(layer, name)]:
+        raise RecipeError(
+            f"adapter.modules_to_save: {wrong[0][1]} has linear layers ({wrong[0][0]}), which peft cannot open beside "
+            "a base in 4 bits: use export.adapter: merged, or adapter.kind: lora"
+        )
 
 
 def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
@@ -424,7 +452,7 @@ def start_adapters(model: Any, plan: Plan, copy_own_rows: Callable[[torch.Tensor
     """Set the adapters of a sharded model, whose base has weights: from `adapter.from`, else as peft draws them.
 
     What is drawn depends on the seed and the parameter's name only, so every world size starts from the same weights.
-    Collective with DoRA. Raises RecipeError if the folder has other tensors.
+    Collective with DoRA. Raises RecipeError if the folder has other tensors, or values that are not finite.
     """
     folder = plan.recipe.adapter.from_
     if folder is not None:
@@ -474,7 +502,10 @@ def _read_adapter(model: Any, folder: Path, copy_own_rows: Callable[[torch.Tenso
     check_adapter_file(model, folder)
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
         for name, key in saved_names(model).items():
-            copy_own_rows(model.get_parameter(name), opened.get_tensor(key))
+            tensor = opened.get_tensor(key)
+            if not tensor.isfinite().all():
+                raise RecipeError(f"adapter.from: {key} in {folder / ADAPTER_WEIGHTS} has values that are not finite")
+            copy_own_rows(model.get_parameter(name), tensor)
 
 
 # ---------------------------------------------------------------------------------------------- peft's files

@@ -98,7 +98,7 @@ def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path
     climbed = [("none", 2), ("none", 4), ("selective", 4), ("selective", 8), ("full", 8)]  # (none, 1) is the own plan
     assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed
     assert found.options[0] is found.best and found.best.fits
-    assert found.tried == len(tried(ask)) and not found.failed
+    assert found.tried == len(ask.asked) == len({asked.digest() for asked in ask.asked}) and not found.failed
     ask = FakeForecaster(activations=300, idle=0.1)  # a larger micro-batch gains nothing any more
     advice(plan_of(tmp_path), ask)
     assert [key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"] == climbed[:3]
@@ -162,6 +162,33 @@ def test_offload_is_tried_only_if_nothing_fits_without_it(tmp_path: Path) -> Non
     found = advice(plan_of(tmp_path, "fsdp.cpu_offload=true"), ask)
     assert [option.own for option in found.options if option.cpu_offload] == [True]
     assert found.best and found.best.overrides["fsdp.cpu_offload"] is False
+
+
+def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Waits(FakeForecaster):
+        """A host that waits in every micro-batch, or a shard of gradients on the device."""
+
+        shard: int = 100
+
+        def __call__(self, plan: Plan, hardware: Any, **job: Any) -> Forecast:
+            found = super().__call__(plan, hardware, **job)
+            held, need = plan.recipe.fsdp.accumulation == "hold_shards", found.needed_bytes
+            waited = 0 if held else plan.accumulation
+            need += self.shard if held else 0
+            return dataclasses.replace(
+                found, step_s=found.step_s + waited, peak_bytes=need, reserved_bytes=need, fits=need <= MEMORY
+            )
+
+    plan = plan_of(tmp_path)
+    for shard, accumulation in ((100, "hold_shards"), (2000, None)):
+        best = advice(plan, Waits(state=8000, activations=1100, shard=shard)).best
+        assert best is not None and best.cpu_offload
+        assert best.overrides.get("fsdp.accumulation") == accumulation
+        assert ("hold_shards" in table.rows([best])[0][-1]) == (accumulation is not None)
+    ask = Waits(activations=400)
+    advice(plan_of(tmp_path, "fsdp.accumulation=hold"), ask)
+    assert {asked.recipe.fsdp.accumulation for asked in ask.asked} == {"hold"}
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names
+from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.rundir import RunDir
@@ -404,7 +404,16 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     save_file({name: torch.zeros(4, 128)}, weights)
     with pytest.raises(RecipeError) as error:
         prepare_model(plan, 512)
+    with pytest.raises(RecipeError, match="is an adapter: name the model that it belongs to here, and this folder in"):
+        load(tmp_path / "recipe.yaml", ["adapter.from=null", f"model.id={tmp_path}"])
     assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
+    names = [name.replace(".0.", f".{i}.").replace("q_proj", layer) for i in range(3) for layer in ("q_proj", "v_proj")]
+    sizes = {name: 32 if "v_proj" in name else 64 for name in names}
+    tensors = {name: torch.zeros(4, 64) for name in names}
+    tensors |= {name.replace("_A.", "_B."): torch.full((size, 4), torch.nan) for name, size in sizes.items()}
+    save_file(tensors, weights)
+    with pytest.raises(RecipeError, match=r"adapter.from: .*lora_B.weight in .* has values that are not finite"):
+        start_adapters(prepare_model(plan, 512).trained, plan, lambda *_: None)
 
 
 def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> None:
@@ -445,6 +454,19 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
         ("tied", {"target": ["embed_tokens"]}, "model.embed_tokens shares its weight with lm_head"),
         ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
         ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
+        ("llama", {"modules_to_save": ["rotary_emb"]}, "model.rotary_emb has no parameters to train: leave it out"),
+        (
+            "llama", {"target": ["lm_head"], "modules_to_save": ["layers"]},
+            "model.layers is a list of modules, which peft cannot open: name modules in it, such as model.layers.0",
+        ),
+        (
+            "llama", {"target": ["q_proj"], "modules_to_save": ["self_attn"]},
+            "['q_proj'] leaves no layer of LlamaForCausalLM with an adapter: adapter.modules_to_save trains them all",
+        ),
+        (
+            "llama", {"kind": "qlora", "modules_to_save": ["layers.1"]},
+            "model.layers.1 has linear layers (model.layers.1.self_attn.q_proj), which peft cannot open beside a base",
+        ),
         ("llama", {"r": 65}, "adapter.r: 65 is more than a layer with an adapter has inputs or outputs: use"),
         ("mixtral", {"target": ["experts"]}, "the weights of experts are one tensor, which peft cannot adapt"),
         ("deepseek_v3", {"use_dora": True}, "peft could not open an adapter with DoRA on model.layers.0.mlp.gate_proj"),
