@@ -5,7 +5,7 @@
     │   └── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
     ├── DoesNotFit            3   a dry run found that the plan does not fit into memory
     ├── DataError             4   the data is wrong: file, line, what was expected
-    │   └── NoData            4   the data is not on this machine, and the Hub cannot be reached
+    │   └── NoData            4   the data is not on this machine, and the Hub or store refuses
     ├── WorkerError           5   a worker raised another exception: a restart would raise it again
     │   ├── OutOfMemory       5   a worker needed more memory than its device has
     │   └── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, StorageError, first_line, shortened
+from fsdptrain.errors import CheckpointError, FsdptrainError, StorageError, first_line, shortened
 from fsdptrain.files import fsync, is_regular_file, set_aside, unused_name
 
 MANIFEST_NAME = "manifest.json"
@@ -65,7 +65,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def url_fault(url: str) -> str | None:
-    """Return why checkpoints cannot be stored at a URL, with the way out; None if they can."""
+    """Return why a URL does not name a place in an object store, with the way out; None if it does or is a path."""
     found = URL.fullmatch(url)
     if not found and LIKE_A_URL.match(url):
         return f"{shortened(url)!r} is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"
@@ -115,7 +115,7 @@ class ObjectPath:
 
     def lstat(self) -> os.stat_result:
         """Return size and kind of an object; raises FileNotFoundError if there is none."""
-        with _store_errors(self):
+        with store_errors(self):
             facts = self.fs.info(self.key)
         kind = stat.S_IFREG if facts["type"] == "file" else stat.S_IFDIR
         return os.stat_result((kind, 0, 0, 0, 0, 0, facts["size"] or 0, 0, 0, 0))
@@ -124,7 +124,7 @@ class ObjectPath:
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop` of an object; raises FileNotFoundError if there is none."""
-        with _store_errors(self):
+        with store_errors(self):
             return bytes(self.fs.cat_file(self.key, start=start, end=stop))
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
@@ -153,18 +153,18 @@ class _ObjectReader(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _store_errors(place: object) -> Iterator[None]:
+def store_errors(place: object) -> Iterator[None]:
     """Raise StorageError for all that an object store may raise, except for a missing object."""
     try:
         yield
-    except CheckpointError:
+    except FsdptrainError:
         raise
     except Exception as error:  # libraries of stores have classes of their own
         missing = isinstance(error, FileNotFoundError)
         if missing and "bucket does not exist" not in str(error):
             raise
         elif missing:
-            reason = "there is no such bucket: create it, or correct checkpoint.path"
+            reason = "there is no such bucket: create it, or correct the URL"
         elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
             reason = "access is refused: check the credentials, which may have expired, and their rights"
         elif isinstance(error, TimeoutError) or any(w in type(error).__name__ for w in ("Timeout", "Connect")):
@@ -353,7 +353,7 @@ class _ObjectStorage(CheckpointStorage):
     def deliver(self, step: int, path: Path) -> ObjectPath:
         target = self.checkpoint(step) / path.name
         try:
-            with _store_errors(target):
+            with store_errors(target):
                 target.fs.put_file(str(path), target.key)
         finally:
             path.unlink(missing_ok=True)
@@ -361,7 +361,7 @@ class _ObjectStorage(CheckpointStorage):
 
     def claim(self) -> None:
         probe = self.root / ".fsdptrain"  # a store that refuses to write or to remove is reported before the first step
-        with _store_errors(probe):
+        with store_errors(probe):
             probe.fs.pipe_file(probe.key, b"fsdptrain writes the checkpoints in this folder.\n")
             probe.fs.rm_file(probe.key)
         for path in self.local.glob("*"):  # of ranks that were killed in a save
@@ -378,7 +378,7 @@ class _ObjectStorage(CheckpointStorage):
     def publish(self, step: int, manifest: bytes) -> None:
         self._reject_existing(step)
         target = self.checkpoint(step) / MANIFEST_NAME
-        with _store_errors(target):
+        with store_errors(target):
             target.fs.pipe_file(target.key, manifest)
 
     def discard(self, step: int) -> None:
@@ -395,7 +395,7 @@ class _ObjectStorage(CheckpointStorage):
         aside = next(name for name in names if name not in folders)
         for name in folders[source]:
             old, new = self.root / source / name, self.root / aside / name
-            with _store_errors(old):
+            with store_errors(old):
                 old.fs.cp_file(old.key, new.key)
         self._remove(source)
         return str(self.root / aside)
@@ -416,7 +416,7 @@ class _ObjectStorage(CheckpointStorage):
 
     def _folders(self) -> dict[str, dict[str, int]]:
         """Return the names and bytes of the objects of every folder."""
-        with _store_errors(self.root):
+        with store_errors(self.root):
             found = self.root.fs.find(self.root.key, detail=True)
         folders: dict[str, dict[str, int]] = {}
         for key, facts in found.items():
@@ -430,7 +430,7 @@ class _ObjectStorage(CheckpointStorage):
         names = [name for name in self._folders().get(folder, {}) if CHECKPOINT_FILE.fullmatch(name)]
         for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
             path = self.root / folder / name
-            with _store_errors(path), contextlib.suppress(FileNotFoundError):
+            with store_errors(path), contextlib.suppress(FileNotFoundError):
                 path.fs.rm_file(path.key)
 
     def _reject_existing(self, step: int) -> None:
@@ -448,7 +448,7 @@ class _ObjectStorage(CheckpointStorage):
         if not hasattr(fs, "list_multipart_uploads"):
             return
         bucket, _, prefix = self.root.key.partition("/")
-        with contextlib.suppress(StorageError), _store_errors(self.root):
+        with contextlib.suppress(StorageError), store_errors(self.root):
             begun = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-").get("Uploads", [])
             for upload in begun:
                 fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
@@ -464,12 +464,17 @@ def open_storage(path: str | None, folder: Path) -> CheckpointStorage:
         return _LocalStorage(Path(path) if path else folder)
     if fault := url_fault(found[0]):
         raise StorageError(f"checkpoint.path: {fault}")
+    return _ObjectStorage(object_path(found[0]), folder / "upload")
+
+
+def object_path(url: str) -> ObjectPath:
+    """Return the object or folder at a URL without fault; raises StorageError if the store cannot be used."""
     import fsspec
 
-    with _store_errors(path):
-        options = OPTIONS.get(found[1], {})
-        fs, key = fsspec.core.url_to_fs(path, use_listings_cache=False, skip_instance_cache=True, **options)
-    return _ObjectStorage(ObjectPath(fs, key.rstrip("/")), folder / "upload")
+    with store_errors(url):
+        options = OPTIONS.get(url.partition(":")[0], {})
+        fs, key = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+    return ObjectPath(fs, key.rstrip("/"))
 
 
 def _without_manifest(folders: dict[str, dict[str, int]]) -> list[str]:

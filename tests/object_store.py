@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+from fsdptrain.storage import object_path
 
 Answer = tuple[str, str]  # status line, code in the body
 Fault = Callable[[str, str], Answer | None]  # (method, path) → what to answer instead, or None
@@ -73,6 +76,16 @@ class ObjectStore:
                 time.sleep(seconds)
 
         return self.failing(fault)
+
+
+def serve_here() -> Iterator[ObjectStore]:
+    """Run a server for this process and those it starts, which find it in the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for store in serve():
+            for name, value in store.environment.items():
+                patch.setenv(name, value)
+            object_path(f"s3://{BUCKET}/x").fs.mkdir(BUCKET)
+            yield store
 
 
 def serve() -> Iterator[ObjectStore]:

@@ -54,8 +54,9 @@ def path_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, path in paths_of(recipe).items():
         if fault := path_fault(path):
             yield Problem(fault, key)
-    if fault := url_fault(recipe.checkpoint.path or ""):
-        yield Problem(fault, "checkpoint.path")
+    for key in ("checkpoint.path", "data.path", "data.eval"):
+        if fault := url_fault(paths_of(recipe).get(key, "")):
+            yield Problem(fault, key)
     if URL.fullmatch(recipe.output_dir):
         yield Problem(
             f"{shortened(recipe.output_dir)!r} is not a local folder, which logs and metrics need: set checkpoint.path "
@@ -95,7 +96,8 @@ def is_folder(path: str) -> bool:
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
 
 
-COMPRESSED = (".gz", ".bz2", ".zst")  # may follow any suffix above except .parquet, which is compressed inside
+# Suffix → name of the compression. It may follow any suffix above except .parquet, which is compressed inside.
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
@@ -111,12 +113,19 @@ def model_name_fault(name: str) -> str | None:
     return f"{shortened(name)!r} is neither a folder nor a Hub id (org/name)"
 
 
+def is_hub_data(found: str) -> bool:
+    """Return whether the data that `find_data` found is on the Hub: not a path, and not a URL of an object store."""
+    return not Path(found).is_absolute() and not URL.fullmatch(found)
+
+
 def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:
-    """Return what `data.path` refers to: an absolute path or glob, or the Hub id as written.
+    """Return what `data.path` refers to: an absolute path or glob, or the URL or Hub id as written.
 
     The working folder is searched first, then the recipe's `folder`. If nothing is found there and the path cannot be a
     Hub id, raise NoData; with `elsewhere` (the plan is for other machines), return the path in the working folder.
     """
+    if URL.fullmatch(path):
+        return path
     for base in (Path.cwd(), folder):
         candidate = str(base / expanded(path))
         if matching_paths(candidate):

@@ -23,7 +23,7 @@ from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.paths import find_data, is_folder, model_name_fault, with_expanded_paths
+from fsdptrain.config.paths import find_data, is_folder, is_hub_data, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.config.topology import Topology
@@ -162,7 +162,7 @@ class Plan:
         """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
         model = self.recipe.model
         names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
-        paths = [path for path in (self.data_path, self.eval_path) if path and not Path(path).is_absolute()]
+        paths = [path for path in (self.data_path, self.eval_path) if path and is_hub_data(path)]
         return list(dict.fromkeys([*names, *paths]))
 
     @property
@@ -269,7 +269,7 @@ def draft_plan(
     held_out, revision = recipe.data.eval or {}, recipe.data.revision
     data_path = find_data(recipe.data.path or "", written.folder, elsewhere)
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
-    if revision is not None and Path(data_path).is_absolute():
+    if revision is not None and not is_hub_data(data_path):
         problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     elif revision is not None:
         data = HubData.of(data_path)

@@ -95,7 +95,11 @@ OPTIONAL_FIELDS = {"chat": ("tools",)}  # read if there is such a column
 class Data:
     """The training data, and how its rows become blocks of tokens."""
 
-    path: str | None = key(None, "file, glob, folder, or a Hub data set as org/name[:config[:split]]")
+    path: str | None = key(
+        None,
+        "file, glob or folder, also in an object store (s3://BUCKET/…, gs://, az://), or a Hub data set as "
+        "org/name[:config[:split]]",
+    )
     revision: str | None = key(
         None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -9,7 +10,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,33 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
-                write(scratch)
-                seal(scratch)
-                scratch.rename(folder)
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                raise CheckpointError(
-                    f"no space: {error.strerror} on {socket.gethostname()} for the cache {folder.parent}: free "
-                    "some, or set FSDPTRAIN_CACHE to a folder on another disk"
-                ) from None
+                with full_disk_errors(folder.parent):
+                    write(scratch)
+                    seal(scratch)
+                    scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
+@contextlib.contextmanager
+def full_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the way out, when the disk of a folder of the cache fills up inside."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise CheckpointError(
+            f"no space: {error.strerror} on {socket.gethostname()} for the cache {folder}: {MORE_SPACE}"
+        ) from None
+
+
+MORE_SPACE = "free some, or set FSDPTRAIN_CACHE to a folder on another disk"
+
+
 def cache_dir(kind: str) -> Path:
-    """Return the cache's folder for one kind (data, splits or tokenizers), created if it is missing.
+    """Return the cache's folder for one kind (data, objects, splits or tokenizers), created if it is missing.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 from filelock import FileLock
 
+from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
@@ -27,7 +27,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
 
     Raises CheckpointError when the stored commits cannot be read.
     """
-    hub_paths = [path for path in (plan.data_path, plan.eval_path) if path and not Path(path).is_absolute()]
+    hub_paths = [path for path in (plan.data_path, plan.eval_path) if path and is_hub_data(path)]
     if not hub_paths:
         return plan
     if keep:

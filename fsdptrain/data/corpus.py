@@ -31,7 +31,7 @@ from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.pack import Ints, cut_and_pack
-from fsdptrain.data.sources import data_stamps, fingerprint, open_sources
+from fsdptrain.data.sources import data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError
 from fsdptrain.events import Progress
@@ -291,6 +291,7 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
 
     Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
     """
+    readable_files(path, progress=progress)  # downloads what is in an object store
     before = data_stamps(path)
     content = fingerprint(path)
     key = {

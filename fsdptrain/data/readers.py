@@ -62,8 +62,19 @@ class Source:
         return self.count
 
 
+@dataclass(frozen=True)
+class DataFile:
+    """A data file on a local disk, and its name in messages: its path, or the URL of the object it is a copy of."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @contextlib.contextmanager
-def file_errors(file: Path) -> Iterator[None]:
+def file_errors(file: object) -> Iterator[None]:
     """Raise DataError for any OSError inside: a file may vanish, or its disk may fail, at any moment."""
     try:
         yield
@@ -71,7 +82,7 @@ def file_errors(file: Path) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def open_file(file: Path, count_rows: bool = True) -> Source:
+def open_file(file: DataFile, count_rows: bool = True) -> Source:
     """Open a data file by its suffix; without `count_rows` a text file's count is 1 as soon as it has a row.
 
     Raises DataError for an unreadable, empty or unsupported file, naming the line where there is one.
@@ -81,7 +92,7 @@ def open_file(file: Path, count_rows: bool = True) -> Source:
         advice = conversion_advice(file.name)
         raise DataError(f"{file}: unknown data file type; {advice + '; ' if advice else ''}supported: {SUPPORTED}")
     with file_errors(file):
-        size = file.stat().st_size
+        size = file.path.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty")
     if kind == ".parquet":
@@ -120,15 +131,13 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _open_bytes(file: Path) -> io.BufferedIOBase:
+def _open_bytes(file: DataFile) -> io.BufferedIOBase:
     """Open a file for reading its decompressed bytes, which raises OSError where compressed data is damaged or cut."""
-    if file.suffix.lower() not in COMPRESSED:
-        return file.open("rb")
-    kind = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
-    return io.BufferedReader(pa.input_stream(str(file), compression=kind))
+    kind = next((kind for suffix, kind in COMPRESSED.items() if file.name.lower().endswith(suffix)), None)
+    return io.BufferedReader(pa.input_stream(str(file.path), compression=kind)) if kind else file.path.open("rb")
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) without a byte order mark; raises DataError for what is not UTF-8."""
     with file_errors(file), _open_bytes(file) as stream:
         for number, line in enumerate(stream, 1):
@@ -139,7 +148,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                 raise DataError(f"{file}:{number}: not UTF-8 text: {bad}; save the file as UTF-8") from None
 
 
-def _json_lines(file: Path) -> Rows:
+def _json_lines(file: DataFile) -> Rows:
     for number, line in _lines(file):
         if line.strip():
             place = f"{file}:{number}"
@@ -150,7 +159,7 @@ def _json_lines(file: Path) -> Rows:
             yield place, _check_object(value, place)
 
 
-def _json(file: Path) -> Rows:
+def _json(file: DataFile) -> Rows:
     """Yield the rows of a list of objects, of one object, or of JSON lines, which are often named .json."""
     first = next((line for _, line in _lines(file) if line.strip()), "")
     if not first.lstrip().startswith("[") and _is_json(first):
@@ -173,7 +182,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _full_text(file: Path) -> str:
+def _full_text(file: DataFile) -> str:
     lines, size = [], 0
     for _, line in _lines(file):
         size += len(line)
@@ -191,19 +200,19 @@ def _check_object(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
-def _delimiter(file: Path) -> str:
+def _delimiter(file: DataFile) -> str:
     """Return the delimiter of a table: a tab in .tsv; in .csv a comma, or what the first line has instead of one."""
     first = re.sub(r'"[^"]*"', "", next((line for _, line in _lines(file)), ""))
     order = "\t" if data_kind(file.name) == ".tsv" else ",;\t"
     return next((mark for mark in order if mark in first), order[0])
 
 
-def _csv_header(file: Path) -> list[str]:
+def _csv_header(file: DataFile) -> list[str]:
     """Return the names in the first line, repeated ones included, which a row as a mapping would not show."""
     return next(csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file)), [])
 
 
-def _csv(file: Path) -> Rows:
+def _csv(file: DataFile) -> Rows:
     reader = csv.reader((line for _, line in _lines(file)), delimiter=_delimiter(file), strict=True)
     number = 1
     try:
@@ -219,21 +228,21 @@ def _csv(file: Path) -> Rows:
         raise DataError(f"{file}:{number}: not CSV: {error}") from None
 
 
-def _document(file: Path) -> Rows:
+def _document(file: DataFile) -> Rows:
     text = "".join(line for _, line in _lines(file))
     yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 
-_TEXT_READERS: dict[str, Callable[[Path], Rows]] = {
+_TEXT_READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _document, ".text": _document,
 }  # fmt: skip
 
 
-def _open_parquet(file: Path) -> Source:
+def _open_parquet(file: DataFile) -> Source:
     def rows(columns: list[str]) -> Rows:
         number = 0
         try:
-            for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=columns):
+            for batch in pq.ParquetFile(file.path).iter_batches(BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", {name: without_nulls(value) for name, value in row.items()}
@@ -241,7 +250,7 @@ def _open_parquet(file: Path) -> Source:
             raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
 
     try:
-        opened = pq.ParquetFile(file)
+        opened = pq.ParquetFile(file.path)
         return Source(str(file), opened.schema_arrow.names, opened.metadata.num_rows, rows)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""A data path → its files or its Hub data set, opened; and what identifies their content."""
+"""A data path → its files, its objects or its Hub data set, opened; and what identifies their content."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdptrain.config.paths import data_kind, matching_paths
+from fsdptrain.config.paths import data_kind, is_hub_data, matching_paths
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
-from fsdptrain.data.readers import SUPPORTED, Source, conversion_advice, file_errors, open_file
+from fsdptrain.data.objects import StoredObject, fetch, list_objects
+from fsdptrain.data.readers import SUPPORTED, DataFile, Source, conversion_advice, file_errors, open_file
 from fsdptrain.errors import DataError, NoData, shortened
+from fsdptrain.events import Progress
+from fsdptrain.storage import URL
 
 PIECE = 2**24  # bytes of a file that are read at a time
 
@@ -48,26 +51,52 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
+def stored_objects(path: str) -> tuple[StoredObject, ...]:
+    """Return the objects behind a URL; none for a local path or a Hub data set. Raises as `list_objects` does."""
+    return list_objects(path) if URL.fullmatch(path) else ()
+
+
+def readable_files(path: str, limit: int | None = None, progress: Progress = lambda *_: None) -> list[DataFile]:
+    """Return the files behind a path, or its first `limit` ones; objects are downloaded. None for a Hub data set.
+
+    Raises as `data_files`, `list_objects` and `fetch` do.
+    """
+    if objects := stored_objects(path)[:limit]:
+        fetch(objects, progress)
+        return [DataFile(each.copy, str(each.place)) for each in objects]
+    return [DataFile(file, str(file)) for file in data_files(path)[:limit]]
+
+
+def count_files(path: str) -> int:
+    """Return the number of files behind a path; 0 for a Hub data set."""
+    return len(stored_objects(path) or data_files(path))
+
+
+def bytes_to_download(path: str) -> int:
+    """Return the bytes of the objects behind a URL of which the cache has no copy; 0 for anything else."""
+    return sum(each.size for each in stored_objects(path) if not each.is_here)
+
+
 def data_stamps(path: str) -> list[tuple[str, int, int]]:
     """Return (name, bytes, mtime in ns) of every data file, to compare before and after reading them."""
     stamps = []
-    for file in data_files(path):
+    for file in readable_files(path):
         with file_errors(file):
-            status = file.stat()
-        stamps.append((str(file), status.st_size, status.st_mtime_ns))
+            status = file.path.stat()
+        stamps.append((file.name, status.st_size, status.st_mtime_ns))
     return stamps
 
 
 def fingerprint(path: str) -> str:
     """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit."""
     digest = hashlib.sha256()
-    files = data_files(path)
+    files = readable_files(path)
     if not files:
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     for file in files:
-        with file_errors(file), file.open("rb") as stream:
+        with file_errors(file), file.path.open("rb") as stream:
             digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
@@ -75,9 +104,12 @@ def fingerprint(path: str) -> str:
 def quick_fingerprint(path: str, budget: int) -> str:
     """Return a SHA-256 over the type, the size and the beginning of every data file; at most `budget` bytes are read.
 
-    Files that have fewer bytes together are read as a whole. For a Hub data set it is that of `fingerprint`. Raises
-    NoData for a local path without files.
+    Files that have fewer bytes together are read as a whole. For a Hub data set it is that of `fingerprint`; of objects
+    it is made from what the store lists, the type, size and ETag of each. Raises NoData for a local path without files.
     """
+    if objects := stored_objects(path):
+        listed = [(data_kind(each.place.name), each.size, each.etag) for each in objects]
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
     files, digest = data_stamps(path), hashlib.sha256()
     if not files and Path(path).is_absolute():
         raise NoData(f"data.path: {shortened(path)!r} was not found")
@@ -95,24 +127,24 @@ def quick_fingerprint(path: str, budget: int) -> str:
 
 
 def open_sources(path: str) -> list[Source]:
-    """Open every file of a local path, or the Hub data set `org/name[:config[:split]][@revision]`.
+    """Open every file of a local path or a URL, or the Hub data set `org/name[:config[:split]][@revision]`.
 
     Raises DataError for an unreadable, empty or unsupported file, naming the line where there is one; NoData when the
     data is not on this machine and cannot be downloaded.
     """
-    files = data_files(path)
-    if Path(path).is_absolute():
-        if not Path(path).exists() and not files:
-            raise NoData(f"data.path: {shortened(path)!r} was not found")
-        if not files:
-            raise DataError(f"data.path: no data files in {path} (supported: {SUPPORTED}){_conversion_hint(path)}")
-        return [open_file(file) for file in files]
-    return [open_hub_data(path)]
+    files = readable_files(path)
+    if is_hub_data(path):
+        return [open_hub_data(path)]
+    if not Path(path).exists() and not files:
+        raise NoData(f"data.path: {shortened(path)!r} was not found")
+    if not files:
+        raise DataError(f"data.path: no data files in {path} (supported: {SUPPORTED}){_conversion_hint(path)}")
+    return [open_file(file) for file in files]
 
 
 def first_source(path: str) -> Source:
     """Open the first file behind a path without counting its rows; raises as `open_sources` does."""
-    files = data_files(path)
+    files = readable_files(path, limit=1)
     return open_file(files[0], count_rows=False) if files else open_sources(path)[0]
 
 

@@ -19,7 +19,7 @@ from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
-from fsdptrain.data.sources import fingerprint, open_sources
+from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
 
@@ -61,6 +61,7 @@ def _trained_tokenizer(plan: Plan, size: int, progress: Progress) -> Any:
         train_bpe(_training_texts(plan), size).save_pretrained(folder)
         progress("tokenizer", 1, 1)
 
+    readable_files(plan.data_path, progress=progress)  # downloads what is in an object store
     content = [__version__, fingerprint(plan.data_path), size, data.format, data.columns, data.max_rows]
     return AutoTokenizer.from_pretrained(cached_folder("tokenizers", content, write))
 

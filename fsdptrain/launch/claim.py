@@ -37,6 +37,7 @@ from fsdptrain.launch.attempts import (
 )
 from fsdptrain.ownership import is_marked, write_mark
 from fsdptrain.rundir import RunDir
+from fsdptrain.storage import URL
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES = (
@@ -137,6 +138,8 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
     names |= {"model.id": model.id} | ({"model.tokenizer": model.tokenizer} if model.tokenizer else {})
     problems = []
     for key, name in names.items():
+        if isinstance(name, str) and URL.fullmatch(name) and would_read_checkpoints(name, rundir.checkpoint_path or ""):
+            problems.append(Problem(f"{name} would include checkpoints, in {rundir.checkpoint_path}: move one", key))
         if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
         if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
@@ -167,6 +170,14 @@ def would_read_run_files(name: str, root: str) -> bool:
     pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
     written = [Path(root), *(Path(root, file) for file in DATA_LIKE_FILES)]
     return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
+
+
+def would_read_checkpoints(name: str, place: str) -> bool:
+    """Return whether data at a URL (an object, a folder or a glob) is inside `place`, or includes files there."""
+    pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
+    written = (*root, "step-00000001", "manifest.json")
+    lengths = range(1, len(written) + 1)
+    return _matches(pattern[: len(root)], root) or any(_matches(written[:length], pattern) for length in lengths)
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

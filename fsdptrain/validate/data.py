@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe_columns, peek
 from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Stream, prepare
-from fsdptrain.data.sources import data_files
+from fsdptrain.data.sources import bytes_to_download, count_files, readable_files, stored_objects
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
@@ -24,6 +24,9 @@ from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
 
 HEADING = "Data"
+
+
+LARGEST_DOWNLOAD = 2**30  # bytes of objects that a dry run downloads; of more, it reads the first object alone
 
 
 def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
@@ -35,10 +38,12 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     with findings.continue_on_error():
         plan = pin_commits(plan, plan.rundir, keep=False)
     findings.send_busy("reading the data")
-    readable, tokenizer = False, None
+    readable, tokenizer, files = False, None, None
     with findings.continue_on_error():
-        check_rows(plan, findings)
-        readable = True
+        files = _files_to_read(plan, findings)
+        if files != 0:
+            check_rows(plan, findings)
+            readable = files is None
     # A tokenizer that is trained needs the rows; any other can be checked without them.
     if readable or not to_train:
         with findings.continue_on_error():
@@ -51,15 +56,32 @@ def check_data(plan: Plan, findings: Findings) -> tuple[int | None, int | None]:
     return vocab_size, steps
 
 
+def _files_to_read(plan: Plan, findings: Findings) -> int | None:
+    """Return how many files of data.path to read: all (None), 1 or 0 if they would be a large download."""
+    left = sum(bytes_to_download(path) for path in (plan.data_path, plan.eval_path) if path)
+    if left <= LARGEST_DOWNLOAD:
+        return None
+    files = int(sum(each.size for each in stored_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
+    findings.add_note(
+        f"{size(left)} of data are not in the cache of this machine, and validate downloads at most "
+        f"{size(LARGEST_DOWNLOAD)}: {'only the first file was read' if files else 'none was read'}, and the number of "
+        "steps is not known"
+    )
+    return files
+
+
 def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
     """Return the plan without evaluation, and add a problem, if the evaluation data is missing.
 
     The training data can then still be checked.
     """
     path = plan.eval_path
-    if path is None or data_files(path) or not Path(path).is_absolute():
+    if path is None or is_hub_data(path):
         return plan
-    findings.add_problem(NoData(f"data.eval.path: {path!r} was not found"))
+    with findings.continue_on_error():
+        if count_files(path):
+            return plan
+        raise NoData(f"data.eval.path: {path!r} was not found")
     data = dataclasses.replace(plan.recipe.data, eval=None)
     return dataclasses.replace(plan, eval_path=None, recipe=dataclasses.replace(plan.recipe, data=data))
 
@@ -67,11 +89,12 @@ def _without_missing_eval(plan: Plan, findings: Findings) -> Plan:
 def check_rows(plan: Plan, findings: Findings) -> None:
     """Read the first rows, and record the columns they have and those that the format reads."""
     data = plan.recipe.data
+    readable_files(plan.data_path, limit=1, progress=findings.send_progress)
     columns, first_rows = peek(plan.data_path, data)
     needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
     optional = {field: data.columns.get(field, field) for field in OPTIONAL_FIELDS.get(data.format, ())}
     needed |= {field: column for field, column in optional.items() if column in columns}
-    facts = {"path": plan.data_path, "files": len(data_files(plan.data_path)), "columns": columns, "needed": needed}
+    facts = {"path": plan.data_path, "files": count_files(plan.data_path), "columns": columns, "needed": needed}
     reads = describe_columns(plan.data_path, data)
     line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
     findings.add_facts("data", facts, HEADING, line)

@@ -24,7 +24,7 @@ from support import environment, events, fsdptrain, processes_using, write_recip
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
-from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve
+from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve_here
 from safetensors.torch import save_file
 
 from fsdptrain import storage as storage_module
@@ -41,17 +41,12 @@ from fsdptrain.errors import CheckpointError, RecipeError, StorageError
 from fsdptrain.launch.attempts import inspect_earlier_attempts
 from fsdptrain.launch.claim import claim_run_dir
 from fsdptrain.rundir import RunDir
-from fsdptrain.storage import MANIFEST_NAME, CheckpointStorage, checkpoint_name, open_storage
+from fsdptrain.storage import MANIFEST_NAME, CheckpointStorage, checkpoint_name
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
-    with pytest.MonkeyPatch.context() as patch:
-        for store in serve():
-            for name, value in store.environment.items():
-                patch.setenv(name, value)
-            open_storage(f"s3://{BUCKET}/x", Path()).root.fs.mkdir(BUCKET)  # type: ignore[attr-defined]
-            yield store
+    yield from serve_here()
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -259,7 +254,7 @@ def test_a_store_without_an_answer_is_an_error_after_some_tries(
 
 def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, server: ObjectStore) -> None:
     run = RunDir(tmp_path, "s3://no-such-bucket/run")
-    with pytest.raises(StorageError, match=r"no such bucket: create it, or correct checkpoint\.path"):
+    with pytest.raises(StorageError, match=r"no such bucket: create it, or correct the URL"):
         run.storage.claim()
 
 

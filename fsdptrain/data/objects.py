@@ -1,0 +1,222 @@
+"""Data in object stores: what is behind a URL, and its copies in this node's cache, from which it is read.
+
+An object is identified by its URL, its size and its ETag. A copy that has all three is used again, so that a later
+start lists the objects and downloads only what is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fsdptrain.config.paths import data_kind
+from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors
+from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
+from fsdptrain.events import Progress
+from fsdptrain.storage import ObjectPath, object_path, store_errors
+from fsdptrain.text import size as size_text
+
+PIECE = 2**24  # bytes of one request
+
+
+AT_ONCE = 8  # objects that are downloaded at the same time
+
+
+POLL_S = 0.25  # between two reports of progress
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object as the store listed it."""
+
+    place: ObjectPath
+    size: int
+    etag: str
+
+    @property
+    def copy(self) -> Path:
+        """Its copy in the cache, which exists only if it is complete."""
+        return cache_dir("objects") / _digest([str(self.place), self.size, self.etag])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the cache has a copy."""
+        try:
+            return self.copy.stat().st_size == self.size
+        except OSError:
+            return False
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+@functools.cache  # per process: everything that reads the data sees the same objects
+def list_objects(url: str) -> tuple[StoredObject, ...]:
+    """Return the data files behind the URL of an object, a folder or a glob, in the order of `data_files`.
+
+    As in a local folder, `*` matches no name that starts with a dot, and an object that is named or matched is returned
+    whatever its suffix. Raises NoData when the store refuses or does not answer and when nothing is there, and
+    DataError when there are no data files.
+    """
+    with _data_errors(url, NoData(f"data.path: {shortened(url)!r} was not found")):
+        found = _find(object_path(url))
+    if not found:
+        raise DataError(f"data.path: no data files in {shortened(url)}")
+    return tuple(found[key] for key in sorted(found, key=lambda key: key.split("/")))
+
+
+@contextlib.contextmanager
+def _data_errors(place: object, if_missing: DataError) -> Iterator[None]:
+    """Raise `if_missing` for an object that does not exist, and NoData for all else that a store may raise."""
+    try:
+        with store_errors(place):
+            yield
+    except FileNotFoundError:
+        raise if_missing from None
+    except StorageError as error:
+        raise NoData(f"data.path: {error}") from None
+
+
+def _find(root: ObjectPath) -> dict[str, StoredObject]:
+    """Return the objects behind a path or a glob by their keys; raises FileNotFoundError when nothing is there."""
+    try:
+        matched = {root.key: root.fs.info(root.key)}
+    except FileNotFoundError as error:
+        if not has_magic(root.key) or "bucket does not exist" in str(error):
+            raise
+        matched = _visible(root.key, root.fs.glob(root.key, detail=True))
+        if not matched:
+            raise
+    found = {}
+    for key, facts in matched.items():
+        below = {key: facts} if facts["type"] == "file" else root.fs.find(key, detail=True)
+        for name, each in below.items():
+            if (name == key or data_kind(name)) and not name.endswith("/"):
+                found[name] = StoredObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
+                if not found[name].etag:
+                    raise DataError(f"data.path: {place} has no ETag, without which a change of it is not noticed")
+    return found
+
+
+def _visible(pattern: str, matched: dict[str, Any]) -> dict[str, Any]:
+    """Return the matches of a glob without those in which a wildcard stands for a name that starts with a dot."""
+    named = [part for part in pattern.split("/") if part.startswith(".")]
+
+    def is_seen(part: str) -> bool:
+        return not part.startswith(".") or any(fnmatchcase(part, each) for each in named)
+
+    return {key: facts for key, facts in matched.items() if all(map(is_seen, key.split("/")))}
+
+
+def _etag(facts: dict[str, Any]) -> str:
+    """Return the ETag in what a store reports about an object; libraries spell it in two ways."""
+    return str(facts.get("ETag") or facts.get("etag") or "")
+
+
+def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
+    """Download the objects of which the cache has no copy; other processes of the node wait for the one that does.
+
+    Raises NoData when the store refuses or does not answer, DataError when an object changes meanwhile, and
+    CheckpointError when the disk is too small. What was complete then stays in the cache.
+    """
+    if all(each.is_here for each in objects):
+        return
+    folder, name = cache_dir("objects"), _digest(str(objects[0].place))
+    with FileLock(folder / f"{name}.lock"):
+        missing = [each for each in objects if not each.is_here]
+        scratch = folder / f"{name}.tmp"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        if not missing:
+            return
+        _check_space(folder, sum(each.size for each in missing))
+        scratch.mkdir()
+        try:
+            with full_disk_errors(folder):
+                _download(missing, scratch, progress)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"no space: the data needs {size_text(needed)}, and {size_text(free)} are free on {socket.gethostname()} "
+            f"for the cache {folder}: {MORE_SPACE}"
+        )
+
+
+def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress) -> None:
+    """Download objects into `scratch`, AT_ONCE at a time, and rename each when it is complete."""
+    total, received, stop, lock = sum(each.size for each in objects), [0], threading.Event(), threading.Lock()
+    unit, bytes_of_unit = ("MiB", 2**20) if total > 10 * 2**20 else ("KiB", 2**10)
+
+    def copy(number: int) -> None:
+        each, path = objects[number], scratch / str(number)
+        with path.open("wb") as file:
+            for start in range(0, each.size, PIECE):
+                if stop.is_set():
+                    return
+                piece = _read(each, start)
+                file.write(piece)
+                with lock:
+                    received[0] += len(piece)
+            os.fsync(file.fileno())
+        _reject_changed(each, path.stat().st_size)
+        path.replace(each.copy)
+
+    def report() -> None:
+        progress(f"downloading data ({unit})", received[0] // bytes_of_unit, -(-total // bytes_of_unit))
+
+    report()
+    with ThreadPoolExecutor(AT_ONCE, "download") as pool:
+        try:
+            waiting = {pool.submit(copy, number) for number in range(len(objects))}
+            while waiting:
+                done, waiting = wait(waiting, POLL_S, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                report()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    progress(f"downloading data ({unit})", -(-total // bytes_of_unit), -(-total // bytes_of_unit))
+
+
+def _read(each: StoredObject, start: int) -> bytes:
+    with _data_errors(each.place, _changed(each)):
+        try:
+            return each.place.read(start, min(start + PIECE, each.size))
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) == errno.EINVAL:  # this range is beyond the end of the object
+                _reject_changed(each, each.size)
+            raise
+
+
+def _reject_changed(each: StoredObject, received: int) -> None:
+    """Raise DataError when an object is no longer the one that was listed: its pieces may be of two versions."""
+    with _data_errors(each.place, _changed(each)):
+        facts = each.place.fs.info(each.place.key)
+    if (facts["size"], _etag(facts)) != (each.size, each.etag) or received != each.size:
+        raise _changed(each)
+
+
+def _changed(each: StoredObject) -> DataError:
+    return DataError(f"data.path: {each.place} changed while it was downloaded: run again when nothing writes to it")

@@ -1,0 +1,439 @@
+"""Data in object stores: the same rows as from a folder, downloaded once, and nothing half in the cache."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import FaultTable
+from support import environment, events, fsdptrain, write_recipe
+
+pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+
+from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve_here
+
+import fsdptrain.validate.data
+from fsdptrain import storage
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
+from fsdptrain.config.topology import Topology
+from fsdptrain.data import objects
+from fsdptrain.data.columns import read_rows
+from fsdptrain.data.corpus import open_corpus
+from fsdptrain.data.objects import fetch, list_objects
+from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
+from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
+from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
+from fsdptrain.launch.claim import check_inputs, would_read_checkpoints
+from fsdptrain.storage import object_path
+from fsdptrain.validate.data import check_data
+from fsdptrain.validate.findings import Findings
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    yield from serve_here()
+
+
+@pytest.fixture(autouse=True)
+def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    list_objects.cache_clear()
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, server: ObjectStore) -> Any:
+    """Return a folder in the store, as an ObjectPath."""
+    return object_path(f"s3://{BUCKET}/{tmp_path.name}")
+
+
+def put(folder: Any, **files: bytes | str) -> None:
+    """Write objects; `__` in their names stands for a dot, and `___` for a slash."""
+    for name, content in files.items():
+        path = folder / name.replace("___", "/").replace("__", ".")
+        path.fs.pipe_file(path.key, content.encode() if isinstance(content, str) else content)
+
+
+def relist(url: object) -> tuple[objects.StoredObject, ...]:
+    """List again, as another process does."""
+    list_objects.cache_clear()
+    return list_objects(str(url))
+
+
+def cached(tmp_path: Path) -> list[str]:
+    """Return the names in the cache of objects, without its locks."""
+    folder = tmp_path / "cache" / "objects"
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
+
+
+def gets(server: ObjectStore, name: str = "") -> int:
+    """Return how many requests read the content of an object with this name."""
+    return sum(r.startswith("GET") and "list-type" not in r and name in r for r in server.requests)
+
+
+LINE = json.dumps({"text": "To be, or not to be"}) + "\n"
+
+
+def test_a_url_has_the_files_the_rows_and_the_fingerprint_of_the_same_folder(tmp_path: Path, bucket: Any) -> None:
+    folder = tmp_path / "local"
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "c.parquet")
+    files: dict[str, bytes] = {
+        "a.jsonl": LINE.encode(), "b.jsonl.gz": gzip.compress(2 * LINE.encode()), "sub/d.csv": b"text\nthree\n",
+        "c.parquet": (tmp_path / "c.parquet").read_bytes(), "sub/e.txt": b"Words.\n", ".part.jsonl": LINE.encode(),
+        "sub/deep/f.json": f"[{LINE}]".encode(), "notes.md": b"# Notes", "sub-g.jsonl": LINE.encode(), "empty/": b"",
+        ".dot/.h.jsonl": LINE.encode(), ".dot/i.jsonl": LINE.encode(),
+    }  # fmt: skip
+    for name, content in files.items():
+        bucket.fs.pipe_file(f"{bucket.key}/{name}", content)
+        if content:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    for pattern in (
+        "",
+        "/",
+        "/*.jsonl",
+        "/sub/*",
+        "/**/*.json*",
+        "/.*.jsonl",
+        "/a.jsonl",
+        "/sub",
+        "/[ab].jsonl*",
+        "/.dot/*",
+    ):
+        local, url = f"{folder}{pattern}", f"{bucket}{pattern}"
+        names = [path.relative_to(folder).as_posix() for path in data_files(local)]
+        assert [str(each.place).removeprefix(f"{bucket}/") for each in list_objects(url)] == names and names
+        assert fingerprint(url) == fingerprint(local)
+        rows = [
+            [rows for source in open_sources(where) for rows in read_rows(source, Data(), None)]
+            for where in (local, url)
+        ]
+        assert rows[0] == rows[1] and rows[0]
+
+
+def test_an_error_in_an_object_names_the_object_and_the_line(bucket: Any) -> None:
+    put(bucket, bad__jsonl=LINE + "{\n", bad__parquet=b"PAR1", cut__jsonl__gz=gzip.compress(LINE.encode())[:-9])
+    for name, words in (("bad.jsonl", ":2: not a JSON"), ("bad.parquet", ": cannot"), ("cut.jsonl.gz", " cannot be")):
+        with pytest.raises(DataError) as wrong:
+            open_sources(f"{bucket}/{name}")
+        assert str(wrong.value).startswith(f"{bucket}/{name}{words}")
+
+
+def test_an_object_is_downloaded_again_only_when_it_changed(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
+    put(bucket, a__jsonl=LINE, b__jsonl=LINE)
+    first = fingerprint(str(bucket))
+    server.requests.clear()
+    assert bytes_to_download(str(bucket)) == 0 and relist(bucket) and fingerprint(str(bucket)) == first
+    assert gets(server) == 0 and len(cached(tmp_path)) == 2
+    quick = quick_fingerprint(str(bucket), 1)
+    put(bucket, b__jsonl=2 * LINE)
+    server.requests.clear()
+    assert relist(bucket) and bytes_to_download(str(bucket)) == 2 * len(LINE)
+    assert quick_fingerprint(str(bucket), 1) != quick and gets(server) == 0  # made from the listing alone
+    assert fingerprint(str(bucket)) != first
+    assert (gets(server, "a.jsonl"), gets(server, "b.jsonl")) == (0, 1)
+
+
+def test_a_copy_that_was_cut_is_downloaded_again(bucket: Any) -> None:
+    put(bucket, a__jsonl=LINE)
+    before = fingerprint(str(bucket))
+    os.truncate(list_objects(str(bucket))[0].copy, 5)
+    assert fingerprint(str(bucket)) == before
+
+
+def test_nothing_there(bucket: Any) -> None:
+    put(bucket, notes__md="# Notes")
+    for url, words in (
+        (f"{bucket}/absent.jsonl", "absent.jsonl' was not found"),
+        (f"{bucket}/*.jsonl", r"\*.jsonl' was not found"),
+        (str(bucket), "no data files in s3://"),
+        ("s3://no-such-bucket/x", "there is no such bucket: create it, or correct the URL"),
+        ("s3://no-such-bucket/*.jsonl", "there is no such bucket: create it, or correct the URL"),
+    ):
+        with pytest.raises(DataError, match=rf"^data\.path: .*{words}"):
+            list_objects(url)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in pieces of 8 bytes, and wait less than a second for a store."""
+    options = {"connect_timeout": 1, "read_timeout": 0.5, "retries": {"total_max_attempts": 2, "mode": "standard"}}
+    monkeypatch.setitem(storage.OPTIONS, "s3", {"config_kwargs": options})
+    monkeypatch.setattr(objects, "PIECE", 8)
+    monkeypatch.setattr(objects, "POLL_S", 0.02)
+
+
+REFUSALS = {
+    "expired credentials": (EXPIRED, "the credentials(, which)? may have expired"),
+    "no rights": (FORBIDDEN, "access is refused: check the credentials"),
+    "500": (INTERNAL, "the store reports an error"),
+    "503": (SLOW_DOWN, "the store reports an error"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_store_that_refuses_leaves_nothing_half_in_the_cache(
+    name: str, tmp_path: Path, bucket: Any, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    put(bucket, a__jsonl=LINE, b__jsonl=2 * LINE)
+    answer, words = REFUSALS[name]
+    noticed = []
+    with server.times(-1, answer), pytest.raises(NoData, match=rf"^data\.path: s3://.*{words}"):
+        list_objects(str(bucket))
+    found = relist(bucket)
+    sent = []
+
+    def die_in_the_middle(method: str, path: str) -> Any:  # of the second object, after two pieces
+        sent.append(path)
+        return answer if "b.jsonl" in path and len([p for p in sent if "b.jsonl" in p]) > 2 else None
+
+    began = time.monotonic()
+    with server.failing(die_in_the_middle), pytest.raises(NoData, match=rf"^data\.path: s3://.*b\.jsonl: .*{words}"):
+        fetch(found)
+    noticed.append(time.monotonic() - began)
+    assert [each.is_here for each in found][1] is False and not [n for n in cached(tmp_path) if n.endswith(".tmp")]
+    fetch(found)
+    assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE]
+    fault_table.add(f"S3 data, in mid-download: {name}", len(noticed), len(noticed), noticed)
+
+
+@pytest.mark.soak  # ten tries
+@pytest.mark.usefixtures("small_pieces")
+def test_a_store_that_stops_answering_is_an_error(bucket: Any, server: ObjectStore, fault_table: FaultTable) -> None:
+    put(bucket, a__jsonl=LINE)
+    [found] = relist(bucket)
+    began = time.monotonic()
+    with server.slow(1.2, "a.jsonl"), pytest.raises(NoData, match="the store does not answer"):
+        fetch([found])
+    fault_table.add("S3 data: no answer in mid-download", 1, 1, [time.monotonic() - began])
+    assert not found.is_here
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("content", [LINE.replace("be", "do"), LINE[:9], None], ids=["same size", "shorter", "gone"])
+def test_an_object_that_changes_during_the_download(
+    content: str | None, tmp_path: Path, bucket: Any, server: ObjectStore
+) -> None:
+    put(bucket, a__jsonl=LINE)
+    [found], changed = relist(bucket), []
+
+    def change(method: str, path: str) -> None:
+        if method == "GET" and "a.jsonl" in path and not changed:
+            changed.append(path)
+            other = object_path(str(bucket))
+            thread = threading.Thread(
+                target=lambda: put(other, a__jsonl=content) if content else other.fs.rm_file(f"{other.key}/a.jsonl")
+            )
+            thread.start()
+            thread.join()
+
+    with (
+        server.failing(change),
+        pytest.raises(DataError, match=r"^data\.path: s3://.*a\.jsonl changed while it was downloaded: run again"),
+    ):
+        fetch([found])
+    assert cached(tmp_path) == []
+
+
+def test_a_full_disk_is_reported_before_the_download(
+    bucket: Any, server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(bucket, a__jsonl=LINE)
+    found = relist(bucket)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
+    server.requests.clear()
+    with pytest.raises(CheckpointError, match=r"the data needs 32 bytes, and 3 bytes are free on .* FSDPTRAIN_CACHE"):
+        fetch(found)
+    assert gets(server) == 0
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_stop_ends_the_download_and_keeps_what_is_complete(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
+    put(bucket, **{f"{name}__jsonl": 2 * LINE for name in "abcdefghijkl"})
+    found = relist(bucket)
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if sum(each.is_here for each in found) >= 2:
+            raise Stopped("stopped by SIGTERM")
+
+    with server.slow(0.01, "GET"), pytest.raises(Stopped):
+        fetch(found, stop)
+    kept = [each for each in found if each.is_here]
+    assert 2 <= len(kept) < len(found) and len(cached(tmp_path)) == len(kept)
+    assert {each.copy.read_text() for each in kept} == {2 * LINE}
+
+
+FETCH = "import sys; from fsdptrain.data.objects import *; fetch(list_objects(sys.argv[1])); print('done')"
+
+
+def test_one_process_of_a_node_downloads_for_all(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
+    put(bucket, **{f"{name}__jsonl": LINE for name in "abc"})
+    with server.slow(0.3, "a.jsonl"):
+        ranks = [subprocess.Popen([sys.executable, "-c", FETCH, str(bucket)], env=environment()) for _ in range(3)]
+        assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+        assert [gets(server, f"{name}.jsonl") for name in "abc"] == [1, 1, 1]
+    assert len(cached(tmp_path)) == 3
+
+
+def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
+    tmp_path: Path, bucket: Any, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    put(bucket, a__jsonl=LINE, b__jsonl=2 * LINE)
+    reading, release = threading.Event(), threading.Event()
+
+    def stall(method: str, path: str) -> None:
+        if method == "GET" and "b.jsonl" in path:
+            reading.set()
+            release.wait(30)
+
+    words = [sys.executable, "-c", FETCH, str(bucket)]
+    with server.failing(stall):
+        process = subprocess.Popen(words, env=environment())
+        assert reading.wait(60)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        release.set()
+    found = relist(bucket)
+    assert not found[1].is_here
+    assert subprocess.run(words, env=environment(), capture_output=True, check=True).stdout == b"done\n"
+    assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE] and len(cached(tmp_path)) == 2
+    fault_table.add("S3 data: killed in mid-download", 1, 1)
+
+
+def test_the_prepared_data_is_that_of_the_same_local_files(
+    tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recipe(tmp_path)
+    put(bucket, text__jsonl=(tmp_path / "text.jsonl").read_bytes())
+    tokenizer, made = train_bpe(iter([LINE]), 300), []
+    for number, path in enumerate((str(tmp_path / "text.jsonl"), f"{bucket}/*.jsonl")):
+        monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / f"cache-{number}"))
+        stages = list[tuple[str, int, int]]()
+
+        def note(*step: Any, seen: list[tuple[str, int, int]] = stages) -> None:
+            seen.append(step)
+
+        made.append(open_corpus(path, Data(path=path, seq_len=64), tokenizer, None, note))
+        downloads = [step for step in stages if step[0].startswith("downloading data")]
+        assert [bool(downloads), bool(downloads) and downloads[-1][1] == downloads[-1][2] > 1] == [number == 1] * 2
+    assert made[0].fingerprint == made[1].fingerprint and made[0].notes == made[1].notes
+    for name in ("tokens", "trained", "pieces", "blocks", "labels", "ends"):
+        assert np.array_equal(getattr(made[0], name), getattr(made[1], name)), name
+
+
+def plan_for(tmp_path: Path, url: object, **changes: Any) -> Plan:
+    return make_plan(load(write_recipe(tmp_path, data__path=str(url), **changes)), Topology("cpu", 1, 2))
+
+
+def test_a_dry_run_reads_all_of_little_data_and_the_first_file_of_much(
+    tmp_path: Path, bucket: Any, server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(bucket, a__jsonl=400 * LINE, b__jsonl=300 * LINE, c__jsonl=400 * LINE)
+    whole = {"train__steps": None, "train__epochs": 1, "model__tokenizer": {"train": 300}}
+    for limit, read, notes in (
+        (500 * len(LINE), ["a"], ["only the first file was read, and the number of steps is not known"]),
+        (200 * len(LINE), [], ["none was read, and the number of steps is not known"]),
+        (2**30, ["a", "b", "c"], []),
+    ):
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        list_objects.cache_clear()
+        monkeypatch.setattr(fsdptrain.validate.data, "LARGEST_DOWNLOAD", limit)
+        findings = Findings()
+        server.requests.clear()
+        _, steps = check_data(plan_for(tmp_path, bucket, **whole), findings)
+        assert [name for name in "abc" if gets(server, f"{name}.jsonl")] == read
+        assert findings.problems == [] and (steps is None) == bool(notes)
+        assert len(findings.notes) == len(notes) and all(a in b for a, b in zip(notes, findings.notes, strict=True))
+    assert findings.levels["data"]["files"] == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("ftp://host/x", "is not supported: use s3://"),
+        ("s3://bucket", "write s3://BUCKET/FOLDER"),
+        ("S3://bucket/x", "is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"),
+        ("gs://bucket/x.jsonl", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_a_problem_of_the_recipe(url: str, words: str, tmp_path: Path) -> None:
+    for key, value in (("data.path", url), ("data.eval", {"path": url})):
+        with pytest.raises(RecipeError, match=words) as refused:
+            load(write_recipe(tmp_path, **{key.replace(".", "__"): value}))
+        assert [problem.field for problem in refused.value.problems] == [key]
+
+
+def test_a_revision_belongs_to_the_hub_alone(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.revision: has no effect: data\.path is not a Hub data set"):
+        plan_for(tmp_path, "s3://bucket/x.jsonl", data__revision="main")
+
+
+@pytest.mark.parametrize(
+    ("url", "refused"),
+    [
+        ("s3://bucket/runs/x", True), ("s3://bucket/runs/x/step-00000002", True), ("s3://bucket/runs", True),
+        ("s3://bucket/**", True), ("s3://bucket/*", True), ("s3://bucket/runs/*/*/*.json", True),
+        ("s3://bucket/*.jsonl", False), ("s3://bucket/runs/y", False), ("s3://other/runs", False),
+        ("gs://bucket/runs/x", False), ("s3://bucket/runs/*/*.json", False),
+    ],
+)  # fmt: skip
+def test_data_that_would_include_checkpoints_is_refused(url: str, refused: bool, tmp_path: Path) -> None:
+    assert would_read_checkpoints(url, "s3://bucket/runs/x") is refused
+    if refused:
+        plan = plan_for(tmp_path, url, checkpoint__path="s3://bucket/runs/x")
+        with pytest.raises(RecipeError, match=r"data\.path: .* would include checkpoints, in s3://bucket/runs/x"):
+            check_inputs(plan, plan.rundir)
+
+
+def test_the_tokenizer_is_trained_on_objects(tmp_path: Path, bucket: Any) -> None:
+    put(bucket, a__jsonl=LINE)
+    tokenizer = load_tokenizer(plan_for(tmp_path, bucket, model__tokenizer={"train": 270}), lambda *_: None)
+    assert len(tokenizer) <= 270
+
+
+@pytest.mark.soak
+def test_a_run_on_objects_equals_one_on_files_and_resumes_on_another_machine(
+    tmp_path: Path, bucket: Any, server: ObjectStore
+) -> None:
+    write_recipe(tmp_path)
+    text = (tmp_path / "text.jsonl").read_bytes()
+    put(bucket, text__jsonl=text)
+    steady = {"schedule__name": "constant", "schedule__warmup": 0, "export__at_end": False}
+    runs = {}
+    for name, path in (("local", str(tmp_path / "text.jsonl")), ("remote", f"{bucket}/*.jsonl")):
+        recipe = write_recipe(tmp_path, data__path=path, output_dir=str(tmp_path / name), **steady)
+        runs[name] = recipe.rename(tmp_path / f"{name}.yaml")
+    server.requests.clear()
+    for name, steps, cache in (("local", 4, "a"), ("remote", 2, "b"), ("remote", 4, "c")):
+        extra = {"FSDPTRAIN_CACHE": str(tmp_path / cache)}
+        done = fsdptrain("run", runs[name], f"train.steps={steps}", timeout=300, **extra)
+        assert done.returncode == 0, done.stderr
+    assert gets(server, "text.jsonl") == 2  # of two ranks on two machines, one each
+    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in runs]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert [event["step"] for event in events(tmp_path / "remote", "resume")] == [2]
+    put(bucket, text__jsonl=text + LINE.encode())  # other data under the same URL
+    done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
+    assert done.returncode == 2 and "data.content" in done.stderr, done.stderr
+    with server.times(-1, EXPIRED):
+        done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
+    assert done.returncode == 4 and "may have expired" in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr
