@@ -72,7 +72,7 @@ class FaultTable(Table):
 
 _tables = {
     "faults": FaultTable(),
-    "bytes between two hosts": Table("run", "bytes a step", "forecast", "difference"),
+    "bytes between hosts": Table("run", "bytes a step", "forecast", "difference"),
     "faults on two hosts": Table("fault", "host", "exit", "ended after", "what it said"),
 }
 
@@ -86,7 +86,7 @@ def fault_table() -> FaultTable:
 @pytest.fixture(scope="session")
 def link_table() -> Table:
     """Return the table of bytes on the link between hosts."""
-    return _tables["bytes between two hosts"]
+    return _tables["bytes between hosts"]
 
 
 @pytest.fixture(scope="session")

@@ -201,8 +201,7 @@ def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_
     ("layout", "count", "changes"),
     [
         ("FULL_SHARD 3×1", 3, {"fsdp__strategy": "FULL_SHARD"}),
-        ("FULL_SHARD 4×1", 4, {"fsdp__strategy": "FULL_SHARD"}),
-        ("HYBRID_SHARD 4×1, 2 copies", 4, {"fsdp__shard_size": 2}),  # each copy is on two hosts
+        ("HYBRID_SHARD 4×1, shard_size 2", 4, {"fsdp__shard_size": 2}),  # each copy is on two hosts
     ],
 )
 def test_three_and_four_hosts(
