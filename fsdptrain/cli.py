@@ -245,7 +245,8 @@ def validate(
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = _load_recipe(recipe, overrides)
-        if here and (hardware or plot or advise or no_build or price is not None or mtbf_hours is not None):
+        dry_run_only = (hardware, plot, advise, no_build, verbose, price is not None, mtbf_hours is not None)
+        if here and any(dry_run_only):
             raise RecipeError("--here: cannot be combined with options of the dry run, except --json")
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from fsdptrain.ownership import (
     read_export_record,
     replace_export,
     write_export_record,
+    write_mark,
 )
 from fsdptrain.processes import child_command
 from fsdptrain.rundir import RunDir
@@ -342,9 +344,17 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
 ) -> None:
     recipe, root = write_recipe(tmp_path, launch__timeout_s=2), tmp_path / "run"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RecipeError, match=r"waited 2 s .* that matches this recipe; start all nodes"):
+    with pytest.raises(RecipeError, match=rf"waited 2 s .* but on {gethostname()} there is none: if ls {root} shows"):
         claim(recipe, RANK="1", **JOINED).__enter__()
     assert not root.exists()
+    RunDir(root).logs.mkdir(parents=True)
+    write_mark(root)
+    RunDir(root).plan.write_text(plan_of(recipe, "seed=1", "launch.timeout_s=2").to_json())  # of an earlier run here
+    with pytest.raises(
+        RecipeError, match=r"matches this recipe \(seed: 1 → 42\); .* the same command, or .*; if ls .* shows"
+    ):
+        claim(recipe, RANK="1", **JOINED).__enter__()
+    shutil.rmtree(root)
     entered = threading.Event()
 
     def wait() -> None:

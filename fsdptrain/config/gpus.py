@@ -56,7 +56,8 @@ def damaged_gpus(env: Mapping[str, str]) -> list[str]:
         listed = subprocess.run([program, *only, *query], capture_output=True, text=True, timeout=SMI_S, check=True)
         rows = [line.split(", ") for line in listed.stdout.splitlines()]
         return [
-            f"the memory of GPU {index} had {errors} errors that ECC could not correct"
+            f"the memory of GPU {index} had {errors} errors that ECC could not correct: restart the node, or reset "
+            f"the GPU (nvidia-smi --gpu-reset -i {index}), and replace it if there are errors again"
             for index, errors in (row for row in rows if len(row) == 2)  # not messages
             if errors.isdigit() and int(errors)  # `[N/A]` without ECC
         ]

@@ -254,11 +254,18 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
             if found.digest() == plan.digest():
                 return
         time.sleep(POLL_S)
-    differences = describe_changes(plan_changes(json.loads(found.to_json()), plan)) if found else []
+    waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
+    apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
+    if found is None:
+        raise RecipeError(
+            f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
+            "the output of the first rank, and start all nodes with the same command"
+        )
+    differences = describe_changes(plan_changes(json.loads(found.to_json()), plan))
     details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
-        f"output_dir: waited {timeout} s (launch.timeout_s) for a plan.json that matches this recipe{details}; start "
-        f"all nodes with the same command, or stop the other run in {rundir.root}"
+        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
+        f"the other run in {rundir.root}; {apart} (this is {host})"
     )
 
 

@@ -37,6 +37,9 @@ KINDS = ("slurm", "k8s", "hosts")
 STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written meanwhile
 
 
+STOP_OPTION = re.compile(r"--signal=B:(SIG)?USR1@[0-9]+")  # `B:` is the script, which handles USR1
+
+
 SHORTEST_S = 30  # a job that lived shorter is not requeued
 
 
@@ -109,7 +112,12 @@ def prepare_job(
 
 
 def slurm_script(job: Job, options: Sequence[str], stop_before_s: int = STOP_BEFORE_S) -> str:
-    """Return the batch script of a job; `options` are further ones of `sbatch`, such as `--time=4:00:00`."""
+    """Return the batch script of a job; `options` are further ones of `sbatch`, such as `--time=4:00:00`.
+
+    Raises RecipeError for options that cannot stand in a script, and for a signal that does not reach it.
+    """
+    for option in options:
+        _check_option(option)
     gpus = [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
     directives = [
         f"--job-name={shlex.quote(job.name)}",
@@ -121,7 +129,7 @@ def slurm_script(job: Job, options: Sequence[str], stop_before_s: int = STOP_BEF
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{stop_before_s}",
-        *options,
+        *map(_quoted, options),
     ]
     head = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives)]
     return (
@@ -129,6 +137,23 @@ def slurm_script(job: Job, options: Sequence[str], stop_before_s: int = STOP_BEF
         + "\n"
         + SCRIPT.format(command=shlex.join(job.command()), stopped=Stopped.exit_code, shortest_s=SHORTEST_S)
     )
+
+
+def _check_option(option: str) -> None:
+    """Raise RecipeError for an option of sbatch that would break the script or the stop before the time limit."""
+    if not option.startswith("-") or not option.isprintable():
+        raise RecipeError(f"--sbatch: {option!r} is not an option: write it as --sbatch=--NAME=VALUE")
+    if option.startswith("--signal") and not STOP_OPTION.fullmatch(option):
+        raise RecipeError(
+            f"--sbatch: {option} would not reach the script, which stops the run and requeues the job: write "
+            f"--sbatch=--signal=B:USR1@{STOP_BEFORE_S}, with the seconds before the time limit"
+        )
+
+
+def _quoted(option: str) -> str:
+    """Return `--NAME=VALUE` with a value that Slurm reads as one word; other options as they are."""
+    name, equals, value = option.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals else option
 
 
 # `wait` returns when a signal comes, so it is repeated until srun has ended.

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,8 +137,27 @@ def check_here(request: Request, screen: Screen) -> Outcome:
         _check_name(topology.endpoint.rpartition(":")[0])
     if topology.nnodes == 1 and request.problems:  # no other node waits for this one
         raise RecipeError([Problem(problem) for problem in request.problems])
-    scratch = Path(tempfile.mkdtemp(prefix="fsdptrain-"))
-    rundir = RunDir(scratch)
+    with _scratch_folder() as scratch:
+        return _check_in(scratch, request, screen)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """Yield a folder that is removed afterwards, except where the message of an error names a log in it."""
+    folder, named = Path(tempfile.mkdtemp(prefix="fsdptrain-")), False
+    try:
+        yield folder
+    except BaseException as error:
+        named = str(folder) in str(error)
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
+    """Start the workers with this folder as their run folder, and return what they found out."""
+    topology, rundir = request.plan.topology, RunDir(scratch)
     rundir.logs.mkdir()
     # torchrun's agents meet under the name of the recipe, which may differ between the nodes.
     recipe = dataclasses.replace(request.plan.recipe, name="fsdptrain-validate")
@@ -157,9 +177,7 @@ def check_here(request: Request, screen: Screen) -> Outcome:
             raise
         if stop.count:
             raise Stopped(f"stopped by {stop.by}; nothing was changed")
-    outcome = Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
-    shutil.rmtree(scratch)  # after an error it is kept: messages name the log in it
-    return outcome
+    return Outcome(**json.loads((scratch / OUTCOME).read_text(encoding="utf-8")))
 
 
 def _check_name(host: str) -> None:

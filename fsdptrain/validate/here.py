@@ -78,9 +78,13 @@ class Ranks:
         self.timeout_s = plan.recipe.launch.timeout_s
         self.store = open_store(plan, self.rank, timedelta(seconds=self.timeout_s), StopRequest())
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """Return the values of all ranks; raises WorkerLost if some do not come within launch.timeout_s."""
-        keys = [f"{name}/{rank}" for rank in range(self.size)]
+    def exchange(self, name: str, value: Any, more_s: float = 0.0) -> list[Any]:
+        """Return the values of all ranks; raises WorkerLost if some do not come within launch.timeout_s.
+
+        They may come `more_s` seconds later if a rank knows that work of others takes so much longer than its own.
+        """
+        keys, timeout_s = [f"{name}/{rank}" for rank in range(self.size)], self.timeout_s + more_s
+        self.store.set_timeout(timedelta(seconds=timeout_s))
         try:
             self.store.set(keys[self.rank], json.dumps(value))
             if self.rank == 0:  # one rank reads all, so that the store answers as many requests as there are ranks
@@ -88,7 +92,10 @@ class Ranks:
             values: list[Any] = json.loads(self.store.get(name))
             return values
         except dist.DistError as error:
-            missing = f"not all of {counted(self.size, 'rank')} answered within {self.timeout_s} s (launch.timeout_s)"
+            later = f" and {more_s:g} s to measure the links" if more_s else ""
+            missing = (
+                f"not all of {counted(self.size, 'rank')} answered within {timeout_s:g} s (launch.timeout_s{later})"
+            )
             raise WorkerLost(f"{missing}: see the output of the other nodes ({first_line(error)})") from None
 
     def leave(self) -> None:
@@ -122,7 +129,8 @@ def check_ranks(request: Request) -> Outcome:
     # How fast the links are, unless the ranks cannot form the process group of the plan.
     nodes = nodes_of(facts, compared)
     obstacle = why_not_measured(nodes, any(each.get("draft") for each in facts))
-    links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.store))
+    # A rank that has an error at once waits for those that are still connecting: its error must be seen.
+    links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.store), more_s=CONNECT_S)
     findings = Findings()
     for note in [*request.notes, *([f"the links were not measured: {obstacle}"] if obstacle else [])]:
         findings.add_note(note)
@@ -247,7 +255,7 @@ def read_clock(ranks: Ranks) -> list[float]:
 
 
 def measured_links(plan: Plan, store: dist.Store) -> dict[str, Any]:
-    """Return what `measure` found, or the `error` that it raised; after CONNECT_S it is left alone."""
+    """Return what `measure` found, and the network of NCCL, or the `error` raised; after CONNECT_S it is left alone."""
     found: dict[str, Any] = {}
 
     def run() -> None:
@@ -257,31 +265,31 @@ def measured_links(plan: Plan, store: dist.Store) -> dict[str, Any]:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
 
-    thread = threading.Thread(target=run, name="links", daemon=True)
-    thread.start()
-    thread.join(CONNECT_S)
-    return dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:  # removed also if the thread is left alone
+        log = Path(scratch) / "nccl.log"
+        os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)})
+        thread = threading.Thread(target=run, name="links", daemon=True)
+        thread.start()
+        thread.join(CONNECT_S)
+        links = dict(found) or {"error": to_record(WorkerLost(f"no answer within {CONNECT_S:.0f} s"))}
+        if log.exists():
+            links["nccl"] = nccl_network(log.read_text(encoding="utf-8", errors="replace"))
+    return links
 
 
-def measure(plan: Plan, store: dist.Store) -> dict[str, Any]:
-    """Form the process group of the plan, and return the bandwidths of this rank and the network of NCCL. Collective.
+def measure(plan: Plan, store: dist.Store) -> dict[str, float | None]:
+    """Form the process group of the plan, and return the bandwidths of this rank. Collective.
 
     Raises RecipeError as `check_groups` does.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
-        log = Path(scratch) / "nccl.log"
-        os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)})
-        world = World.start(plan, StopRequest(), store)
-        check_groups(plan, world)
-        shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
-        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))
-        found: dict[str, Any] = {
-            "inside_bw": all_reduce_bandwidth(mesh["local"].get_group(), world.device),
-            "between_bw": all_reduce_bandwidth(mesh["node"].get_group(), world.device),
-        }
-        if log.exists():
-            found["nccl"] = nccl_network(log.read_text(encoding="utf-8", errors="replace"))
-    return found
+    world = World.start(plan, StopRequest(), store)
+    check_groups(plan, world)
+    shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))
+    return {
+        "inside_bw": all_reduce_bandwidth(mesh["local"].get_group(), world.device),
+        "between_bw": all_reduce_bandwidth(mesh["node"].get_group(), world.device),
+    }
 
 
 def all_reduce_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float | None:

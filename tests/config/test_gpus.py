@@ -121,7 +121,8 @@ def test_make_installs_the_cpu_build_of_torch_only_without_a_gpu(script: str, cp
 def test_gpus_with_damaged_memory_are_named_and_only_those_that_are_visible_are_asked(tmp_path: Path) -> None:
     write_nvidia_smi(tmp_path, f"echo \"$@\" > {tmp_path}/words; printf '0, 0\\n3, 2\\n4, [N/A]\\n'")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0,3,4"}
-    assert damaged_gpus(env) == ["the memory of GPU 3 had 2 errors that ECC could not correct"]
+    (found,) = damaged_gpus(env)
+    assert found.startswith("the memory of GPU 3 had 2 errors that ECC could not correct: restart the node, or reset")
     assert (tmp_path / "words").read_text().startswith("-i 0,3,4 --query-gpu=index,ecc.errors")
     write_nvidia_smi(tmp_path, "exit 9")
     assert damaged_gpus(env) == damaged_gpus(NOTHING) == []

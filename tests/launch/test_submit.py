@@ -109,6 +109,18 @@ def test_the_script_of_a_job(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_options_of_sbatch_are_words_of_the_script(tmp_path: Path) -> None:
+    job, options = job_of(tmp_path), ["--comment=it's; $HOME #1", "-C ib", "--signal=B:USR1@600"]
+    lines = [line for line in slurm_script(job, options).splitlines() if line.startswith("#SBATCH ")]
+    assert [shlex.split(line)[1:] for line in lines[-3:]] == [["--comment=it's; $HOME #1"], ["-C", "ib"], [options[2]]]
+    for option in ("--signal=USR1@600", "--signal=B:TERM@600", "--signal USR1", "--signal=B:USR1"):
+        with pytest.raises(RecipeError, match=r"would not reach the script, .* write --sbatch=--signal=B:USR1@300"):
+            slurm_script(job, [option])
+    for option in ("constraint=ib", "--comment=a\nrm -r /"):
+        with pytest.raises(RecipeError, match="is not an option: write it as"):
+            slurm_script(job, [option])
+
+
 def test_the_manifest_has_the_published_schema(tmp_path: Path) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     job = job_of(tmp_path, on="k8s", name="My_run 1", output_dir="/data/run")
