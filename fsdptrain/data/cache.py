@@ -28,8 +28,10 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir(kind) / name
+    if is_intact(folder):  # many ranks may look at once, and do not wait for one another
+        return folder
     with FileLock(f"{folder}.lock"):
-        if not is_intact(folder):
+        if not is_intact(folder):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
             scratch = folder.with_suffix(f".{os.getpid()}")
             shutil.rmtree(scratch, ignore_errors=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fsdptrain.config.paths import data_kind, is_hub_data, matching_paths
 from fsdptrain.config.plan import HubData
+from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import StoredObject, fetch, list_objects
 from fsdptrain.data.readers import SUPPORTED, DataFile, Source, conversion_advice, file_errors, open_file
@@ -18,6 +20,15 @@ from fsdptrain.events import Progress
 from fsdptrain.storage import URL
 
 PIECE = 2**24  # bytes of a file that are read at a time
+
+
+QUICKLY_READ = 2**26  # bytes; the digest of less is not cached
+
+
+SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
+
+
+DIGEST_FILE = "sha256"  # in a folder of the cache
 
 
 def data_files(path: str) -> list[Path]:
@@ -88,13 +99,39 @@ def data_stamps(path: str) -> list[tuple[str, int, int]]:
 
 
 def fingerprint(path: str) -> str:
-    """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit."""
-    digest = hashlib.sha256()
+    """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit.
+
+    Many bytes are read by one process of a node only: their digest is cached, until a file is changed.
+    """
     files = readable_files(path)
     if not files:
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    states = [_state(file) for file in files]
+    changed_s = max(max(changes) for *_, changes in states) / 1e9
+    if sum(size for _, _, size, _ in states) < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
+        return _digest(files)
+
+    def write(folder: Path) -> None:
+        (folder / DIGEST_FILE).write_text(_digest(files), encoding="ascii")
+
+    return (cached_folder("digests", states, write) / DIGEST_FILE).read_text(encoding="ascii")
+
+
+def _state(file: DataFile) -> tuple[str, int, int, tuple[int, int]]:
+    """Return name, inode, bytes, and when content and status were changed in ns: no write leaves all of them.
+
+    The file is opened, because a client of NFS trusts what it knows of files that are not.
+    """
+    with file_errors(file), file.path.open("rb") as stream:
+        status = os.fstat(stream.fileno())
+    return file.name, status.st_ino, status.st_size, (status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _digest(files: list[DataFile]) -> str:
+    """Return a SHA-256 over the type and content of files, which are read."""
+    digest = hashlib.sha256()
     for file in files:
         with file_errors(file), file.path.open("rb") as stream:
             digest.update(str(data_kind(file.name)).encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())

@@ -6,6 +6,7 @@ import bz2
 import contextlib
 import csv
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from support import GSM8K, ROOT, SHAKESPEARE, environment
 
 from fsdptrain.config.paths import find_data
 from fsdptrain.config.schema import Data
+from fsdptrain.data import sources
 from fsdptrain.data.columns import describe_columns, guess_format, read_rows
 from fsdptrain.data.hub_data import hub_commit
 from fsdptrain.data.sources import data_files, fingerprint, open_sources
@@ -864,6 +866,23 @@ def test_fingerprints(tmp_path: Path) -> None:
     put(tmp_path, "x/c.jsonl", "2")
     assert fingerprint(str(a.parent)) != fingerprint(str(a))
     assert fingerprint("org/one") != fingerprint("org/two")
+
+
+def test_the_fingerprint_of_much_data_is_cached_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, reads = put(tmp_path, "a.txt", b"one"), []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: reads.append(1) or digest(*args))
+    first = fingerprint(str(file))
+    monkeypatch.setattr(sources, "QUICKLY_READ", 1)
+    assert [fingerprint(str(file)) for _ in range(2)] == [first] * 2 and len(reads) == 3  # changed a moment ago
+    monkeypatch.setattr(sources, "SETTLED_S", 0.0)
+    assert [fingerprint(str(file)) for _ in range(3)] == [first] * 3 and len(reads) == 4
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    file.write_bytes(b"two")
+    os.utime(file, ns=times)  # as many bytes, and the same time
+    assert fingerprint(str(file)) != first and len(reads) == 5
 
 
 def test_a_fingerprint_depends_on_the_reader(tmp_path: Path) -> None:
