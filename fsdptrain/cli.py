@@ -383,7 +383,7 @@ def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     on: Annotated[str, typer.Option(help="slurm, k8s (Kubeflow Trainer) or hosts")] = "slurm",
-    nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes, of a range the most")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=0, help="0: train on the CPU")] = None,
     hardware: Annotated[
         str | None, typer.Option(help="the GPUs of a node, such as 8xh100-80gb: refuse a run that does not fit")
@@ -408,6 +408,8 @@ def submit(
     target, names = parse_hardware(hardware) if hardware else None, hosts.split(",") if hosts else []
     gpus = gpus_per_node if gpus_per_node is not None or target is None else target.count
     job = jobs.prepare_job(recipe, written, overrides or [], on, nodes or len(names) or None, gpus)
+    if on != "hosts" and (note := job.range_note()):
+        print(note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
         _check_fit(_load_recipe(recipe, [*job.overrides, *job.size_keys()]), card)

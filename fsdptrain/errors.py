@@ -8,12 +8,14 @@
     │   └── NoData            4   the data is not on this machine, and the Hub or store refuses
     ├── WorkerError           5   a worker raised another exception: a restart would raise it again
     │   ├── OutOfMemory       5   a worker needed more memory than its device has
-    │   └── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
+    │   ├── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
+    │   └── NotMet            5   the nodes did not meet, so no worker was started
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
     │   └── StorageError      6   the object store of the checkpoints refuses, or does not answer
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
+        └── NodeWaits        75   the workers ended after a checkpoint, so that another node can join them
 
 An error travels from a worker to the command line as its class name and its message (`to_record`, `from_record`). So
 the terminal shows the message of the rank that failed, and the shell gets the right exit code.
@@ -91,6 +93,10 @@ class WorkerLost(WorkerError):
     """A worker was killed, hung, or lost its peers: its code is not the cause, so the launcher may restart it."""
 
 
+class NotMet(WorkerError):
+    """The nodes did not meet: one did not answer, or the rendezvous ended before this node could join."""
+
+
 class CheckpointError(FsdptrainError):
     """A checkpoint is damaged, or there is no disk space to write one."""
 
@@ -115,6 +121,10 @@ class Stopped(FsdptrainError):
     """The run was stopped by a signal, after saving what could be saved."""
 
     exit_code = 75
+
+
+class NodeWaits(Stopped):
+    """The workers ended after a checkpoint, so that another node can join them: the launcher starts them again."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         StorageError,
         NonFiniteError,
         Stopped,
+        NodeWaits,
     )
 }
 

@@ -135,7 +135,8 @@ class Tail:
 
     def __init__(self, path: Path, from_end: bool = True) -> None:
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        # After the last complete line: a partial one is cut off before the next is written.
+        self._offset = path.read_bytes().rfind(b"\n") + 1 if from_end and path.exists() else 0
 
     def read(self) -> Iterator[Record]:
         """Yield the records that were appended since the last call."""

@@ -24,6 +24,9 @@ from typing import Any, NoReturn
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
 
+JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint, because another node waits to join
+
+
 # A SIGTERM so soon after another is the same request: at a time limit, Slurm sends it to a step, and to its job.
 SAME_REQUEST_S = 0.7
 

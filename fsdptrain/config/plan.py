@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import default_config
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.rundir import RunDir
+from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
@@ -171,6 +172,22 @@ class Plan:
         model = self.recipe.model
         return model.id is not None and "model_type" not in model.config and model.tokenizer in (None, model.id)
 
+    def on_nodes(self, nnodes: int) -> Plan:
+        """Return the plan of the same run on another number of nodes, with as many workers on each."""
+        topology = dataclasses.replace(self.topology, nnodes=nnodes)
+        return dataclasses.replace(self, topology=topology, **layout(self.recipe, topology))
+
+    def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
+        """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
+        if start is None or not self.topology.is_elastic:
+            return self
+        return self.on_nodes(start["world_size"] // self.topology.nproc_per_node)
+
+    def on_each_number(self) -> Iterator[Plan]:
+        """Yield the plan for each number of nodes that the run may have: this one, then with fewer and fewer."""
+        for nnodes in range(self.topology.nnodes, (self.topology.least_nnodes or self.topology.nnodes) - 1, -1):
+            yield self.on_nodes(nnodes)
+
     def total_steps(self, blocks: int) -> int:
         """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
         train = self.recipe.train
@@ -262,7 +279,7 @@ def draft_plan(
     `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
     """
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
-    problems += [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+    problems += _elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
@@ -354,6 +371,31 @@ def seed_of(*parts: object) -> int:
     """Return a 63-bit seed for any values; different values give unrelated seeds."""
     digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed."""
+    if topology.least_nnodes is None:
+        return []
+    if not recipe.launch.max_restarts:
+        message = "has no effect without launch.max_restarts: after a node is lost, the others go on by a restart"
+        return [Problem(message, "launch.nnodes")]
+    sizes = range(topology.least_nnodes, topology.nnodes + 1)
+    for nnodes in reversed(sizes):
+        problems = _layout_problems(recipe, dataclasses.replace(topology, nnodes=nnodes))
+        if not problems:
+            continue
+        reason, way_out = problems[0].message.split("; ")
+        if problems[0].field == "train.global_batch_size":
+            unit = recipe.train.micro_batch_size * topology.nproc_per_node * math.lcm(*sizes)
+            way_out = f"use a multiple of {unit}, which divides over every number of nodes"
+        message = f"{recipe.launch.nnodes}: on {counted(nnodes, 'node')}, {problems[0].field}: {reason}"
+        return [Problem(f"{message}; {way_out}, or another range", "launch.nnodes")]
+    return []
+
+
+def _layout_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    return [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
 
 
 def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:

@@ -9,7 +9,15 @@ from pathlib import Path
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
-from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, Recipe, value_at
+from fsdptrain.config.schema import (
+    FORMAT_FIELDS,
+    OPTIONAL_FIELDS,
+    Recipe,
+    forms_of,
+    matches_form,
+    node_range,
+    value_at,
+)
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem
@@ -39,10 +47,23 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         yield Problem(
             "has no effect without checkpoint.every: training waits for the last checkpoint", "checkpoint.async"
         )
-    if recipe.launch.nnodes == 1 and recipe.launch.rdzv_endpoint is not None:
+    yield from _launch_problems(recipe)
+
+
+def _launch_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems with `launch`."""
+    launch = recipe.launch
+    if isinstance(launch.nproc_per_node, int) and launch.nproc_per_node < 1:
+        yield Problem(f"{launch.nproc_per_node} is too small: must be at least 1", "launch.nproc_per_node")
+    if not any(matches_form(launch.nnodes, form) for form in forms_of("launch.nnodes")):
+        return  # another check refuses it
+    least, most = node_range(launch.nnodes)
+    if most < 1:
+        yield Problem(f"{most} is too small: must be at least 1", "launch.nnodes")
+    if isinstance(launch.nnodes, str) and least >= most:
+        yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
+    if most == 1 and launch.rdzv_endpoint is not None:
         yield Problem("has no effect with launch.nnodes: 1 (a single node uses loopback)", "launch.rdzv_endpoint")
-    if isinstance(recipe.launch.nproc_per_node, int) and recipe.launch.nproc_per_node < 1:
-        yield Problem(f"{recipe.launch.nproc_per_node} is too small: must be at least 1", "launch.nproc_per_node")
 
 
 def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:

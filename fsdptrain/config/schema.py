@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,8 +20,9 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
     """Declare a recipe key: its default, a sentence that describes it, and its limits.
 
     The limits are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`. `forms` lists what a key of several
-    types accepts: a string or None is that value, a type is any value of it, `list[str]` is such a list, and a dict is
-    a mapping with exactly these keys (those that end in `"?"` are optional). `values` is the same for the values of a
+    types accepts: a string or None is that value, a type is any value of it, a pattern is any string that matches it,
+    `list[str]` is such a list, and a dict is a mapping with exactly these keys (those that end in `"?"` are optional).
+    `values` is the same for the values of a
     mapping whose keys are free. `any_text` allows strings that are empty, white space or control characters.
     """
     metadata = {"doc": doc, **limits}
@@ -312,6 +314,9 @@ class Log:
     forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
 
 
+NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
+
+
 @dataclass
 class Launch:
     """The worker processes and the nodes."""
@@ -321,12 +326,15 @@ class Launch:
         "workers per node; auto: one per visible GPU that gets a micro-batch in each step, or 2 on a CPU",
         forms=("auto", int),
     )
-    nnodes: int = key(
-        1, "number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known", at_least=1
+    nnodes: Any = key(
+        1,
+        "number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known. MIN:MAX: when a "
+        "node is lost, the run goes on with the others, if they are at least MIN, from the last checkpoint",
+        forms=(int, NODE_RANGE),
     )
     rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1 on plain hosts")
     max_restarts: int = key(
-        0, "restarts after a worker dies; errors that would happen again are not retried", at_least=0
+        0, "restarts after a worker or a node is lost; errors that would happen again are not retried", at_least=0
     )
     timeout_s: int = key(
         300,
@@ -338,6 +346,14 @@ class Launch:
         "seconds that a stop may take, checkpoint included, before the workers are killed; null: no limit",
         at_least=1,
     )
+
+
+def node_range(nnodes: int | str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes that `launch.nnodes` allows."""
+    if isinstance(nnodes, int):
+        return nnodes, nnodes
+    least, _, most = nnodes.partition(":")
+    return int(least), int(most)
 
 
 @dataclass
@@ -424,6 +440,8 @@ def matches_form(value: Any, form: Any) -> bool:
         )
     if get_origin(form) is list:
         return isinstance(value, list) and bool(value) and all(isinstance(item, get_args(form)[0]) for item in value)
+    if isinstance(form, re.Pattern):
+        return isinstance(value, str) and form.fullmatch(value) is not None
     if form is bool:
         return isinstance(value, bool)
     if isinstance(form, type):
@@ -448,6 +466,7 @@ def form_words(forms: tuple[Any, ...]) -> str:
 
 _TYPE_WORDS: dict[Any, str] = {
     int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list", dict: "a mapping",
+    NODE_RANGE: "a string MIN:MAX",
 }  # fmt: skip
 
 
@@ -578,4 +597,6 @@ def _form_schema(form: Any) -> dict[str, Any]:
         }
     if form is None or isinstance(form, str):
         return {"const": form}
+    if isinstance(form, re.Pattern):
+        return {"type": "string", "pattern": f"^{form.pattern}$"}
     return _type_schema(form)

@@ -11,7 +11,7 @@ from typing import Literal
 from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.launchers import Launched, find_launcher
-from fsdptrain.config.schema import Recipe, value_at
+from fsdptrain.config.schema import Recipe, node_range, value_at
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import counted
 
@@ -27,6 +27,9 @@ class Topology:
 
     `source` names the launcher that these numbers come from; it is empty if they come from the recipe. `endpoint` is
     host:port on the first machine, where the others meet it; None on a single machine.
+
+    If the run may go on with fewer machines, `least_nnodes` is their least number, and `nnodes` the largest until the
+    machines have met (see `Plan.on_nodes`).
     """
 
     device: Literal["cpu", "cuda"]
@@ -35,6 +38,12 @@ class Topology:
     joined: bool = False  # the launcher started the workers
     source: str = ""
     endpoint: str | None = None
+    least_nnodes: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change from one attempt to the next."""
+        return self.least_nnodes is not None
 
     @property
     def world_size(self) -> int:
@@ -70,7 +79,8 @@ def find_topology(
     launch, launched = recipe.launch, find_launcher(env)
     if launched:
         check_agreement(recipe, launched, explicit)
-    nnodes = launched.nnodes if launched else launch.nnodes
+    least, most = node_range(launch.nnodes)
+    nnodes = launched.nnodes if launched else most
     endpoint = launched.endpoint if launched else launch.rdzv_endpoint
     nproc = launched.nproc_per_node if launched else None
     topology = Topology(
@@ -80,6 +90,7 @@ def find_topology(
         joined=launched is not None and launched.local_rank is not None,
         source=launched.source if launched else "",
         endpoint=endpoint,
+        least_nnodes=least if least < most and not launched else None,
     )
     if not elsewhere:
         _check_machine(topology, gpus)
@@ -88,8 +99,9 @@ def find_topology(
 
 def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
     """Raise RecipeError for keys of `launch` that contradict the launcher."""
+    least, most = node_range(recipe.launch.nnodes)
     known = {
-        "launch.nnodes": launched.nnodes,
+        "launch.nnodes": recipe.launch.nnodes if least <= launched.nnodes <= most else launched.nnodes,
         "launch.nproc_per_node": launched.nproc_per_node,
         "launch.rdzv_endpoint": launched.endpoint,
     }
@@ -124,7 +136,9 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
     device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
     launch = recipe.launch
     if count is None:
-        return Topology(device, launch.nnodes, _workers(recipe, launch.nnodes, hardware.gpus_per_node))
+        least, most = node_range(launch.nnodes)
+        nproc = _workers(recipe, most, hardware.gpus_per_node)
+        return Topology(device, most, nproc, least_nnodes=least if least < most else None)
     nproc = min(count, hardware.gpus_per_node)
     if count % nproc:
         raise RecipeError(

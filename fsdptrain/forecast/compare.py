@@ -65,7 +65,8 @@ class ForecastComparison:
         if self._ended.is_set():  # `close` was called before the process existed
             self._forecaster.close()
         try:
-            self._forecast = self._forecaster.forecast(self._plan, hardware, config_dir=str(self._rundir.model))
+            plan = self._plan.of_attempt(start)
+            self._forecast = self._forecaster.forecast(plan, hardware, config_dir=str(self._rundir.model))
         except (FsdptrainError, OSError, ValueError) as error:
             self._no_forecast_because = str(error)
 
@@ -80,9 +81,13 @@ class ForecastComparison:
         """Print the comparison and write it to the run folder; do nothing if the run made too few steps."""
         events = without_undone(self._events.read())
         steps = [event for event in events if event["event"] == "step"][WARM_UP:]
-        start = next((event for event in reversed(events) if event["event"] == "start"), None)
-        if start is None or len(steps) < MIN_STEPS:
+        starts = [event for event in events if event["event"] == "start"]
+        if not starts or len(steps) < MIN_STEPS:
             return
+        if len({self._plan.of_attempt(start).topology for start in starts}) > 1:
+            screen.say("forecast and measurement are not compared: the number of nodes changed")
+            return
+        start = starts[-1]
         if self._forecast is not None:
             found = compare(self._forecast, start, steps)
             self._rundir.forecast.write_text(json.dumps(found, indent=2), encoding="utf-8")

@@ -32,6 +32,7 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
     """
     changes = [*changes_that_save_memory(plan)]
     hardware = hardware_of(start) if start else None
+    plan = plan.of_attempt(start)
     if hardware is None:
         return ["no forecast: the card is not known", *_untried(changes)]
     deadline = time.monotonic() + LIMIT_S

@@ -4,7 +4,7 @@ It is called with PLAN, PIPE and a key of WORKERS. On one node it does what torc
 environment variables, but does not import torch: the workers start a second or two earlier. They connect over loopback,
 so no port is open to the network. On several nodes it calls `torch.distributed.run`. In both cases it forwards SIGTERM
 as a request to the workers, which save and exit by themselves, however long that takes. It reports how the first worker
-failed through a pipe to the launcher, which works on a full disk too.
+failed through a pipe to the launcher, which works on a full disk too. On several nodes it first reports that they met.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
-from fsdptrain.processes import STOP_SIGNAL, child_arguments, child_command
+from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child_command
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
@@ -55,12 +55,13 @@ def main() -> None:
     try:
         plan = read_plan(plan_path)
     except RecipeError as error:
-        os.write(pipe, json.dumps({"rank": 0, "exitcode": error.exit_code, "record": to_record(error)}).encode())
+        tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_forwarding)
     signal.signal(signal.SIGALRM, _forward_stop)
-    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # inherited: must not kill a worker that is still importing
+    for number in (STOP_SIGNAL, JOIN_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # inherited: must not kill a worker that is still importing
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
     if plan.topology.device == "cpu":
         os.environ.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
@@ -68,12 +69,19 @@ def main() -> None:
         os.environ.update(default_settings(os.environ))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
-        run = run_on_this_node if plan.topology.nnodes == 1 else run_torchrun
-        failures = run(plan, plan_path, worker, Path(scratch))
+        if plan.topology.nnodes == 1:
+            failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
+        else:
+            failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
         if failures:
-            with os.fdopen(pipe, "w", encoding="utf-8") as launcher:
-                json.dump(first_failure(failures), launcher)
+            tell(pipe, first_failure(failures))
             sys.exit(1)
+
+
+def tell(pipe: int, record: dict[str, object]) -> None:
+    """Write a record to the launcher, as one line of JSON."""
+    with os.fdopen(pipe, "w", encoding="utf-8", closefd=False) as launcher:
+        launcher.write(json.dumps(record) + "\n")
 
 
 def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
@@ -135,23 +143,29 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[b
     return killed
 
 
-def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
-    """Run this node's workers of a run on several nodes; return the failures by rank."""
+def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: int) -> dict[int, Failure]:
+    """Run this node's workers of a run on several nodes; return the failures by rank.
+
+    When the nodes have met, the launcher gets `{nodes, node}`: how many they are, and the number of this one.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as torchrun
 
+    from fsdptrain.parallel.rendezvous import BACKEND, register_rendezvous
+
     topology, launched = plan.topology, find_launcher(os.environ)
     assert topology.endpoint is not None
+    register_rendezvous(lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node}), announce_waiting_node)
     words = [
-        f"--nnodes={topology.nnodes}",
+        f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",
         f"--nproc-per-node={topology.nproc_per_node}",
         "--max-restarts=0",  # the launcher restarts, and only after failures that a restart can fix
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGHUP",
         f"--log-dir={scratch}",
-        "--rdzv-backend=c10d",
+        f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={topology.endpoint}",
         f"--rdzv-id={plan.recipe.name}",
     ]
@@ -187,6 +201,17 @@ def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
     return min(candidates, key=lambda each: each[0])[1]
 
 
+_announced_at = float("-inf")
+
+
+def announce_waiting_node() -> None:
+    """Tell the workers every second that another node waits, because a worker ignores it while it imports."""
+    global _announced_at
+    if time.monotonic() - _announced_at > 1.0:
+        _announced_at = time.monotonic()
+        _signal_workers(JOIN_SIGNAL)
+
+
 def _start_forwarding(number: int, frame: FrameType | None) -> None:
     """Forward the stop request now and every second, because a worker ignores it while it imports."""
     signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
@@ -194,7 +219,11 @@ def _start_forwarding(number: int, frame: FrameType | None) -> None:
 
 def _forward_stop(number: int, frame: FrameType | None) -> None:
     """Ask every worker to stop, with STOP_SIGNAL: SIGTERM would end it at once, without a checkpoint."""
+    _signal_workers(STOP_SIGNAL)
+
+
+def _signal_workers(number: signal.Signals) -> None:
     me = os.getpid()
     for child in Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(child), STOP_SIGNAL)
+            os.kill(int(child), number)

@@ -190,12 +190,14 @@ def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[s
         try:
             text = path.read_text(encoding="utf-8")
             fields = json.loads(text)
-            digest = "" if "${" in text else Plan.from_json(text).digest()
+            plans = [] if "${" in text else list(Plan.from_json(text).on_each_number())
         except Exception:  # of another version or program: JSON, OmegaConf and dataclasses raise many types
             continue
-        if digest == manifest.plan_digest:
-            return fields
-        newest = newest or (fields if digest != now.digest() else {})
+        digests = [plan.digest() for plan in plans]
+        if manifest.plan_digest in digests:
+            found: dict[str, Any] = json.loads(plans[digests.index(manifest.plan_digest)].to_json())
+            return found
+        newest = newest or (fields if now.digest() not in digests else {})
     return newest
 
 

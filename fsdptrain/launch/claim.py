@@ -226,6 +226,14 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
         yield first
 
 
+def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
+    """Lock the run folder as `_locked` does on the first node, if that node has left the run and others go on.
+
+    Then a node that joins them does not take it, and writes no other plan.
+    """
+    _try_lock(stack, rundir, "lock")
+
+
 def _node_name() -> str:
     """Return a file name part that is different on every node."""
     parts = [socket.gethostname()]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import node_range
 from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
@@ -68,7 +69,26 @@ def _describe_data(plan: Plan) -> str:
     return f"{where}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
+def nodes_text(plan: Plan) -> str:
+    """Return two labelled lines for the nodes that have met: how many of those allowed, with which ranks and batch."""
+    topology = plan.topology
+    met = f"nodes  {topology.nnodes} of {_nodes_allowed(plan)} have met: {_describe_layout(plan)}"
+    return f"{met}\nbatch  {_describe_factors(plan)}"
+
+
+def _nodes_allowed(plan: Plan) -> str:
+    return " to ".join(map(str, node_range(plan.recipe.launch.nnodes)))
+
+
 def _describe_ranks(plan: Plan) -> str:
+    topology = plan.topology
+    if topology.is_elastic:
+        on = f"on each of {_nodes_allowed(plan)} nodes, as many as meet at {topology.endpoint}"
+        return f"{topology.nproc_per_node} × {topology.device} {on}; {plan.recipe.fsdp.strategy}"
+    return _describe_layout(plan)
+
+
+def _describe_layout(plan: Plan) -> str:
     topology = plan.topology
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
     hybrid = 1 < plan.shard_size < topology.world_size
@@ -77,10 +97,15 @@ def _describe_ranks(plan: Plan) -> str:
 
 
 def _describe_batch(plan: Plan) -> str:
+    size = plan.recipe.train.global_batch_size
+    batch = counted(size, "sequence") if plan.topology.is_elastic else _describe_factors(plan)
+    return f"{batch}; {size * plan.recipe.data.seq_len:,} tokens a step"
+
+
+def _describe_factors(plan: Plan) -> str:
     train, topology = plan.recipe.train, plan.topology
     factors = f"{counted(topology.world_size, 'rank')} × {counted(plan.accumulation, 'micro-batch', 'es')}"
-    tokens = train.global_batch_size * plan.recipe.data.seq_len
-    return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}; {tokens:,} tokens a step"
+    return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}"
 
 
 def _describe_schedule(plan: Plan) -> str:

@@ -2,27 +2,34 @@
 
     this process ── agent ────────────────────────── one worker per rank
          │  SIGTERM once: save after this step, exit        │
-         ├──────── a pipe: how the first worker failed ─────┤
+         ├── a pipe: the nodes have met; how the first ─────┤
+         │   worker failed                                  │
          └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
 
 No process outlives this one: the agent ends with it, and the workers end with the agent (see `processes`).
+
+On several nodes each has such a process. They meet for each attempt anew, and those that are there train: with a range
+of nodes (`launch.nnodes: MIN:MAX`) as many as have come. Until they meet, the records in the folder are of others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
-from fsdptrain.errors import Stopped, WorkerError, WorkerLost
-from fsdptrain.events import Tail, cut_partial_lines
-from fsdptrain.launch.attempts import EarlierAttempts
+from fsdptrain.errors import NodeWaits, NotMet, Stopped, WorkerError, WorkerLost
+from fsdptrain.events import Record, Tail, cut_partial_lines
+from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
+from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
-from fsdptrain.launch.heading import heading
+from fsdptrain.launch.heading import heading, nodes_text
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -37,6 +44,12 @@ MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, afte
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
+TRAINING = ("start", "step", "save")  # events of workers that have met
+
+
+MEET_S = 600.0  # with a range of nodes: a node gives up if it hears nothing of the others for so long, as torchrun does
+
+
 def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
@@ -45,13 +58,32 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     """
     rundir = plan.rundir
     restarts = fruitless = 0
-    with StopRequest() as stop:
+    alone_since, told = time.monotonic(), False
+    with StopRequest() as stop, contextlib.ExitStack() as lock:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
+            attempt = Attempt(plan, rundir, screen, stop)
             try:
-                Attempt(plan, rundir, screen, stop).run()
+                attempt.run()
                 return
+            except NodeWaits as error:
+                if stop.count:
+                    raise
+                screen.say(str(error))
+                alone_since = time.monotonic()
+            except NotMet as error:
+                if not plan.topology.is_elastic:
+                    raise
+                if has_ended_elsewhere(plan, attempt, screen):
+                    return
+                if attempt.others:  # they start again, and this node with them
+                    alone_since = time.monotonic()
+                elif time.monotonic() - alone_since > MEET_S:
+                    raise
+                elif not told:
+                    screen.say(f"{error}\ntrying again, for {MEET_S:g} s in all")
+                told = not attempt.others
             except WorkerLost as error:
                 fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == checkpoints else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
@@ -61,7 +93,19 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                         f"gave up after {MAX_FRUITLESS_RESTARTS} restarts without a new checkpoint\n{error}"
                     ) from None
                 restarts += 1
+                alone_since = time.monotonic()
                 screen.say(f"{error}\nrestart {restarts} of {plan.recipe.launch.max_restarts}")
+                take_over_lock(lock, rundir)
+
+
+def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:
+    """Return whether the other nodes have finished the run while this one waited; raise Stopped if they stopped it."""
+    if "stop" in attempt.others:
+        step = attempt.others["stop"]["step"]
+        raise Stopped(f"the run was stopped on another node after step {step}; run the same command to continue")
+    if finished := inspect_earlier_attempts(plan.rundir, plan).finished:
+        screen.say("the other nodes have finished the run")
+    return finished
 
 
 class Attempt:
@@ -69,7 +113,11 @@ class Attempt:
 
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = "train") -> None:
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
-        cut_partial_lines(rundir)
+        self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
+        self._met = plan.topology.nnodes == 1
+        self._place: dict[str, int] = {}  # once the nodes have met: how many `nodes`, and which `node` this is
+        if self._met:
+            cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._killed_because = ""  # why this process killed the workers, if it did
@@ -88,29 +136,82 @@ class Attempt:
                 env={**child_environment(), PLAN_DIGEST: self.plan.digest()},
             )  # fmt: skip
             os.close(write)
-            failure = reader.submit(pipe.read)
+            failure = reader.submit(self._read_reports, pipe)
             try:
-                self.screen.show_waiting(f"starting {counted(self.plan.topology.world_size, 'worker')}")
+                self._show_start()
                 self._watch(agent)
             finally:
                 if agent.poll() is None:  # after an error or a second Ctrl-C: the workers must not continue
                     agent.kill()
                     agent.wait()
+            cause = failure.result()
+            self._note_meeting()
             self._show_new_records()
-            self._raise_failure(agent.returncode, failure.result())
+            self._raise_failure(agent.returncode, cause)
         if self.plan.topology.nnodes == 1 and not self.rundir.launcher_log.stat().st_size:
             self.rundir.launcher_log.unlink()
+
+    def _read_reports(self, pipe: IO[bytes]) -> Record:
+        """Read what the agent reports; return how the first worker failed, or {}. Runs in a thread."""
+        failure: Record = {}
+        for line in pipe:
+            with contextlib.suppress(json.JSONDecodeError):  # incomplete, if the agent was killed
+                record = json.loads(line)
+                if "nodes" in record:
+                    self._place = record
+                else:
+                    failure = record
+        return failure
+
+    def _show_start(self) -> None:
+        if self._met:
+            self.screen.show_waiting(f"starting {counted(self.plan.topology.world_size, 'worker')}")
+        else:
+            self.screen.show_waiting(f"waiting for nodes at {self.plan.topology.endpoint}")
+
+    def _note_meeting(self) -> None:
+        """When the nodes have met, plan for as many as they are; from now on the records are of this attempt."""
+        if self._met or not self._place:
+            return
+        self._met, self._started = True, time.time()
+        if self._place["node"] == 0:  # the workers, which need seconds to start, do not write yet
+            cut_partial_lines(self.rundir)
+        self.plan = self.plan.on_nodes(self._place["nodes"])
+        if self.plan.topology.is_elastic:
+            self.screen.say(nodes_text(self.plan))
+        self._show_start()
 
     def _show_new_records(self) -> None:
         records = [record for tail in self._tails for record in tail.read()]
         for record in sorted(records, key=lambda record: float(record.get("at", 0))):
-            self.screen.show(record)
+            if self._met:
+                self.screen.show(record)
+            else:
+                self._note_other(record)
+
+    def _note_other(self, record: Record) -> None:
+        """Note a record of other nodes; the first one of their training shows that they go on without this node.
+
+        Errors do not: the workers of a lost attempt write them when some nodes have started again already.
+        """
+        if not self.others and record["event"] not in TRAINING:
+            return
+        if not self.others:
+            self.screen.say(
+                "the run goes on on other nodes: this one waits, and joins them at their next checkpoint or restart"
+            )
+            self.screen.show_waiting("waiting to join the other nodes")
+        self.others[record["event"]] = record
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Show what the workers report and forward stop signals, until the workers have ended or must be killed."""
         grace, stopped_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
         while agent.poll() is None:
+            self._note_meeting()
             self._show_new_records()
+            if self.stop.count and not self._met:  # there are no workers to wait for
+                self._killed_because = f"by {self.stop.by}"
+                return
             if self.stop.count and stopped_at == float("inf"):
                 stopped_at = time.monotonic()
                 self.screen.say(f"{self.stop.by}: {self._stop_notice()}")
@@ -122,7 +223,7 @@ class Attempt:
                 limit = f"launch.grace_s ({grace:g} s)"
                 self._killed_because = f"by {self.stop.by}, then killed: the workers did not exit within {limit}"
                 return
-            if self._hung_ranks() and self._still_hung():
+            if self._met and self._hung_ranks() and self._still_hung():
                 return
             time.sleep(POLL_S)
 
@@ -156,17 +257,20 @@ class Attempt:
         last = self.screen.last
         return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("save", "resume"))
 
-    def _raise_failure(self, code: int, failure: bytes) -> None:
+    def _raise_failure(self, code: int, failure: Record) -> None:
         """Raise the error that ended this attempt; return if the run is finished.
 
-        `code` is the agent's exit code, `failure` what it wrote into the pipe.
+        `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
         # Ends caused by this process come first, because they make the agent and the workers fail.
+        if self._killed_because and not self._met:
+            when = "while this node waited for the others, which go on" if self.others else "before the nodes met"
+            raise Stopped(f"stopped {self._killed_because} {when}; run the same command to continue")
         if self._killed_because:
             raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
-        if hung := self._hung_ranks():
+        if self._met and (hung := self._hung_ranks()):
             raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when(), self._hosts()))
-        cause = json.loads(failure) if failure and code >= 0 else {}  # if the agent was killed, it may be incomplete
+        cause = failure if code >= 0 else {}
         # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet.
         unprepared = self.stop.count and (code == -signal.SIGTERM or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
@@ -182,6 +286,12 @@ class Attempt:
         if code < 0:
             name = signal.Signals(-code).name
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._when()}; the workers ended with it")
+        if code and not self._met:
+            raise NotMet(
+                f"the nodes did not meet at {self.plan.topology.endpoint} (launch.rdzv_endpoint): if it has left, "
+                "start the command there again, or on all nodes with the address of another one; log: "
+                f"{self.rundir.launcher_log}"
+            )
         if code:
             raise WorkerError(f"the launcher's agent exited with {code}; see {self.rundir.launcher_log}")
 

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, first_line
 from fsdptrain.events import STEP_EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain_hang, hung_ranks
@@ -80,8 +81,11 @@ class Observer:
             "why": why,
             "name": self.plan.recipe.name,
             "run_dir": str(self.rundir.root),
-            "ranks": self.plan.topology.world_size,
-            "nodes": self.plan.topology.nnodes,
+            "ranks": self._newest_plan.topology.world_size,
+            "nodes": self._newest_plan.topology.nnodes,
+            "nodes_allowed": list(node_range(self.plan.recipe.launch.nnodes))
+            if self.plan.topology.is_elastic
+            else None,
             "source": self.plan.topology.source or None,
             "host": start.get("host"),
             "attempts": self._attempts,
@@ -98,6 +102,11 @@ class Observer:
             "hung_ranks": self._hung_ranks(),
             "export": last.get("export", {}).get("path"),
         }
+
+    @property
+    def _newest_plan(self) -> Plan:
+        """The plan for the ranks of the newest attempt."""
+        return self.plan.of_attempt(self._last.get("start"))
 
     def _read(self) -> None:
         """Read the records that are new."""
@@ -116,6 +125,7 @@ class Observer:
             elif kind in ("stop", "error"):
                 self._ends.append(record)
             elif kind == "step":
+                self._ends = []  # of a node that was lost before
                 self._step_times.append(record["step_s"])
             self._last[kind] = record
         for record in self._progress.read():
@@ -133,7 +143,7 @@ class Observer:
         if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
             return self._end()
         if hung := self._hung_ranks():
-            return "hung", explain_hang(hung, self.plan, self.rundir, f"after step {made}", self._hosts())
+            return "hung", explain_hang(hung, self._newest_plan, self.rundir, f"after step {made}", self._hosts())
         if here:
             return "running", "on this machine"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
@@ -195,11 +205,13 @@ class Observer:
 
     def _hung_ranks(self) -> list[int]:
         since = float(self._last.get("start", {}).get("at", 0.0))
-        return hung_ranks(self.rundir, self.plan.topology.world_size, since)
+        return hung_ranks(self.rundir, self._newest_plan.topology.world_size, since)
 
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])
-        return hosts if len(hosts) == self.plan.topology.world_size else []  # an earlier attempt may have had others
+        return (
+            hosts if len(hosts) == self._newest_plan.topology.world_size else []
+        )  # an earlier attempt may have had others
 
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")
@@ -266,6 +278,9 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
 
 def _ranks_text(facts: dict[str, Any]) -> str:
     nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
+    if facts["nodes_allowed"]:
+        least, most = facts["nodes_allowed"]
+        nodes = f" on {facts['nodes']} of {least} to {most} nodes"
     host = f", rank 0 on {facts['host']}" if facts["host"] else ""
     starts = f"; started {facts['attempts']} times" if facts["attempts"] > 1 else ""
     return f"{facts['ranks']}{nodes}{f' (from {source})' if (source := facts['source']) else ''}{host}{starts}"

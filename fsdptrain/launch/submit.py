@@ -24,6 +24,7 @@ from fsdptrain.config.launchers import Launched
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
+from fsdptrain.config.schema import node_range
 from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import Problem, RecipeError, Stopped
 from fsdptrain.launch.claim import check_run_dir
@@ -80,6 +81,16 @@ class Job:
         topology = self.plan.topology
         return [f"launch.nnodes={topology.nnodes}", f"launch.nproc_per_node={topology.nproc_per_node}"]
 
+    def range_note(self) -> str | None:
+        """Return what becomes of a range of nodes in `launch.nnodes`; None for a number."""
+        least, most = node_range(self.plan.recipe.launch.nnodes)
+        if least == most:
+            return None
+        nodes = self.plan.topology.nnodes
+        return (
+            f"launch.nnodes: {least}:{most}: this job is for {counted(nodes, 'node')}; --nodes chooses another number"
+        )
+
     def command(self, *more: str) -> list[str]:
         """Return the command that runs it, with this Python."""
         python = [sys.executable, "-P", "-m", "fsdptrain"]  # -P: imports nothing from the working folder
@@ -97,7 +108,7 @@ def prepare_job(
         raise RecipeError(f"--on: {on!r} is not one of {', '.join(KINDS)}")
     if gpus is None:
         raise RecipeError("--gpus-per-node is not set: give the GPUs of a node (0: train on the CPU), or --hardware")
-    nnodes = nodes or written.recipe.launch.nnodes
+    nnodes = nodes or node_range(written.recipe.launch.nnodes)[1]
     check_agreement(written.recipe, Launched("this job", nnodes, 0, endpoint="its own endpoint"), written.where)
     topology = topology_of_job(written.recipe, nnodes, gpus)
     plan, problems = draft_plan(written, topology, elsewhere=on == "k8s")
@@ -252,6 +263,8 @@ def host_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return a command for each host; all of them must be started at about the same time."""
     if len(hosts) != job.plan.topology.nnodes:
         raise RecipeError(f"--hosts: give the {counted(job.plan.topology.nnodes, 'host')} as a,b,c")
-    several = [f"launch.nnodes={len(hosts)}", f"launch.rdzv_endpoint={hosts[0]}:{RENDEZVOUS_PORT}"]
+    least, most = node_range(job.plan.recipe.launch.nnodes)
+    nnodes = f"{least}:{len(hosts)}" if least < min(most, len(hosts)) else str(len(hosts))
+    several = [f"launch.nnodes={nnodes}", f"launch.rdzv_endpoint={hosts[0]}:{RENDEZVOUS_PORT}"]
     command = shlex.join(job.command(*(several if len(hosts) > 1 else [])))
     return [f"ssh {host} {shlex.quote(f'cd {shlex.quote(str(Path.cwd()))} && {command}')}" for host in hosts]

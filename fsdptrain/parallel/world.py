@@ -256,7 +256,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 
 def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
     """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
-    if plan.topology.nnodes > 1 or plan.topology.joined:
+    if plan.topology.nnodes > 1 or plan.topology.joined or plan.topology.is_elastic:
         if plan.topology.nnodes > 1:
             set_gloo_interface(os.environ["MASTER_ADDR"])
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))

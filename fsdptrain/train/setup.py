@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +58,14 @@ SHARED_S = 10.0  # until a host sees a file that another has written: network fi
 
 @dataclass(frozen=True)
 class Session:
-    """What the process of a rank starts with: plan, run folder, reporter, stop request and watchdog."""
+    """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog."""
 
     plan: Plan
     rundir: RunDir
     reporter: Reporter
     stop: StopRequest
     watchdog: Watchdog
+    join: StopRequest = field(default_factory=StopRequest)  # another node waits to join
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage of the set-up is. Raises Stopped after a stop signal."""

@@ -14,7 +14,7 @@ import torch
 from fsdptrain.checkpoint.compare import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.errors import NonFiniteError, Stopped, WorkerLost
+from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
 from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
@@ -178,6 +178,8 @@ class Trainer:
                 gc.collect()
             if last or stop:
                 return done, stop
+            if saves:
+                self.let_nodes_join(done)
             stop = self.step(done)
             done += 1
             if done % GC_EVERY == 0:
@@ -339,6 +341,18 @@ class Trainer:
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)
         self.session.watchdog.beat()
         return wait and self.any_stop()  # a collective, so only where all ranks wait anyway
+
+    def let_nodes_join(self, done: int) -> None:
+        """Raise NodeWaits if another node waits to join, once the checkpoint of `done` steps is complete; collective.
+
+        This costs a restart, but no step: the run goes on from this checkpoint.
+        """
+        if not self.plan.topology.is_elastic or not self.world.any(self.session.join.count):
+            return
+        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+        self.checkpointer.wait()
+        self.world.any(False)  # no rank leaves before the checkpoint is complete on all
+        raise NodeWaits(f"another node joins: the workers start again from the checkpoint of step {done}")
 
     def export(self) -> int | None:
         """Write the Hugging Face folder. Return the number of steps made if a stop interrupted it, else None."""

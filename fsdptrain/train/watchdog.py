@@ -60,6 +60,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._rundir.logs.mkdir(parents=True, exist_ok=True)
         self._rundir.hang_report(self._rank).unlink(missing_ok=True)
+        # A new file: a rank of an earlier attempt, whose host was frozen meanwhile, may still write to the old one.
+        self._rundir.stack_dump(self._rank).unlink(missing_ok=True)
         self._dump = self._rundir.stack_dump(self._rank).open("w")
         self._thread.start()
         return self
@@ -68,10 +70,11 @@ class Watchdog:
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        dump, own = self._rundir.stack_dump(self._rank), os.fstat(self._dump.fileno())
         self._dump.close()
-        dump = self._rundir.stack_dump(self._rank)
-        if not dump.stat().st_size:
-            dump.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            if not own.st_size and os.path.samestat(own, dump.stat()):
+                dump.unlink()
 
     def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
         """Note progress. The next beat may take as long as a slow disk needs for `disk_bytes` in addition."""

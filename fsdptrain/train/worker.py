@@ -20,9 +20,9 @@ import torch.distributed as dist
 import transformers
 
 from fsdptrain.config.plan import Plan, read_plan
-from fsdptrain.errors import RecipeError, Stopped
+from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.events import Reporter
-from fsdptrain.processes import STOP_SIGNAL, StopRequest
+from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
@@ -32,15 +32,19 @@ from fsdptrain.train.watchdog import Watchdog
 
 
 def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
-    """Run the plan on this rank. Raises Stopped after a stop signal, another FsdptrainError if the run failed."""
+    """Run the plan on this rank. Raises Stopped after a stop signal, another FsdptrainError if the run failed.
+
+    With a range of nodes it raises NodeWaits after a checkpoint, if another node waits to join.
+    """
     rundir, rank = plan.rundir, int(os.environ["RANK"])
     with (
+        StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
         contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
     ):
         try:
             # plan → data → world → model → shard → resume → engine
-            trainer = Trainer.set_up(Session(plan, rundir, reporter, stop, watchdog))
+            trainer = Trainer.set_up(Session(plan, rundir, reporter, stop, watchdog, join))
         except Stopped:
             reporter.event("stop", step=0, signal=stop.name or "another rank")
             raise
@@ -92,6 +96,10 @@ def work(plan: Plan) -> NoReturn:
                     screen.summary(time.monotonic() - started)
             else:
                 train(plan, stop, None)
+    except NodeWaits as waits:
+        print(f"fsdptrain: {waits}", file=sys.stderr)
+        write_error_file(waits)  # the launcher gets it, and starts the workers again
+        code = waits.exit_code
     except Stopped as stopped:
         print(f"fsdptrain: {stopped}", file=sys.stderr)
         code = stopped.exit_code if joined else 0  # for torchrun, a worker that stopped on request has not failed
@@ -111,7 +119,7 @@ def work(plan: Plan) -> NoReturn:
 def main() -> NoReturn:
     """Train as one rank of the plan in the file argv[1], with the output in a log file of this rank."""
     try:
-        plan = read_plan(Path(sys.argv[1]))
+        plan = read_plan(Path(sys.argv[1])).on_nodes(int(os.environ["GROUP_WORLD_SIZE"]))
     except RecipeError as error:
         write_error_file(error)
         sys.exit(error.exit_code)

@@ -28,7 +28,7 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import search
-from fsdptrain.text import size
+from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import machine_facts
 
@@ -104,6 +104,7 @@ def check_step(
         show_failures(lost, forecast.step_s, plan, cost, options.mtbf_hours, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
+    check_least_nodes(plan, hardware, vocab_size, findings, options)
     if options.plot:
         findings.step["plot"] = options.plot
         findings.add_lines(MEMORY, f"plotted over the step in {options.plot}")
@@ -112,6 +113,22 @@ def check_step(
     if options.advise:
         findings.send_outcome("so far")
         advise(plan, config, hardware, forecast, vocab_size, findings, options)
+
+
+def check_least_nodes(
+    plan: Plan, hardware: Hardware, vocab_size: int | None, findings: Findings, options: StepOptions
+) -> None:
+    """Forecast a step on the least number of nodes, which need the most memory; add a problem if it does not fit."""
+    if plan.topology.least_nnodes is None:
+        return
+    fewest = plan.on_nodes(plan.topology.least_nnodes)
+    forecast = options.forecaster.forecast(fewest, hardware, vocab_size=vocab_size)
+    step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
+    findings.step["on_least_nodes"] = step
+    nodes = counted(fewest.topology.nnodes, "node")
+    findings.add_lines(MEMORY, f"on {nodes}, if others are lost: {verdict(step, fewest)}")
+    if not forecast.fits:
+        findings.add_problem(does_not_fit_error(f"on {nodes}, {verdict(step, fewest)}", fewest, searched=False))
 
 
 def run_cost(forecast: Forecast, plan: Plan, steps: int | None, price: float | None) -> dict[str, Any]:

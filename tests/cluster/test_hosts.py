@@ -6,6 +6,7 @@ After every fault the same command on the same hosts resumes, and the run is bit
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -103,9 +104,18 @@ class Job:
         with log.open("w") as output:
             return subprocess.Popen([*host.prefix, *command, str(self.recipe)], stdout=output, stderr=output, env=env)
 
+    def start_again(self, number: int) -> None:
+        """Start the command of a host again, after it was killed."""
+        self._commands[number].wait()
+        self._logs[number] = self._logs[number].with_suffix(".again.out")
+        self._commands[number] = self._start(self.hosts[number], self._logs[number], 0)
+
     def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        self.wait_until(lambda: last_step(self.run) >= step, timeout)
+
+    def wait_until(self, happened: Callable[[], bool], timeout: float = 120) -> None:
         end = time.monotonic() + timeout
-        while last_step(self.run) < step:
+        while not happened():
             assert time.monotonic() < end and None in [command.poll() for command in self._commands], self.texts
             time.sleep(0.05)
 
@@ -363,3 +373,133 @@ def test_other_data_on_one_host_is_refused(hosts: list[Host], tmp_path: Path, ho
     job = Job(hosts, recipe).wait()
     words = ["ranks 2 and 3 on host-1 read other data than rank 0 on host-0"] * 2
     assert not problems(job, host_table, "other data on host-1", [4, 4], *words, within=ANY_TIME)
+
+
+# --- a range of nodes ------------------------------------------------------------------------------------------------
+
+STEPS = 24
+
+
+def elastic_recipe(tmp: Path, **changes: Any) -> Path:
+    """Write the recipe of the fault tests for one to three hosts with one worker each."""
+    return small_recipe(tmp, **{
+        "launch__nnodes": "1:3", "launch__nproc_per_node": 1, "launch__rdzv_endpoint": "host-0:29400",
+        "launch__timeout_s": TIMEOUT_S, "launch__max_restarts": 5, "train__global_batch_size": 6,
+        "train__steps": STEPS, "checkpoint__every": 3, **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def three_hosts(more_hosts: list[Host]) -> Iterator[list[Host]]:
+    """Return three hosts, which the next test gets without processes and connected, also if this one fails."""
+    yield more_hosts[:3]
+    for host in more_hosts[:3]:
+        host.signal("SIGKILL")
+        host.connect()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """Return the curve of the same training in one process that nothing disturbed."""
+    tmp = tmp_path_factory.mktemp("undisturbed")
+    recipe = elastic_recipe(tmp, launch__nnodes=1, launch__rdzv_endpoint=None, launch__max_restarts=0)
+    done = fsdptrain("run", recipe)
+    assert done.returncode == 0, done.stderr
+    return curve(tmp / "run")
+
+
+def ranks_of_attempts(run: Path) -> list[int]:
+    return [event["world_size"] for event in events(run, "start")]
+
+
+def elastic_problems(
+    job: Job, table: Table, fault: str, codes: list[int], ranks: list[int], undisturbed: dict[int, list[Any]]
+) -> list[str]:
+    """Add how a job ended to the table, and how long it took until the next step was made with fewer nodes.
+
+    Return what is not as expected: exit codes, number of ranks of each attempt, and the curve.
+    """
+    lost_at = time.time() - (time.monotonic() - job.fault_at)
+    resumed = next((event["at"] - lost_at for event in events(job.run, "step") if event["at"] > lost_at + 5), None)
+    for host, code in zip(job.hosts, job.codes, strict=True):
+        ran = f"ranks of the attempts: {ranks_of_attempts(job.run)}; next step after {resumed or float('nan'):.1f} s"
+        table.rows.append((fault, host.name, str(code), "", ran))
+    found = [] if job.codes == codes else [f"exit codes {job.codes}, not {codes}", *job.texts]
+    found += [] if ranks_of_attempts(job.run) == ranks else [f"ranks {ranks_of_attempts(job.run)}, not {ranks}"]
+    made = curve(job.run)
+    found += [f"steps {[*made]}"] if made.keys() != undisturbed.keys() else []
+    for step, (loss, _, samples) in made.items():
+        if step in undisturbed and not (
+            samples == undisturbed[step][2] and loss == pytest.approx(undisturbed[step][0], rel=1e-5)
+        ):
+            found.append(f"step {step}: {made[step]}, not {undisturbed[step]}")
+    return found
+
+
+def test_a_killed_host_is_left_behind_and_joins_at_the_next_checkpoint(
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job.after(AT_STEP, lambda: three_hosts[2].signal("SIGKILL"))
+    job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
+    job.start_again(2)
+    job.wait()
+    found = elastic_problems(job, host_table, "1:3, host-2 killed and started again", [0, 0, 0], [3, 2, 3], undisturbed)
+    found += [] if events(job.run, "resume")[0]["step"] == 3 else ["the run did not go on from step 3"]
+    found += (
+        [] if "this one waits, and joins" in job.texts[2] else [f"host-2 does not say that it waits: {job.texts[2]}"]
+    )
+    found += [] if "another node joins" in job.texts[0] else [f"host-0 does not say that it joins: {job.texts[0]}"]
+    assert not found
+
+
+def test_a_host_that_comes_back_joins_at_a_restart(
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+) -> None:
+    """No checkpoint is due until a worker is killed: the run goes on from that of step 6 twice."""
+    job = Job(three_hosts, elastic_recipe(tmp_path, checkpoint__every=6), [PACE])
+    job.after(7, lambda: three_hosts[2].signal("SIGKILL"))
+    job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
+    job.start_again(2)
+    job.wait_until(lambda: "this one waits" in job.texts[2])
+    worker = max(three_hosts[1].processes())  # started last
+    os.kill(worker, signal.SIGKILL)
+    job.wait()
+    found = elastic_problems(job, host_table, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
+    found += [] if "restart 2 of 5" in job.texts[1] else [f"host-1 has not restarted: {job.texts[1]}"]
+    assert not found
+
+
+def test_a_host_that_is_cut_off_joins_when_it_is_connected_again(
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE]).after(AT_STEP, lambda: three_hosts[1].connect("down"))
+    job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
+    three_hosts[1].connect()
+    job.wait()
+    found = elastic_problems(job, host_table, "1:3, host-1 cut off and connected", [0, 0, 0], [3, 2, 3], undisturbed)
+    assert not found
+
+
+def test_a_frozen_host_joins_when_it_continues(
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job.after(AT_STEP, lambda: three_hosts[2].signal("SIGSTOP"))
+    job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
+    job.thaw(2)
+    job.wait()
+    found = elastic_problems(job, host_table, "1:3, host-2 frozen", [0, 0, 0], [3, 2, 3], undisturbed)
+    assert not found
+
+
+def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(
+    three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
+) -> None:
+    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job.after(AT_STEP, lambda: three_hosts[0].signal("SIGKILL"))
+    job.wait_until(lambda: "start the command there again" in job.texts[1] + job.texts[2])
+    job.start_again(0)
+    job.wait()
+    found = elastic_problems(job, host_table, "1:3, host-0 killed and started again", [0, 0, 0], [3, 3], undisturbed)
+    assert not found

@@ -212,6 +212,19 @@ def test_several_plain_hosts_need_an_endpoint_and_a_launcher_has_one(tmp_path: P
     assert topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][0], "launch.nnodes=2").nnodes == 2
 
 
+@pytest.mark.parametrize("nnodes", ["1:2", "2:4"])
+def test_a_launcher_with_a_number_of_nodes_in_the_range_is_accepted(nnodes: str, tmp_path: Path) -> None:
+    fixed = topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][0], f"launch.nnodes={nnodes}")
+    assert (fixed.nnodes, fixed.least_nnodes) == (2, None)  # Slurm ends a job that has lost a node
+    hosts = topology(tmp_path, {}, f"launch.nnodes={nnodes}", "launch.rdzv_endpoint=a:1")
+    assert (hosts.least_nnodes, hosts.nnodes) == tuple(map(int, nnodes.split(":")))
+
+
+def test_a_launcher_with_a_number_of_nodes_outside_the_range_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"launch\.nnodes: 3:4 contradicts Slurm job 1, which has 2"):
+        topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][0], "launch.nnodes=3:4")
+
+
 def test_a_resume_does_not_depend_on_the_launcher(tmp_path: Path) -> None:
     written = load(write_recipe(tmp_path, launch={"nproc_per_node": 2}))
     environments = ({}, PET | {"PET_NPROC_PER_NODE": "2"}, RECORDED["srun -N2 --ntasks-per-node=2"][0])

@@ -198,3 +198,50 @@ def test_a_revision_belongs_to_a_hub_data_set(tmp_path: Path) -> None:
     assert plan.identity() == plan_of(recipe, "data.path=org/name:de", "data.eval={path: org/name:de:test}").identity()
     with pytest.raises(RecipeError, match=r"data.revision: has no effect: data.path is not a Hub data set"):
         plan_of(recipe, "data.revision=v2")
+
+
+# --- a range of nodes ------------------------------------------------------------------------------------------------
+
+HOSTS = ["launch.nnodes=1:3", "launch.nproc_per_node=2", "launch.rdzv_endpoint=a:1", "launch.max_restarts=3"]
+
+
+def test_with_a_range_of_nodes_every_number_of_them_makes_the_same_global_batch(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__global_batch_size=12, fsdp__strategy="HYBRID_SHARD")
+    plan = plan_of(recipe, *HOSTS)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [(p.topology.nnodes, p.replicas, p.shard_size, p.accumulation) for p in plan.on_each_number()] == [
+        (3, 3, 2, 2), (2, 2, 2, 3), (1, 1, 2, 6),
+    ]  # fmt: skip
+    for each in plan.on_each_number():
+        ranks = range(each.topology.world_size)
+        positions = [n for rank in ranks for batch in each.micro_batches(5, rank) for n in batch]
+        assert sorted(positions) == [*plan.step_positions(5)]
+        assert each.identity() == plan.identity() and each == each.on_nodes(each.topology.nnodes)
+        assert plan.of_attempt({"world_size": len(ranks)}) == each
+    assert len({each.digest() for each in plan.on_each_number()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["train.global_batch_size=8"],
+            "launch.nnodes: 1:3: on 3 nodes, train.global_batch_size: 8 sequences do not divide over 6 ranks × "
+            "micro-batches of 1; use a multiple of 12, which divides over every number of nodes, or another range",
+        ),
+        (
+            ["train.global_batch_size=12", "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=4"],
+            "launch.nnodes: 1:3: on 3 nodes, fsdp.shard_size: 4 does not divide 6 ranks",
+        ),
+        (
+            ["train.global_batch_size=12", "launch.max_restarts=0"],
+            "launch.nnodes: has no effect without launch.max_restarts",
+        ),
+    ],
+)
+def test_a_range_with_a_number_of_nodes_that_cannot_run_is_refused(
+    overrides: list[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        plan_of(write_recipe(tmp_path), *HOSTS, *overrides)
+    assert says in str(refused.value)

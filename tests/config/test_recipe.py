@@ -476,6 +476,10 @@ def test_a_wrong_type_is_refused(tmp_path: Path, path: str, value: str) -> None:
         ("launch.nproc_per_node", "0"),
         ("launch.nproc_per_node", "99999999999999999999"),
         ("launch.nnodes", "0"),
+        ("launch.nnodes", "0:4"),
+        ("launch.nnodes", "4:4"),
+        ("launch.nnodes", "4:1"),
+        ("launch.nnodes", "1-4"),
         ("launch.max_restarts", "-1"),
         ("launch.timeout_s", "0"),
     ],
@@ -1147,7 +1151,7 @@ def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
     """Return where a value violates a JSON Schema. Only the keywords of the recipe's schema are known; others raise."""
     unknown = schema.keys() - {
         *("$schema", "title", "description", "default", "type", "properties", "required", "additionalProperties"),
-        *("items", "enum", "const", "anyOf", "minimum", "exclusiveMinimum", "maximum"),
+        *("items", "enum", "const", "anyOf", "minimum", "exclusiveMinimum", "maximum", "pattern"),
     }
     assert not unknown, unknown
     found = []
@@ -1159,6 +1163,8 @@ def violations(schema: dict[str, Any], value: Any, at: str = "") -> list[str]:
         found.append(f"{at}: not one of {schema['enum']}")
     if "const" in schema and value != schema["const"]:
         found.append(f"{at}: not {schema['const']}")
+    if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
+        found.append(f"{at}: not {schema['pattern']}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         found += [f"{at}: below minimum"] * (value < schema.get("minimum", value))
         found += [f"{at}: not above minimum"] * ("exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"])

@@ -34,9 +34,10 @@ STEP = {
 class Written:
     """A run folder as the workers write it."""
 
-    def __init__(self, tmp: Path, nodes: int = 1, **changes: Any) -> None:
+    def __init__(self, tmp: Path, nodes: int = 1, least: int | None = None, **changes: Any) -> None:
         written = load(write_recipe(tmp, **changes))
-        plan = make_plan(written, Topology("cpu", nodes, 2, source="Slurm job 7" if nodes > 1 else ""))
+        source = "Slurm job 7" if nodes > 1 else ""
+        plan = make_plan(written, Topology("cpu", nodes, 2, source=source, least_nnodes=least))
         self.rundir = plan.rundir
         self.rundir.logs.mkdir(parents=True)
         self.rundir.plan.write_text(plan.to_json())
@@ -171,3 +172,13 @@ def test_a_watched_run_is_shown_until_it_ends(tmp_path: Path) -> None:
     done = fsdptrain("status", run.rundir.root, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["state"] == "finished"
     assert [path.name for path in run.rundir.logs.iterdir()] == ["lock"]  # nothing was written
+
+
+def test_the_nodes_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
+    launch = {"nnodes": "1:4", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
+    run = Written(tmp_path, nodes=4, least=1, launch=launch, train__global_batch_size=24)
+    for nodes in (4, 2):
+        run.event("start", 500.0, total_steps=100, host="elsewhere", world_size=2 * nodes)
+    run.steps(12)
+    assert (run.facts()["nodes"], run.facts()["ranks"], run.facts()["nodes_allowed"]) == (2, 4, [1, 4])
+    assert "ranks  4 on 2 of 1 to 4 nodes" in run.shown()

@@ -31,7 +31,7 @@ for _ in $(seq 600); do sleep 0.1; done
 SCONTROL = '#!/bin/bash\necho "scontrol $*" >> calls\nkill $PPID\n'  # Slurm ends the script, which sleeps after it
 
 
-def job_of(tmp: Path, *overrides: str, on: str = "slurm", nodes: int = 2, gpus: int = 4, **changes: Any) -> Job:
+def job_of(tmp: Path, *overrides: str, on: str = "slurm", nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
     recipe = write_recipe(tmp, launch={"nproc_per_node": "auto"}, **changes)
     return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, on, nodes, gpus)
 
@@ -162,6 +162,17 @@ def test_the_commands_of_hosts_form_one_run(tmp_path: Path) -> None:
     assert "launch." not in alone
     with pytest.raises(RecipeError, match="--hosts: give the 2 hosts"):
         host_commands(job, ["a"])
+
+
+def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "launch.nnodes=1:2", nodes=None)
+    assert "#SBATCH --nodes=2\n" in slurm_script(job, [])
+    assert job.range_note() == "launch.nnodes: 1:2: this job is for 2 nodes; --nodes chooses another number"
+    assert job_of(tmp_path, "launch.nnodes=1:2", nodes=1).plan.topology.nnodes == 1
+    with pytest.raises(RecipeError, match=r"launch\.nnodes: 1:2 contradicts this job, which has 4"):
+        job_of(tmp_path, "launch.nnodes=1:2", nodes=4)
+    ranged = ("launch.nnodes=1:4", "launch.max_restarts=1")
+    assert "launch.nnodes=1:2" in host_commands(job_of(tmp_path, *ranged, on="hosts", gpus=0), ["a", "b"])[0]
 
 
 @pytest.mark.parametrize(

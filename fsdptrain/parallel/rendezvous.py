@@ -1,0 +1,73 @@
+"""Where the nodes of a run meet: torch's rendezvous, in which a node that comes late does not end the running workers.
+
+MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the workers start; the number of nodes is fixed
+                                                                                │
+a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+BACKEND = "fsdptrain"  # its name for torchrun
+
+
+LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
+
+    on_met: Callable[[int, int], None]
+    on_waiting: Callable[[], None]
+
+    def get_backend(self) -> str:
+        """Return the name of this rendezvous."""
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes; return the number of this node and of all of them."""
+        found = super().next_rendezvous()
+        self.on_met(found.rank, found.world_size)
+        return found
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: for any other number torchrun's agent kills its workers at once, and their work is lost."""
+        with contextlib.suppress(RendezvousError):  # without the first node the workers notice it themselves
+            if super().num_nodes_waiting():
+                self.on_waiting()
+        return 0
+
+
+def register_rendezvous(on_met: Callable[[int, int], None], on_waiting: Callable[[], None]) -> None:
+    """Give torchrun this rendezvous, under the name BACKEND, in this process.
+
+    `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
+    while the workers run and another node waits.
+    """
+    rendezvous_handler_registry.register(BACKEND, partial(_create, on_met, on_waiting))
+
+
+def _create(
+    on_met: Callable[[int, int], None], on_waiting: Callable[[], None], wanted: RendezvousParameters
+) -> RendezvousHandler:
+    backend, store = create_backend(wanted)
+    timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
+    handler = Rendezvous.from_backend(
+        wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
+    )
+    handler.on_met, handler.on_waiting = on_met, on_waiting
+    return handler

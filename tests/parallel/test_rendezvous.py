@@ -1,0 +1,64 @@
+"""Nodes that meet: as many as are there at the end of the last call; one that comes later waits and disturbs none."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from fsdptrain.parallel import rendezvous
+from fsdptrain.parallel.rendezvous import BACKEND, register_rendezvous
+
+Places = list[tuple[int, int]]  # (number of a node, number of all nodes), of each node that has met others
+
+
+@pytest.fixture
+def met() -> Places:
+    return []
+
+
+@pytest.fixture
+def waiting(met: Places, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which the nodes that have met add a word while another one waits."""
+    found: list[str] = []
+    monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
+    monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
+    register_rendezvous(lambda *place: met.append(place), lambda: found.append("waits"))
+    return found
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def node(endpoint: str) -> RendezvousHandler:
+    """Return a node of a run on one or two nodes; each attempt has new ones."""
+    return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", 1, 2, "127.0.0.1"))
+
+
+def test_a_node_that_comes_late_waits_for_the_next_attempt(met: Places, waiting: list[str]) -> None:
+    endpoint = free_endpoint()
+    first, late = node(endpoint), node(endpoint)
+    with ThreadPoolExecutor() as pool:
+        assert first.next_rendezvous().world_size == 1
+        joining = pool.submit(late.next_rendezvous)
+        end = time.monotonic() + 20
+        while not waiting and time.monotonic() < end:
+            assert first.num_nodes_waiting() == 0  # any other number makes torch's agent kill its workers
+            time.sleep(0.1)
+        assert waiting and not joining.done() and met == [(0, 1)]
+        first.shutdown()
+        with pytest.raises(RendezvousClosedError):
+            joining.result()
+
+
+def test_all_nodes_that_are_allowed_start_at_once(met: Places, waiting: list[str]) -> None:
+    endpoint = free_endpoint()
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(lambda each: each.next_rendezvous(), [node(endpoint), node(endpoint)])]
+    assert [each.world_size for each in found] == [2, 2] and sorted(met) == [(0, 2), (1, 2)] and not waiting
