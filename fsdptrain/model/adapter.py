@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -248,14 +248,17 @@ def _inject(model: Any, recipe: Recipe) -> None:
             raise RecipeError(
                 f"adapter.target: peft refuses {type(model).__name__}: {error_summary(error)}; name other layers"
             ) from None
-    _use_one_function(model)
+    _use_one_function(model, in_place=recipe.fsdp.activation_checkpointing != "selective")
     _set_targets(model, targets, adapter)
     # peft takes every module whose name ends so, also within a word: `norm` is `input_layernorm` too.
     model.peft_config[NAME].modules_to_save = (adapter.modules_to_save if ends == set(whole) else whole) or None
 
 
-def _use_one_function(model: Any) -> None:
-    """Give the adapted linear layers of a skeleton a faster forward; DoRA keeps peft's."""
+def _use_one_function(model: Any, in_place: bool) -> None:
+    """Give the adapted linear layers of a skeleton a faster forward; DoRA keeps peft's.
+
+    `in_place` is described in `AdaptedLinear`.
+    """
     from peft.tuners.lora import Linear
 
     from fsdptrain.model.lora import AdaptedLinear
@@ -263,6 +266,7 @@ def _use_one_function(model: Any) -> None:
     for layer in adapted_layers(model).values():
         if type(layer) is Linear and not layer.lora_variant:
             layer.__class__ = AdaptedLinear
+            cast(AdaptedLinear, layer).in_place = in_place
 
 
 def _set_targets(model: Any, targets: list[str], adapter: Adapter) -> None:

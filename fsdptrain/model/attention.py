@@ -18,7 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-QUERIES = 128  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
+QUERIES = 64  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
+
+
+SHORT = 1024  # tokens in a row: up to here float32 is faster in tiles, if nothing but what is later is masked
+
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # asked here, because compilers cannot trace the question
 
 
 LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
@@ -49,15 +55,25 @@ def attend(
     special = dropout or any(others.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     special = special or query.device.type != "cpu"  # a simulation on the pretended accelerator follows one on the CPU
     same = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3] == value.shape[3]
-    if attention_mask is None:  # causal: half of all pairs; in float32 torch is faster then
+    if attention_mask is None:
         causal = others.get("is_causal")
-        tiled = query.dtype == torch.bfloat16 and (getattr(module, "is_causal", True) if causal is None else causal)
+        tiled = _faster_in_tiles(query) and (getattr(module, "is_causal", True) if causal is None else causal)
     else:
         tiled = attention_mask.dtype == torch.bool and attention_mask.shape == (len(query), 1, *2 * query.shape[2:3])
     if special or not same or not tiled:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     return torch.ops.fsdptrain.attention(query, key, value, attention_mask, scale), None
+
+
+def _faster_in_tiles(query: torch.Tensor) -> bool:
+    """Return whether tiles are faster than torch's kernel if nothing but the later half of all pairs is masked.
+
+    With AVX-512 torch's float32 kernel is faster.
+    """
+    if query.dtype == torch.float32:
+        return query.shape[2] <= SHORT and not AVX512
+    return query.dtype == torch.bfloat16
 
 
 @torch.library.custom_op("fsdptrain::attention", mutates_args=())

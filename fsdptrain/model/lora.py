@@ -28,7 +28,13 @@ WeightOf = Callable[[Any, torch.dtype], torch.Tensor]
 
 
 class AdaptedLinear(Linear):
-    """peft's layer, for one adapter without DoRA on a frozen base layer."""
+    """peft's layer, for one adapter without DoRA on a frozen base layer.
+
+    With `in_place` the adapter's product is added to the base layer's result in its memory. Selective recomputation,
+    which keeps the results of products, refuses one that has changed.
+    """
+
+    in_place = True
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return base_layer(x) + dropout(x) · Aᵀ · Bᵀ · scale for x [..., in]; peft computes it if dtypes differ."""
@@ -44,7 +50,9 @@ class AdaptedLinear(Linear):
             return plain
         dropout = self.lora_dropout[name]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
-        result: torch.Tensor = _Adapted.apply(x, dropped, a, b, self.scaling[name], base.bias, weight_of, *stored)
+        result: torch.Tensor = _Adapted.apply(
+            x, dropped, a, b, self.scaling[name], self.in_place, base.bias, weight_of, *stored
+        )
         return result.unflatten(0, x.shape[:-1])  # not in the function: some models change what it returns in place
 
 
@@ -72,15 +80,14 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dropped: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
-        bias: torch.Tensor | None, weight_of: WeightOf, *stored: torch.Tensor,
+        in_place: bool, bias: torch.Tensor | None, weight_of: WeightOf, *stored: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         seen = x if dropped is None else dropped
         small = functional.linear(seen, a).flatten(0, -2)
-        base = functional.linear(x, weight_of(stored, x.dtype), bias)
+        base = functional.linear(x, weight_of(stored, x.dtype), bias).flatten(0, -2)
         ctx.save_for_backward(seen, small, a, b, *stored)  # FSDP2 frees what it has gathered, and gathers it again
         ctx.scale, ctx.weight_of = scale, weight_of
-        # Not in place: selective recomputation keeps the results of products.
-        return torch.addmm(base.flatten(0, -2), small, b.T, alpha=scale)
+        return (base.addmm_ if in_place else base.addmm)(small, b.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -94,4 +101,4 @@ class _Adapted(torch.autograd.Function):
         if of_x is not None and of_dropped is None:  # without dropout
             of_x.addmm_(of_small, a)
         of_inputs = (found if found is None else found.view_as(seen) for found in (of_x, of_dropped))
-        return *of_inputs, of_a, of_b, *[None] * (3 + len(stored))
+        return *of_inputs, of_a, of_b, *[None] * (4 + len(stored))

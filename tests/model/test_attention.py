@@ -213,9 +213,9 @@ def test_tiles_cover_what_is_seen_and_hide_the_rest(name: str) -> None:
 
 def test_masked_pairs_are_not_computed() -> None:
     every = 2 * 1024**2
-    assert pairs(tiles_of(None, 1024)) == every * 9 // 16  # half of it, and half of the squares on the diagonal
+    assert pairs(tiles_of(None, 1024)) == every * 17 // 32  # half of it, and half of the squares on the diagonal
     packed = pairs(tiles_of(documents([256] * 4, [256] * 4), 1024))
-    assert packed == 2 * 4 * (128 * 128 + 128 * 256)
+    assert packed == 2 * 4 * 64 * (64 + 128 + 192 + 256)
     uneven = documents([300, 100, 400, 224], [50, 450, 324, 200])
     assert int(uneven.sum()) < pairs(tiles_of(uneven, 1024)) < every // 3
     assert pairs(tiles_of(window(1024, 128), 1024)) < every // 4
@@ -223,8 +223,8 @@ def test_masked_pairs_are_not_computed() -> None:
 
 def test_rows_with_the_same_mask_are_computed_together() -> None:
     same, other = documents([100, 200], [100, 200]), documents([100, 200], [200, 100])
-    assert [tile.rows for tile in tiles_of(same, 300)] == [slice(0, 2)] * 3
-    assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 3 + [slice(1, 2)] * 3
+    assert [tile.rows for tile in tiles_of(same, 300)] == [slice(0, 2)] * 5
+    assert [tile.rows for tile in tiles_of(other, 300)] == [slice(0, 1)] * 5 + [slice(1, 2)] * 5
 
 
 # --- in a model ------------------------------------------------------------------------------------------------------
@@ -333,8 +333,10 @@ class Module(torch.nn.Module):
     is_causal = True
 
 
-def fell_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.Tensor | None, **options: Any) -> bool:
-    q, k, v, _ = inputs(8, 4, 2, 16, dtype)
+def fell_back(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.Tensor | None, length: int = 8, **options: Any
+) -> bool:
+    q, k, v, _ = inputs(length, 4, 2, 16, dtype)
     asked = []
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **o: asked.append(1) or (q, None))
     attend(Module(), q, k, v, mask, **options)
@@ -352,8 +354,10 @@ def test_transformers_computes_what_tiles_cannot(monkeypatch: pytest.MonkeyPatch
         (bf16, bias, {}),  # a mask that is added to scores
         (bf16, mask.expand(2, 4, 8, 8), {}),  # one for each head
         (bf16, mask[:1], {}),
-        (wide, None, {}),  # torch's own kernel is faster
     ]:
         assert fell_back(monkeypatch, dtype, seen, **options), options
     for dtype, seen in [(bf16, None), (bf16, mask), (wide, mask)]:
         assert not fell_back(monkeypatch, dtype, seen)
+    for avx512, length, faster in [(False, 8, False), (False, attention.SHORT + 1, True), (True, 8, True)]:
+        monkeypatch.setattr(attention, "AVX512", avx512)
+        assert fell_back(monkeypatch, wide, None, length) == faster

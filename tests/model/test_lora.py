@@ -58,12 +58,13 @@ def assert_equal_to_peft(layer: Any, x: torch.Tensor, limit: float, needs_x: boo
     grad = torch.randn(*x.shape[:-1], OUT).to(x.dtype)
     expected = results(layer, x, grad, needs_x)
     layer.__class__ = AdaptedLinear
-    for ours, theirs in zip(results(layer, x, grad, needs_x), expected, strict=True):
-        if ours is None or theirs is None:
-            assert ours is theirs and not needs_x
-        else:
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+    for layer.in_place in (True, False):
+        for ours, theirs in zip(results(layer, x, grad, needs_x), expected, strict=True):
+            if ours is None or theirs is None:
+                assert ours is theirs and not needs_x
+            else:
+                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+                assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
