@@ -48,6 +48,7 @@ bench: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/data.py

@@ -35,10 +35,13 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import counted
 
-POLL_S = 0.1  # between two checks of the agent and the hang reports
+POLL_S = 0.1  # between two checks of the agent
 
 
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
+
+
+REPORTS_PER_S = 100  # for which each launcher looks: one file system may answer the launchers of all nodes
 
 
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
@@ -206,6 +209,7 @@ class Attempt:
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Show what the workers report and forward stop signals, until the workers have ended or must be killed."""
         grace, stopped_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
+        looked = 0.0  # for reports of hangs
         while agent.poll() is None:
             self._note_meeting()
             self._show_new_records()
@@ -223,9 +227,15 @@ class Attempt:
                 limit = f"launch.grace_s ({grace:g} s)"
                 self._killed_because = f"by {self.stop.by}, then killed: the workers did not exit within {limit}"
                 return
-            if self._met and self._hung_ranks() and self._still_hung():
-                return
+            if self._met and time.monotonic() - looked > self._look_every_s():
+                if self._hung_ranks() and self._still_hung():
+                    return
+                looked = time.monotonic()
             time.sleep(POLL_S)
+
+    def _look_every_s(self) -> float:
+        """Return the seconds between two looks for reports of hangs, which read a file of each rank."""
+        return min(self.plan.topology.world_size / REPORTS_PER_S, HANG_REPORTS_S)
 
     def _hung_ranks(self) -> list[int]:
         return hung_ranks(self.rundir, self.plan.topology.world_size, self._started)
@@ -243,7 +253,7 @@ class Attempt:
         if "step" not in last:
             return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
         if step >= last["start"]["total_steps"]:
-            return "stopping: all steps are done; skipping the remaining evaluation and export"
+            return "stopping: all steps are done; with a checkpoint, but without what is left of evaluation and export"
         cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
 

@@ -59,10 +59,12 @@ class Pulse:
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MAX_MISSED)))
             store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
-            counts, missed = [0] * self._nodes, [0] * self._nodes
+            keys = [f"fsdptrain/pulse/{node}" for node in range(self._nodes)]
+            counts, missed = [store.add(key, 0) for key in keys], [0] * self._nodes
             while True:
-                for node in range(self._nodes):
-                    count = store.add(f"fsdptrain/pulse/{node}", int(node == self._node))
+                store.add(keys[self._node], 1)
+                for node, text in enumerate(store.multi_get(keys)):  # one request, however many nodes there are
+                    count = int(text)
                     missed[node] = 0 if count != counts[node] or count >= JOINED else missed[node] + 1
                     counts[node] = count
                     if count < 0 or missed[node] > (MAX_MISSED if count else MAX_MISSED_AT_START):
@@ -73,7 +75,7 @@ class Pulse:
                         )
                 if self._ended.wait(INTERVAL_S):
                     break
-            store.add(f"fsdptrain/pulse/{self._node}", self._last)
+            store.add(keys[self._node], self._last)
         except dist.DistError:
             where = os.environ["MASTER_ADDR"]
             self._lost(f"the first node ({where}) stopped responding before training started; see that node's output")

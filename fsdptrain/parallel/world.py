@@ -22,6 +22,9 @@ from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.parallel.issued import SIDE
 from fsdptrain.processes import StopRequest
 
+POLLS_PER_S = 1000  # requests to rank 0's store from all ranks together, while they wait for the last one
+
+
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 
 
@@ -241,7 +244,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
     """
     store = open_store(plan, rank, timeout, stop)
     size, key = plan.topology.world_size, "fsdptrain/here"
-    present = store.add(key, 1)
+    present, pause_s = store.add(key, 1), max(0.05, size / POLLS_PER_S)
     while present < size:
         if stop.count:
             if store.add(key, -1) < size - 1:
@@ -249,7 +252,7 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
                 raise _stopped(stop)
             present = store.add(key, 1)
         else:
-            time.sleep(0.05)
+            time.sleep(pause_s)
             present = store.add(key, 0)
     return store
 
