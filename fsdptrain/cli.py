@@ -613,7 +613,13 @@ def _show_finished(rundir: RunDir, step: int) -> None:
 def _expanded_path(written: Path) -> Path:
     """Return a path from the command line with `~` expanded; raise RecipeError if it cannot be a path."""
     from fsdptrain.config.paths import expanded, path_fault
+    from fsdptrain.storage import LIKE_A_URL
 
     if fault := path_fault(str(written)):
         raise RecipeError(fault)
+    if LIKE_A_URL.match(str(written)):  # Path made `s3:/` of `s3://`
+        raise RecipeError(
+            f"{str(written).replace(':/', '://', 1)!r} is not a path: data.path and checkpoint.path can be in an "
+            "object store, but a recipe, a run folder (output_dir) and an export are on a local disk"
+        )
     return Path(expanded(str(written)))

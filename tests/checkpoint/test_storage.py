@@ -26,6 +26,7 @@ pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
 from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve_here
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from fsdptrain import storage as storage_module
 from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
@@ -34,6 +35,7 @@ from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.cli import app
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
@@ -307,6 +309,16 @@ def test_a_url_that_cannot_be_used(url: str, words: str, tmp_path: Path) -> None
         with pytest.raises(RecipeError, match=refusal) as refused:
             load(write_recipe(tmp_path, **{key: url}))
         assert [problem.field for problem in refused.value.problems] == [key.replace("__", ".")]
+
+
+@pytest.mark.parametrize(
+    "words", [["verify", "URL"], ["status", "URL"], ["export", "URL"], ["export", "RUN", "--out", "URL"]]
+)
+def test_a_command_does_not_take_a_url_for_a_folder(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    named = {"URL": "s3://bucket/run", "RUN": str(tmp_path)}
+    done = CliRunner().invoke(app, [named.get(word, word) for word in words])
+    assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)
 
 
 def recipe_for(tmp: Path, name: str, place: str | None) -> Path:
