@@ -44,16 +44,20 @@ LIKE_A_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:/")  # `S3://…` or `s3:/�
 MODULES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the module that implements it
 
 
-# A store that does not answer is an error after eight minutes at the most: s3fs repeats five times what botocore does.
+# A store that does not answer is an error after eight minutes at the most: botocore sends a request up to 4 times, s3fs
+# repeats that once, and when it reads an object it repeats both once more, because an answer may also break off.
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {
             "connect_timeout": 10,
             "read_timeout": 30,
-            "retries": {"total_max_attempts": 3, "mode": "standard"},
+            "retries": {"total_max_attempts": 4, "mode": "standard"},
         }
     }
 }
+
+
+S3FS_TRIES = 2  # its default, 5, is 25 when it reads
 
 
 READ_BYTES = 2**25  # in one request
@@ -474,6 +478,8 @@ def object_path(url: str) -> ObjectPath:
     with store_errors(url):
         options = OPTIONS.get(url.partition(":")[0], {})
         fs, key = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+    if url.startswith("s3:"):
+        fs.retries = S3FS_TRIES  # an attribute only
     return ObjectPath(fs, key.rstrip("/"))
 
 

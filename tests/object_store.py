@@ -84,7 +84,7 @@ def serve_here() -> Iterator[ObjectStore]:
         for store in serve():
             for name, value in store.environment.items():
                 patch.setenv(name, value)
-            object_path(f"s3://{BUCKET}/x").fs.mkdir(BUCKET)
+            object_path(f"s3://{BUCKET}/x").fs.makedirs(BUCKET, exist_ok=True)  # of an earlier server of this process
             yield store
 
 
