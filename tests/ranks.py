@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain.checkpoint import stored
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
@@ -664,43 +666,51 @@ def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
     return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
 
 
-def read_slices(recipe: str) -> dict[str, int]:
-    """Count the elements that this rank reads from the files of weights, and those it holds."""
-    read = 0
+def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) -> dict[str, dict[str, int]]:
+    """Return the bytes of tensors that this rank reads, of the model's files and of a checkpoint's, when it starts.
 
-    class Counting:
-        def __init__(self, rows: Any) -> None:
-            self._rows = rows
+    Each variant is started; then those in `resumed` save a checkpoint and are started again. `held` is this rank's part
+    of the parameters.
+    """
+    read: dict[str, int] = {}
+
+    class CountingRows:
+        def __init__(self, rows: Any, kind: str) -> None:
+            self._rows, self._kind = rows, kind
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._rows, name)
 
         def __getitem__(self, key: Any) -> Any:
-            nonlocal read
             tensor = self._rows[key]
-            read += tensor.numel()
+            read[self._kind] += tensor.nbytes
             return tensor
 
-    class CountingFile:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._file = safe_open(*args, **kwargs)
+    class CountingFile(contextlib.AbstractContextManager[Any]):
+        def __init__(self, path: Any, framework: str) -> None:
+            self._file, self._kind = safe_open(path, framework), "checkpoint" if "checkpoints" in str(path) else "model"
 
-        def __enter__(self) -> Any:
-            self._opened = self._file.__enter__()
-            return self
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
 
-        def __exit__(self, *exception: Any) -> None:
+        def __exit__(self, *exception: object) -> None:
             self._file.__exit__(*exception)
 
-        def keys(self) -> Any:
-            return self._opened.keys()
+        def get_slice(self, name: str) -> CountingRows:
+            return CountingRows(self._file.get_slice(name), self._kind)
 
-        def get_slice(self, name: str) -> Counting:
-            return Counting(self._opened.get_slice(name))
-
-    weights.safe_open = CountingFile
-    run = build(recipe, [])
-    return {"read": read, "held": sum(p.to_local().numel() for p in run.engine.model.parameters())}
+    weights.safe_open = stored.safe_open = CountingFile
+    found = {}
+    for name, overrides in variants.items():
+        read = {"model": 0, "checkpoint": 0}
+        run = build(recipe, overrides)
+        found[name] = read | {"held": sum(local(param).nbytes for param in run.engine.model.parameters())}
+        if name in resumed:
+            run.checkpointer.save(1, run.engine.model, run.engine.optimizer, wait=True)
+            read = {"model": 0, "checkpoint": 0}
+            build(recipe, overrides)
+            found[f"{name}, resumed"] = read
+    return found
 
 
 def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:

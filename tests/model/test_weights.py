@@ -28,13 +28,38 @@ from fsdptrain.model.units import saved_state
 LLAMA = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
 
 
-def test_a_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
-    random_model("llama", tmp_path / "model")
-    recipe = write_recipe(tmp_path, model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}})
-    ranks = on_ranks(4, "read_slices", tmp_path / "ranks", recipe=str(recipe))
-    whole = sum(t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values())
-    assert sum(rank["read"] for rank in ranks) == whole
-    assert all(rank["read"] == rank["held"] for rank in ranks)
+def test_the_ranks_of_a_copy_read_each_byte_once(tmp_path: Path) -> None:
+    halves = ["fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"]
+    quantised = ["adapter.kind=qlora", "fsdp.mixed_precision.param_dtype=bfloat16", "export.adapter=merged"]
+    cases = {  # name → model, ranks of a copy, overrides
+        "sharded": ("llama tied", 4, []),
+        "in halves": ("mixtral", 2, halves),  # the files have a tensor for each expert
+        "quantised": ("gpt2", 2, [*quantised, *halves]),  # and transposed
+    }
+    variants = {}
+    for name, (kind, _, words) in cases.items():
+        random_model(kind, tmp_path / name / "model")
+        variants[name] = [f"model.id={tmp_path / name}/model", f"output_dir={tmp_path / name}/run", *words]
+    recipe = write_recipe(tmp_path, model={"id": "unset", "tokenizer": {"train": 512}})
+    resumed = ["in halves"]
+    ranks = on_ranks(4, "bytes_read", tmp_path / "ranks", recipe=str(recipe), variants=variants, resumed=resumed)
+    for name, (_, of_copy, _) in cases.items():
+        model = stored_bytes(tmp_path / name / "model")
+        expected = {name: {"model": model, "checkpoint": 0}}
+        if name in resumed:
+            checkpoint = stored_bytes(tmp_path / name / "run" / "checkpoints")
+            expected[f"{name}, resumed"] = {"model": 0, "checkpoint": checkpoint}
+        for start, kinds in expected.items():
+            for kind, whole in kinds.items():
+                read = [rank[start][kind] for rank in ranks]
+                copies = [sum(read[first : first + of_copy]) for first in range(0, 4, of_copy)]
+                assert copies == [whole] * (4 // of_copy), (start, kind)
+        assert name == "quantised" or all(rank[name]["model"] == rank[name]["held"] for rank in ranks)
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of all tensors in the safetensors files below a folder."""
+    return sum(tensor.nbytes for path in folder.rglob("*.safetensors") for tensor in load_file(path).values())
 
 
 def test_random_weights_are_the_same_for_every_world_size(tmp_path: Path) -> None:
