@@ -72,18 +72,20 @@ def _describe_data(plan: Plan) -> str:
 def nodes_text(plan: Plan) -> str:
     """Return two labelled lines for the nodes that have met: how many of those allowed, with which ranks and batch."""
     topology = plan.topology
-    met = f"nodes  {topology.nnodes} of {_nodes_allowed(plan)} have met: {_describe_layout(plan)}"
+    met = f"nodes  {topology.nnodes} of {nodes_allowed(plan)} have met: {_describe_layout(plan)}"
     return f"{met}\nbatch  {_describe_factors(plan)}"
 
 
-def _nodes_allowed(plan: Plan) -> str:
-    return " to ".join(map(str, node_range(plan.recipe.launch.nnodes)))
+def nodes_allowed(plan: Plan) -> str:
+    """Return how many nodes the run may have: `4`, or with a range `1 to 4`."""
+    topology = plan.topology
+    return " to ".join(map(str, node_range(plan.recipe.launch.nnodes))) if topology.is_elastic else str(topology.nnodes)
 
 
 def _describe_ranks(plan: Plan) -> str:
     topology = plan.topology
     if topology.is_elastic:
-        on = f"on each of {_nodes_allowed(plan)} nodes, as many as meet at {topology.endpoint}"
+        on = f"on each of {nodes_allowed(plan)} nodes, as many as meet at {topology.endpoint}"
         return f"{topology.nproc_per_node} × {topology.device} {on}; {plan.recipe.fsdp.strategy}"
     return _describe_layout(plan)
 

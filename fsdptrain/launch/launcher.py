@@ -29,7 +29,7 @@ from fsdptrain.events import Record, Tail, cut_partial_lines
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
-from fsdptrain.launch.heading import heading, nodes_text
+from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -61,7 +61,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     """
     rundir = plan.rundir
     restarts = fruitless = 0
-    alone_since, told = time.monotonic(), False
+    alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
     with StopRequest() as stop, contextlib.ExitStack() as lock:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
@@ -82,11 +82,11 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                     return
                 if attempt.others:  # they start again, and this node with them
                     alone_since = time.monotonic()
-                elif time.monotonic() - alone_since > MEET_S:
+                    continue
+                left_s = alone_since + MEET_S - time.monotonic()
+                if left_s < 0:
                     raise
-                elif not told:
-                    screen.say(f"{error}\ntrying again, for {MEET_S:g} s in all")
-                told = not attempt.others
+                screen.say(f"{error}\ntrying again, for {left_s:.0f} s")
             except WorkerLost as error:
                 fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == checkpoints else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
@@ -298,9 +298,9 @@ class Attempt:
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._when()}; the workers ended with it")
         if code and not self._met:
             raise NotMet(
-                f"the nodes did not meet at {self.plan.topology.endpoint} (launch.rdzv_endpoint): if it has left, "
-                "start the command there again, or on all nodes with the address of another one; log: "
-                f"{self.rundir.launcher_log}"
+                f"{nodes_allowed(self.plan)} nodes did not meet at {self.plan.topology.endpoint} "
+                "(launch.rdzv_endpoint): start the command on each; if that host was lost, start the command there "
+                f"again, or on all nodes with the address of another one; log: {self.rundir.launcher_log}"
             )
         if code:
             raise WorkerError(f"the launcher's agent exited with {code}; see {self.rundir.launcher_log}")

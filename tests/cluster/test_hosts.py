@@ -113,7 +113,7 @@ class Job:
     def wait_for_step(self, step: int, timeout: float = 120) -> None:
         self.wait_until(lambda: last_step(self.run) >= step, timeout)
 
-    def wait_until(self, happened: Callable[[], bool], timeout: float = 120) -> None:
+    def wait_until(self, happened: Callable[[], bool], timeout: float = 240) -> None:
         end = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < end and None in [command.poll() for command in self._commands], self.texts
@@ -378,6 +378,7 @@ def test_other_data_on_one_host_is_refused(hosts: list[Host], tmp_path: Path, ho
 # --- a range of nodes ------------------------------------------------------------------------------------------------
 
 STEPS = 24
+SLOWLY = {**PACE, "how": {"seconds": 0.5}}  # a command that is started again needs seconds until it waits
 
 
 def elastic_recipe(tmp: Path, **changes: Any) -> Path:
@@ -439,11 +440,11 @@ def elastic_problems(
 def test_a_killed_host_is_left_behind_and_joins_at_the_next_checkpoint(
     three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
 ) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
     job.after(AT_STEP, lambda: three_hosts[2].signal("SIGKILL"))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     job.start_again(2)
-    job.wait()
+    job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 killed and started again", [0, 0, 0], [3, 2, 3], undisturbed)
     found += [] if events(job.run, "resume")[0]["step"] == 3 else ["the run did not go on from step 3"]
     found += (
@@ -456,15 +457,15 @@ def test_a_killed_host_is_left_behind_and_joins_at_the_next_checkpoint(
 def test_a_host_that_comes_back_joins_at_a_restart(
     three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
 ) -> None:
-    """No checkpoint is due until a worker is killed: the run goes on from that of step 6 twice."""
-    job = Job(three_hosts, elastic_recipe(tmp_path, checkpoint__every=6), [PACE])
-    job.after(7, lambda: three_hosts[2].signal("SIGKILL"))
+    """No checkpoint is due any more, so only the loss of a worker lets it join."""
+    job = Job(three_hosts, elastic_recipe(tmp_path, checkpoint__every=12), [SLOWLY])
+    job.after(13, lambda: three_hosts[2].signal("SIGKILL"))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     job.start_again(2)
     job.wait_until(lambda: "this one waits" in job.texts[2])
     worker = max(three_hosts[1].processes())  # started last
     os.kill(worker, signal.SIGKILL)
-    job.wait()
+    job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 killed, then a worker", [0, 0, 0], [3, 2, 3], undisturbed)
     found += [] if "restart 2 of 5" in job.texts[1] else [f"host-1 has not restarted: {job.texts[1]}"]
     assert not found
@@ -473,10 +474,10 @@ def test_a_host_that_comes_back_joins_at_a_restart(
 def test_a_host_that_is_cut_off_joins_when_it_is_connected_again(
     three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
 ) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE]).after(AT_STEP, lambda: three_hosts[1].connect("down"))
+    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY]).after(AT_STEP, lambda: three_hosts[1].connect("down"))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     three_hosts[1].connect()
-    job.wait()
+    job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-1 cut off and connected", [0, 0, 0], [3, 2, 3], undisturbed)
     assert not found
 
@@ -484,11 +485,11 @@ def test_a_host_that_is_cut_off_joins_when_it_is_connected_again(
 def test_a_frozen_host_joins_when_it_continues(
     three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
 ) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
     job.after(AT_STEP, lambda: three_hosts[2].signal("SIGSTOP"))
     job.wait_until(lambda: len(ranks_of_attempts(job.run)) == 2)
     job.thaw(2)
-    job.wait()
+    job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-2 frozen", [0, 0, 0], [3, 2, 3], undisturbed)
     assert not found
 
@@ -496,10 +497,10 @@ def test_a_frozen_host_joins_when_it_continues(
 def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(
     three_hosts: list[Host], undisturbed: dict[int, list[Any]], tmp_path: Path, host_table: Table
 ) -> None:
-    job = Job(three_hosts, elastic_recipe(tmp_path), [PACE])
+    job = Job(three_hosts, elastic_recipe(tmp_path), [SLOWLY])
     job.after(AT_STEP, lambda: three_hosts[0].signal("SIGKILL"))
     job.wait_until(lambda: "start the command there again" in job.texts[1] + job.texts[2])
     job.start_again(0)
-    job.wait()
+    job.wait(timeout=600)
     found = elastic_problems(job, host_table, "1:3, host-0 killed and started again", [0, 0, 0], [3, 3], undisturbed)
     assert not found
