@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, strategies, write_recipe
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Phi3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
 from fsdptrain.checkpoint.export import check_unchanged, checked, export_checkpoint, with_options
 from fsdptrain.checkpoint.manifest import BASE_KEY
@@ -56,6 +56,7 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, **NO_DROPOUT, **NO_TOKENS),
     "phi3": Phi3Config(**SMALL, **NO_TOKENS),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "olmo": OlmoConfig(**SMALL, **NO_TOKENS, clip_qkv=0.1),  # clips what the projections return, in place
     **{kind: small_config(kind, num_hidden_layers=2) for kind in SHARED_EXPERTS},
 }
 
@@ -91,11 +92,12 @@ CASES = {
     "DoRA, head": Case([*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",)),
     "last block": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
 }
-MODELS = {  # fused projections, transposed weights, experts, tied embeddings, an adapter on the head
+MODELS = {  # fused projections, transposed weights, experts, clipping in place, tied embeddings, an adapter on the head
     f"{kind} {name}": Case([*words, *more], model=model)
     for kind, words in (("LoRA", LORA), ("QLoRA", QLORA))
     for name, (model, more) in {
         "phi3": ("phi3", []), "gpt2": ("gpt2", []), "mixtral": ("mixtral", []), "tied": ("tied", []),
+        "olmo": ("olmo", [FULL]),
         "on the head": ("llama", ["adapter.target=[lm_head, k_proj]", "train.loss=plain"]),
     }.items()
 }  # fmt: skip

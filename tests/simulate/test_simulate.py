@@ -135,8 +135,8 @@ SIZES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     "25M": (llama(16384, 384, 1024, 8, 6), MATRIX[::3], {}),
     "60M": (llama(16384, 640, 1792, 8, 10), MATRIX[7::30], {}),
     "150M": (llama(32000, 896, 2432, 10, 14), MATRIX[11::60], {}),
-    "25M lora": (llama(16384, 384, 1024, 8, 6), MATRIX[1::9], {"adapter.kind": "lora"}),
-    "25M qlora": (llama(16384, 384, 1024, 8, 6), MATRIX[5::9], {"adapter.kind": "qlora"}),
+    "25M lora": (llama(16384, 384, 1024, 8, 6), MATRIX[1::17], {"adapter.kind": "lora"}),
+    "25M qlora": (llama(16384, 384, 1024, 8, 6), MATRIX[5::17], {"adapter.kind": "qlora"}),
 }
 
 
