@@ -70,11 +70,11 @@ class Slurm:
         """Return what `scontrol show job` says."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, *states: str, timeout: float = 400) -> dict[str, str]:
-        """Wait until a job is in one of these states; return its facts."""
+    def wait(self, job: str, *values: str, key: str = "JobState", timeout: float = 900) -> dict[str, str]:
+        """Wait until a fact about a job, by default its state, has one of these values; return all facts."""
         end = time.monotonic() + timeout
-        while (facts := self.facts(job))["JobState"] not in states:
-            assert time.monotonic() < end, f"job {job} is {facts['JobState']}, not {' or '.join(states)}"
+        while (facts := self.facts(job))[key] not in values:
+            assert time.monotonic() < end, f"{key} of job {job} is {facts[key]}, not {' or '.join(values)}"
             time.sleep(0.5)
         return facts
 
