@@ -47,7 +47,7 @@ REPORTS_PER_S = 100  # for which each launcher looks: one file system may answer
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
-TRAINING = ("start", "step", "save")  # events of workers that have met
+TRAINING = ("progress", "start", "step", "save", "eval", "export")  # events of workers that have met
 
 
 MEET_S = 600.0  # with a range of nodes: a node gives up if it hears nothing of the others for so long, as torchrun does
@@ -197,9 +197,9 @@ class Attempt:
 
         Errors do not: the workers of a lost attempt write them when some nodes have started again already.
         """
-        if not self.others and record["event"] not in TRAINING:
+        if not self.plan.topology.is_elastic or not (self.others or record["event"] in (*TRAINING, "stop")):
             return
-        if not self.others:
+        if not self.others and record["event"] != "stop":
             self.screen.say(
                 "the run goes on on other nodes: this one waits, and joins them at their next checkpoint or restart"
             )

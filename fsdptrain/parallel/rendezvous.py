@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -39,10 +40,19 @@ class Rendezvous(DynamicRendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes; return the number of this node and of all of them."""
-        found = super().next_rendezvous()
-        self.on_met(found.rank, found.world_size)
-        return found
+        """Meet the other nodes; return the number of this node and of all of them.
+
+        Torch's time limit does not apply while others train, which have met: they may need hours to a checkpoint.
+        """
+        while True:
+            try:
+                found = super().next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self._state_holder.state.complete:  # it is, until the last of them is lost or ends
+                    raise
+            else:
+                self.on_met(found.rank, found.world_size)
+                return found
 
     def num_nodes_waiting(self) -> int:
         """Return 0: for any other number torchrun's agent kills its workers at once, and their work is lost."""

@@ -248,7 +248,8 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
     while present < size:
         if stop.count:
             if store.add(key, -1) < size - 1:
-                time.sleep(STOP_S if rank == 0 else 0)  # rank 0 holds the store: let the others get the signal first
+                # Rank 0 holds the store: let the others get the signal first, and end their pause.
+                time.sleep(STOP_S + pause_s if rank == 0 else 0)
                 raise _stopped(stop)
             present = store.add(key, 1)
         else:

@@ -351,7 +351,8 @@ class Trainer:
             return
         self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
-        self.world.any(False)  # no rank leaves before the checkpoint is complete on all
+        if self.any_stop():  # no rank leaves before the checkpoint is complete on all; the next step notices the stop
+            return
         raise NodeWaits(f"another node joins: the workers start again from the checkpoint of step {done}")
 
     def export(self) -> int | None:
