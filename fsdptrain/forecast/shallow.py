@@ -58,7 +58,14 @@ class Shallow:
         return cls(key, layers, lists)
 
     def depths(self, plan: Plan) -> tuple[int, int] | None:
-        """Return the numbers of blocks of the two copies; units gathered ahead make the ends longer."""
+        """Return the numbers of blocks of the two copies; units gathered ahead make the ends longer.
+
+        None if copies cannot stand for the model: it has too few blocks, or it is on one GPU, where the strategy
+        depends on whether there is room for a copy of all weights (see `fastest_on_one_gpu`).
+        """
+        topology = plan.topology
+        if topology.device == "cuda" and topology.world_size == 1 and not plan.recipe.fsdp.cpu_offload:
+            return None
         few = SHALLOW_BLOCKS + 2 * plan.recipe.fsdp.forward_prefetch
         more = few + max(DEPTH_STEP, (self.layers - few) // MAX_REACH)
         return (few, more) if few + 2 * DEPTH_STEP <= self.layers else None

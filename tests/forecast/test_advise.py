@@ -191,6 +191,13 @@ def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:
     assert {asked.recipe.fsdp.accumulation for asked in ask.asked} == {"hold"}
 
 
+def test_on_one_gpu_shallow_copies_would_run_with_another_strategy(tmp_path: Path) -> None:
+    shallow = Shallow.of(LLAMA)
+    assert shallow is not None and shallow.depths(plan_of(tmp_path)) == (4, 8)
+    assert shallow.depths(plan_of(tmp_path, ranks=1)) is None
+    assert shallow.depths(plan_of(tmp_path, "fsdp.cpu_offload=true", ranks=1)) == (4, 8)
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
     assert found.best is None and not found.leaner
