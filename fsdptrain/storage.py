@@ -78,7 +78,12 @@ def url_fault(url: str) -> str | None:
     scheme, place = found.groups()
     if scheme not in MODULES:
         return f"{shortened(url)!r}: {scheme}:// is not supported: use s3://, gs://, az:// or a local folder"
+    if "::" in place:
+        return f"{shortened(url)!r}: fsspec reads '::' as a chain of two places: rename it (in data, ?? matches it)"
     bucket, _, folder = place.rstrip("/").partition("/")
+    if bucket and not folder:
+        whole = f"{scheme}://{bucket}/*"
+        return f"{shortened(url)!r} is a whole bucket: write {scheme}://BUCKET/FOLDER, or, for data, {whole}"
     if not bucket or not folder or any(part in ("", ".", "..") for part in folder.split("/")):
         return f"{shortened(url)!r} is not a place in a store: write {scheme}://BUCKET/FOLDER"
     if importlib.util.find_spec(MODULES[scheme]) is None:

@@ -27,6 +27,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.columns import peek
 from fsdptrain.data.starter import starter_recipe
+from fsdptrain.errors import RecipeError
 
 COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
 
@@ -155,6 +156,8 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
         assert done.returncode == 2 and "cannot write" in done.stderr and "Traceback" not in done.stderr, done.stderr
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "~/of/mine.yaml", HOME=str(tmp_path))
     assert done.returncode == 0 and (tmp_path / "of" / "mine.yaml").is_file(), done.stderr
+    with pytest.raises(RecipeError, match=r"^--data: 'ftp://host/x': ftp:// is not supported"):
+        starter_recipe("ftp://host/x", "org/name", recipe)
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "$X/mine.yaml")
     assert done.returncode == 2 and "variables such as $HOME are not expanded" in done.stderr
 

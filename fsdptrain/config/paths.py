@@ -23,6 +23,11 @@ def expanded(path: str) -> str:
 
 def path_fault(path: str) -> str | None:
     """Return why a path cannot be used as it is written, with the way out; None if it can."""
+    if "$" in path and URL.fullmatch(path):
+        return (
+            f"{path!r}: variables such as $USER are not expanded; write the URL out, or pass it on the command line "
+            "without quotes, so that the shell expands it (a $ in the name of an object: ? matches it in data.path)"
+        )
     if "$" in path:
         return (
             f"{path!r}: variables such as $HOME are not expanded; write the path out (~ is your home folder), or pass "

@@ -10,8 +10,10 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -23,10 +25,11 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import data_kind
 from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors
+from fsdptrain.data.readers import reject_saved_to_disk
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
 from fsdptrain.events import Progress
 from fsdptrain.storage import ObjectPath, object_path, store_errors
@@ -75,10 +78,10 @@ def list_objects(url: str) -> tuple[StoredObject, ...]:
     whatever its suffix. Raises NoData when the store refuses or does not answer and when nothing is there, and
     DataError when there are no data files.
     """
-    with _data_errors(url, NoData(f"data.path: {shortened(url)!r} was not found")):
+    with _data_errors(url, NoData(f"data: {shortened(url)!r} was not found")):
         found = _find(object_path(url))
     if not found:
-        raise DataError(f"data.path: no data files in {shortened(url)}")
+        raise DataError(f"data: no data files in {shortened(url)}")
     return tuple(found[key] for key in sorted(found, key=lambda key: key.split("/")))
 
 
@@ -91,32 +94,69 @@ def _data_errors(place: object, if_missing: DataError) -> Iterator[None]:
     except FileNotFoundError:
         raise if_missing from None
     except StorageError as error:
-        raise NoData(f"data.path: {error}") from None
+        raise NoData(f"data: {error}") from None
 
 
 def _find(root: ObjectPath) -> dict[str, StoredObject]:
     """Return the objects behind a path or a glob by their keys; raises FileNotFoundError when nothing is there."""
     try:
         matched = {root.key: root.fs.info(root.key)}
-    except FileNotFoundError as error:
-        if not has_magic(root.key) or "bucket does not exist" in str(error):
+    except (FileNotFoundError, PermissionError) as error:
+        if "bucket does not exist" in str(error):
             raise
-        matched = _visible(root.key, root.fs.glob(root.key, detail=True))
+        matched = _matching(root)
+        # A user may have the right to read what is in a folder, and none for the folder's own name.
+        if not matched and isinstance(error, PermissionError) and root.fs.find(root.key):
+            matched = {root.key: {"type": "directory"}}
         if not matched:
             raise
     found = {}
+    folders = {key for key, facts in matched.items() if facts["type"] != "file"}
     for key, facts in matched.items():
-        below = {key: facts} if facts["type"] == "file" else root.fs.find(key, detail=True)
+        if key in folders and not folders.isdisjoint(_parents(key)):
+            continue  # it is listed with that folder
+        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: facts}
         for name, each in below.items():
             if (name == key or data_kind(name)) and not name.endswith("/"):
                 found[name] = StoredObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
                 if not found[name].etag:
-                    raise DataError(f"data.path: {place} has no ETag, without which a change of it is not noticed")
+                    raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
     return found
 
 
-def _visible(pattern: str, matched: dict[str, Any]) -> dict[str, Any]:
+def _parents(key: str) -> list[str]:
+    """Return the folders that contain a key, the bucket first."""
+    parts = key.split("/")
+    return ["/".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _list_folder(folder: ObjectPath) -> dict[str, Any]:
+    """Return the objects below a folder; raises DataError where save_to_disk has written it."""
+    below: dict[str, Any] = folder.fs.find(folder.key, detail=True)
+    names: dict[str, set[str]] = {}
+    for key in below:
+        parent, _, name = key.rpartition("/")
+        names.setdefault(parent, set()).add(name)
+    for parent, inside in names.items():
+        reject_saved_to_disk(ObjectPath(folder.fs, parent), inside)
+    return below
+
+
+def _matching(root: ObjectPath) -> dict[str, Any]:
     """Return the matches of a glob without those in which a wildcard stands for a name that starts with a dot."""
+    import fsspec
+
+    if not has_magic(root.key):
+        return {}
+    # Beside other characters, ** is the same as *; fsspec refuses it.
+    pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in root.key.split("/"))
+    try:
+        matched = root.fs.glob(pattern, detail=True)
+    except PermissionError:  # glob requests the folder's own name, a listing of all that is below does not
+        fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), pattern.split("/")))
+        matches = re.compile(fsspec.utils.glob_translate(pattern)).match
+        listed = root.fs.find(fixed, withdirs=True, detail=True)
+        matched = {key: facts for key, facts in listed.items() if matches(key)}
     named = [part for part in pattern.split("/") if part.startswith(".")]
 
     def is_seen(part: str) -> bool:
@@ -126,8 +166,8 @@ def _visible(pattern: str, matched: dict[str, Any]) -> dict[str, Any]:
 
 
 def _etag(facts: dict[str, Any]) -> str:
-    """Return the ETag in what a store reports about an object; libraries spell it in two ways."""
-    return str(facts.get("ETag") or facts.get("etag") or "")
+    """Return the ETag in what a store reports about an object; libraries spell it in two ways, some add quotes."""
+    return str(facts.get("ETag") or facts.get("etag") or "").strip('"')
 
 
 def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
@@ -139,10 +179,11 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
     if all(each.is_here for each in objects):
         return
     folder, name = cache_dir("objects"), _digest(str(objects[0].place))
-    with FileLock(folder / f"{name}.lock"):
+    with _locked(folder / f"{name}.lock", objects, progress):
         missing = [each for each in objects if not each.is_here]
         scratch = folder / f"{name}.tmp"
-        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(scratch, ignore_errors=True)
+        _remove_leftovers(folder)
         if not missing:
             return
         _check_space(folder, sum(each.size for each in missing))
@@ -152,6 +193,34 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
                 _download(missing, scratch, progress)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, objects: Sequence[StoredObject], progress: Progress) -> Iterator[None]:
+    """Hold a lock; while another process holds it, report what that one has completed, so that a stop ends the wait."""
+    lock, total = FileLock(path), sum(each.size for each in objects)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=POLL_S)
+        except Timeout:
+            _report(progress, sum(each.size for each in objects if each.is_here), total)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what downloads of killed processes have left; one that runs holds its lock."""
+    for scratch in folder.glob("*.tmp"):
+        with contextlib.suppress(Timeout), FileLock(scratch.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _report(progress: Progress, received: int, total: int) -> None:
+    unit, bytes_of_unit = ("MiB", 2**20) if total > 10 * 2**20 else ("KiB", 2**10)
+    whole = -(-total // bytes_of_unit)
+    progress(f"downloading data ({unit})", received // bytes_of_unit if received < total else whole, whole)
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -166,7 +235,6 @@ def _check_space(folder: Path, needed: int) -> None:
 def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress) -> None:
     """Download objects into `scratch`, AT_ONCE at a time, and rename each when it is complete."""
     total, received, stop, lock = sum(each.size for each in objects), [0], threading.Event(), threading.Lock()
-    unit, bytes_of_unit = ("MiB", 2**20) if total > 10 * 2**20 else ("KiB", 2**10)
 
     def copy(number: int) -> None:
         each, path = objects[number], scratch / str(number)
@@ -182,10 +250,7 @@ def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress
         _reject_changed(each, path.stat().st_size)
         path.replace(each.copy)
 
-    def report() -> None:
-        progress(f"downloading data ({unit})", received[0] // bytes_of_unit, -(-total // bytes_of_unit))
-
-    report()
+    _report(progress, 0, total)
     with ThreadPoolExecutor(AT_ONCE, "download") as pool:
         try:
             waiting = {pool.submit(copy, number) for number in range(len(objects))}
@@ -193,11 +258,10 @@ def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress
                 done, waiting = wait(waiting, POLL_S, FIRST_EXCEPTION)
                 for each in done:
                     each.result()
-                report()
+                _report(progress, received[0], total)
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    progress(f"downloading data ({unit})", -(-total // bytes_of_unit), -(-total // bytes_of_unit))
 
 
 def _read(each: StoredObject, start: int) -> bytes:
@@ -219,4 +283,4 @@ def _reject_changed(each: StoredObject, received: int) -> None:
 
 
 def _changed(each: StoredObject) -> DataError:
-    return DataError(f"data.path: {each.place} changed while it was downloaded: run again when nothing writes to it")
+    return DataError(f"data: {each.place} changed while it was downloaded: run again when nothing writes to it")

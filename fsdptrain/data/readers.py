@@ -13,7 +13,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,13 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
 def conversion_advice(name: str) -> str | None:
     """Return how to convert a file of this name to a supported type, where that is known."""
     return next((advice for suffixes, advice in CONVERSIONS.items() if name.lower().endswith(suffixes)), None)
+
+
+def reject_saved_to_disk(folder: object, names: Iterable[str]) -> None:
+    """Raise DataError, with the way out, if a folder with these names in it was written by save_to_disk."""
+    if {"dataset_info.json", "state.json"} <= set(names):
+        way_out = "convert it to Parquet: datasets.load_from_disk(…).to_parquet('data.parquet')"
+        raise DataError(f"{folder} was written by save_to_disk, which is not supported: {way_out}")
 
 
 def type_name(value: Any) -> str:

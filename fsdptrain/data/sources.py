@@ -8,13 +8,22 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.config.paths import data_kind, is_hub_data, matching_paths
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import StoredObject, fetch, list_objects
-from fsdptrain.data.readers import SUPPORTED, DataFile, Source, conversion_advice, file_errors, open_file
+from fsdptrain.data.readers import (
+    SUPPORTED,
+    DataFile,
+    Source,
+    conversion_advice,
+    file_errors,
+    open_file,
+    reject_saved_to_disk,
+)
 from fsdptrain.errors import DataError, NoData, shortened
 from fsdptrain.events import Progress
 from fsdptrain.storage import URL
@@ -52,9 +61,7 @@ def _files_in(path: Path) -> Iterator[Path]:
         yield path
         return
     for folder, _, names in os.walk(path, onerror=_raise_unreadable):
-        if {"dataset_info.json", "state.json"} <= set(names):
-            way_out = "convert it to Parquet: datasets.load_from_disk(…).to_parquet('data.parquet')"
-            raise DataError(f"{folder} was written by save_to_disk, which is not supported: {way_out}")
+        reject_saved_to_disk(folder, names)
         yield from (Path(folder, name) for name in names)
 
 
@@ -101,16 +108,21 @@ def data_stamps(path: str) -> list[tuple[str, int, int]]:
 def fingerprint(path: str) -> str:
     """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit.
 
-    Many bytes are read by one process of a node only: their digest is cached, until a file is changed.
+    Many bytes are read by one process of a node only: their digest is cached, until a file is changed. The copies of
+    objects do not change: their digest is cached by URL, size and ETag.
     """
     files = readable_files(path)
     if not files:
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    states = [_state(file) for file in files]
-    changed_s = max(max(changes) for *_, changes in states) / 1e9
-    if sum(size for _, _, size, _ in states) < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
+    if objects := stored_objects(path):
+        states: list[Any] = [(str(each.place), each.size, each.etag) for each in objects]
+        size, changed_s = sum(each.size for each in objects), 0.0
+    else:
+        states = [_state(file) for file in files]
+        size, changed_s = sum(size for _, _, size, _ in states), max(max(changes) for *_, changes in states) / 1e9
+    if size < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
         return _digest(files)
 
     def write(folder: Path) -> None:

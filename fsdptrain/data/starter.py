@@ -9,11 +9,12 @@ from pathlib import Path
 
 import yaml
 
-from fsdptrain.config.paths import find_data, model_name_fault
+from fsdptrain.config.paths import find_data, model_name_fault, path_fault
 from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
+from fsdptrain.storage import url_fault
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json
@@ -52,10 +53,12 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
     """Return the text of a recipe, to be written to `dest`, that trains `model` on `data`, read by its column names.
 
     Raises DataError for data that is missing, cannot be read, or whose columns match no format, and RecipeError for a
-    model that is neither a folder nor a Hub id.
+    model that is neither a folder nor a Hub id and for a path or URL that cannot be used.
     """
     if fault := model_name_fault(model):
         raise RecipeError([Problem(fault, "--model")])
+    if fault := path_fault(data) or url_fault(data):
+        raise RecipeError([Problem(fault, "--data")])
     found = find_data(data, Path.cwd())
     available = column_names(found)
     likely = guess_format(available)

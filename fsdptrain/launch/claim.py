@@ -138,8 +138,10 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
     names |= {"model.id": model.id} | ({"model.tokenizer": model.tokenizer} if model.tokenizer else {})
     problems = []
     for key, name in names.items():
-        if isinstance(name, str) and URL.fullmatch(name) and would_read_checkpoints(name, rundir.checkpoint_path or ""):
-            problems.append(Problem(f"{name} would include checkpoints, in {rundir.checkpoint_path}: move one", key))
+        if isinstance(name, str) and URL.fullmatch(name):
+            if fault := checkpoints_fault(name, rundir.checkpoint_path or ""):
+                problems.append(Problem(f"{name} {fault}: move one", key))
+            continue
         if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
         if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
@@ -172,12 +174,17 @@ def would_read_run_files(name: str, root: str) -> bool:
     return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
 
 
-def would_read_checkpoints(name: str, place: str) -> bool:
-    """Return whether data at a URL (an object, a folder or a glob) is inside `place`, or includes files there."""
+def checkpoints_fault(name: str, place: str) -> str | None:
+    """Return whether data at a URL (an object, a folder or a glob) is inside `place`, or includes checkpoints there.
+
+    None if it does neither.
+    """
     pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
     written = (*root, "step-00000001", "manifest.json")
     lengths = range(1, len(written) + 1)
-    return _matches(pattern[: len(root)], root) or any(_matches(written[:length], pattern) for length in lengths)
+    if any(_matches(written[:length], pattern) for length in lengths):
+        return f"would include checkpoints, in {place}"
+    return f"is inside checkpoint.path ({place}), which this run writes" if pattern[: len(root)] == root else None
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

@@ -30,9 +30,9 @@ BASIC_FIRST = [
 
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
 UNCHECKED = {
-    "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model", "model.tokenizer": "tokenizer",
-    "model.attn_implementation": "attention kernel", "launch.nproc_per_node": "number of GPUs",
-    "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
+    "data": "data", "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model",
+    "model.tokenizer": "tokenizer", "model.attn_implementation": "attention kernel",
+    "launch.nproc_per_node": "number of GPUs", "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
 }  # fmt: skip
 
 

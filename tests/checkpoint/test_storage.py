@@ -300,6 +300,7 @@ def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tm
     [
         ("ftp://host/x", "is not supported: use s3://"),
         ("s3://bucket/", "write s3://BUCKET/FOLDER"),
+        ("s3://bucket/a::b", "fsspec reads '::' as a chain of two places: rename it"),
         ("s3://bucket/../other", "write s3://BUCKET/FOLDER"),
         ("gs://bucket/x", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
     ],

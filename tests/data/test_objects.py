@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,14 +34,14 @@ from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
-from fsdptrain.data import objects
+from fsdptrain.data import objects, sources
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.corpus import open_corpus
 from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
-from fsdptrain.launch.claim import check_inputs, would_read_checkpoints
+from fsdptrain.launch.claim import check_inputs, checkpoints_fault
 from fsdptrain.storage import object_path
 from fsdptrain.validate import data as validate_data
 from fsdptrain.validate.data import check_data
@@ -116,6 +117,9 @@ def test_a_url_has_the_files_the_rows_and_the_fingerprint_of_the_same_folder(tmp
         "/sub",
         "/[ab].jsonl*",
         "/.dot/*",
+        "/sub/**",
+        "/su**",
+        "/**b/***.txt",
     ):
         local, url = f"{folder}{pattern}", f"{bucket}{pattern}"
         names = [path.relative_to(folder).as_posix() for path in data_files(local)]
@@ -126,6 +130,58 @@ def test_a_url_has_the_files_the_rows_and_the_fingerprint_of_the_same_folder(tmp
             for where in (local, url)
         ]
         assert rows[0] == rows[1] and rows[0]
+
+
+def test_a_folder_whose_name_must_not_be_requested_is_listed(bucket: Any, server: ObjectStore) -> None:
+    put(bucket, a__jsonl=LINE)
+
+    def refuse(method: str, path: str) -> Any:  # a policy that allows s3:GetObject on what is in the folder
+        return FORBIDDEN if method == "HEAD" and "a.jsonl" not in path else None
+
+    with server.failing(refuse):
+        assert [each.place.name for each in relist(bucket)] == ["a.jsonl"]
+        assert [each.place.name for each in relist(f"{bucket}/a*.jsonl")] == ["a.jsonl"]
+        assert [each.place.name for each in relist(f"{bucket}/*.jsonl")] == ["a.jsonl"]
+        with pytest.raises(NoData, match="access is refused"):
+            relist(f"{bucket}/absent")
+
+
+def test_a_folder_is_listed_once(bucket: Any, server: ObjectStore) -> None:
+    put(bucket, **{f"{name}___{name}__jsonl": LINE for name in "abcdef"})
+    server.requests.clear()
+    assert len(relist(f"{bucket}/**")) == 6
+    assert sum("list-type" in request for request in server.requests) <= 4  # of any number of folders
+
+
+def test_etags_with_and_without_quotes_are_the_same_object(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(bucket, a__jsonl=LINE)
+    [found], info = relist(bucket), type(bucket.fs).info
+
+    def bare(*arguments: Any, **options: Any) -> dict[str, Any]:
+        facts = info(*arguments, **options)
+        return facts | {"ETag": facts["ETag"].strip('"')}
+
+    monkeypatch.setattr(found.place.fs, "info", lambda key: bare(found.place.fs, key))
+    fetch([found])
+    assert found.is_here
+
+
+def test_a_folder_of_save_to_disk_is_recognised(bucket: Any) -> None:
+    put(bucket, saved___dataset_info__json="{}", saved___state__json="{}")
+    with pytest.raises(DataError, match=r"/saved was written by save_to_disk, .*to_parquet"):
+        relist(bucket)
+
+
+def test_the_digest_of_objects_is_cached_at_once(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "QUICKLY_READ", 1)
+    put(bucket, a__jsonl=LINE)
+    first = fingerprint(str(bucket))
+    monkeypatch.setattr(sources, "_digest", None)
+    assert fingerprint(str(bucket)) == first
+    monkeypatch.undo()
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path / "cache"))
+    put(bucket, a__jsonl=2 * LINE)
+    assert relist(bucket) and fingerprint(str(bucket)) != first
 
 
 def test_an_error_in_an_object_names_the_object_and_the_line(bucket: Any) -> None:
@@ -167,7 +223,7 @@ def test_nothing_there(bucket: Any) -> None:
         ("s3://no-such-bucket/x", "there is no such bucket: create it, or correct the URL"),
         ("s3://no-such-bucket/*.jsonl", "there is no such bucket: create it, or correct the URL"),
     ):
-        with pytest.raises(DataError, match=rf"^data\.path: .*{words}"):
+        with pytest.raises(DataError, match=rf"^data: .*{words}"):
             list_objects(url)
 
 
@@ -196,7 +252,7 @@ def test_a_store_that_refuses_leaves_nothing_half_in_the_cache(
     put(bucket, a__jsonl=LINE, b__jsonl=2 * LINE)
     answer, words = REFUSALS[name]
     noticed = []
-    with server.times(-1, answer), pytest.raises(NoData, match=rf"^data\.path: s3://.*{words}"):
+    with server.times(-1, answer), pytest.raises(NoData, match=rf"^data: s3://.*{words}"):
         list_objects(str(bucket))
     found = relist(bucket)
     sent = []
@@ -206,7 +262,7 @@ def test_a_store_that_refuses_leaves_nothing_half_in_the_cache(
         return answer if "b.jsonl" in path and len([p for p in sent if "b.jsonl" in p]) > 2 else None
 
     began = time.monotonic()
-    with server.failing(die_in_the_middle), pytest.raises(NoData, match=rf"^data\.path: s3://.*b\.jsonl: .*{words}"):
+    with server.failing(die_in_the_middle), pytest.raises(NoData, match=rf"^data: s3://.*b\.jsonl: .*{words}"):
         fetch(found)
     noticed.append(time.monotonic() - began)
     assert [each.is_here for each in found][1] is False and not [n for n in cached(tmp_path) if n.endswith(".tmp")]
@@ -247,7 +303,7 @@ def test_an_object_that_changes_during_the_download(
 
     with (
         server.failing(change),
-        pytest.raises(DataError, match=r"^data\.path: s3://.*a\.jsonl changed while it was downloaded: run again"),
+        pytest.raises(DataError, match=r"^data: s3://.*a\.jsonl changed while it was downloaded: run again"),
     ):
         fetch([found])
     assert cached(tmp_path) == []
@@ -311,10 +367,11 @@ def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
         process.send_signal(signal.SIGKILL)
         process.wait()
         release.set()
-    found = relist(bucket)
+    put(bucket, _0__jsonl=LINE)  # the next download begins with another object
+    [_, *found] = relist(bucket)
     assert not found[1].is_here
     assert subprocess.run(words, env=environment(), capture_output=True, check=True).stdout == b"done\n"
-    assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE] and len(cached(tmp_path)) == 2
+    assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE] and len(cached(tmp_path)) == 3
     fault_table.add("S3 data: killed in mid-download", 1, 1)
 
 
@@ -369,7 +426,9 @@ def test_a_dry_run_reads_all_of_little_data_and_the_first_file_of_much(
     ("url", "words"),
     [
         ("ftp://host/x", "is not supported: use s3://"),
-        ("s3://bucket", "write s3://BUCKET/FOLDER"),
+        ("s3://bucket", r"write s3://BUCKET/FOLDER, or, for data, s3://bucket/\*"),
+        ("s3://bucket/a::b", r"fsspec reads '::' as a chain of two places: rename it \(in data, \?\? matches it\)"),
+        ("s3://bucket/$x/a.jsonl", r"variables such as \$USER are not expanded; .* \? matches it in data\.path"),
         ("S3://bucket/x", "is neither a folder nor a place in a store: write s3://BUCKET/FOLDER"),
         ("gs://bucket/x.jsonl", r"needs gcsfs, which is not installed: pip install 'fsdptrain\[gs\]'"),
     ],
@@ -389,17 +448,20 @@ def test_a_revision_belongs_to_the_hub_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "refused"),
     [
-        ("s3://bucket/runs/x", True), ("s3://bucket/runs/x/step-00000002", True), ("s3://bucket/runs", True),
+        ("s3://bucket/runs/x", True), ("s3://bucket/runs/x/a.jsonl", True), ("s3://bucket/runs", True),
         ("s3://bucket/**", True), ("s3://bucket/*", True), ("s3://bucket/runs/*/*/*.json", True),
         ("s3://bucket/*.jsonl", False), ("s3://bucket/runs/y", False), ("s3://other/runs", False),
         ("gs://bucket/runs/x", False), ("s3://bucket/runs/*/*.json", False),
     ],
 )  # fmt: skip
 def test_data_that_would_include_checkpoints_is_refused(url: str, refused: bool, tmp_path: Path) -> None:
-    assert would_read_checkpoints(url, "s3://bucket/runs/x") is refused
+    assert bool(checkpoints_fault(url, "s3://bucket/runs/x")) is refused
     if refused:
         plan = plan_for(tmp_path, url, checkpoint__path="s3://bucket/runs/x")
-        with pytest.raises(RecipeError, match=r"data\.path: .* would include checkpoints, in s3://bucket/runs/x"):
+        reason = (
+            "is inside checkpoint.path (s3://bucket/runs/x), which" if "x/" in url else "would include checkpoints, in"
+        )
+        with pytest.raises(RecipeError, match=re.escape(f"data.path: {url} {reason}")):
             check_inputs(plan, plan.rundir)
 
 
