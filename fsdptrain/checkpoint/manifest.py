@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.plan import LAYOUT_KEY
+from fsdptrain.config.plan import KEPT, LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError
 from fsdptrain.files import regular_file_status
@@ -260,4 +260,8 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
             "choose another output_dir"
         )
         return Problem(message, name)
+    if path.endswith(KEPT):
+        was, what = ("not 0", "0") if before else ("0", "not 0")
+        message = f"was {was} in the run to resume, is {what} now; choose another output_dir"
+        return Problem(message, path.removesuffix(KEPT))
     return Problem(f"was {before!r} in the run to resume, is {now!r} now; choose another output_dir", path)

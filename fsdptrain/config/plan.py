@@ -220,7 +220,7 @@ class Plan:
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.facts.keeps_if:
-            same[f"optim.{keeps_if}"] = recipe[f"optim.{keeps_if}"]  # the state that is saved depends on it
+            same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
         return fixed | same | {LAYOUT_KEY: LAYOUT}
 
     def digest(self) -> str:
@@ -449,3 +449,8 @@ def _trust_problems(recipe: Recipe) -> list[Problem]:
 
 
 LAYOUT_KEY = "layout"  # key of LAYOUT in an identity
+
+
+KEPT = (
+    ".kept"  # after a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it
+)

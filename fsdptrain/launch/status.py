@@ -83,9 +83,7 @@ class Observer:
             "run_dir": str(self.rundir.root),
             "ranks": self._newest_plan.topology.world_size,
             "nodes": self._newest_plan.topology.nnodes,
-            "nodes_allowed": list(node_range(self.plan.recipe.launch.nnodes))
-            if self.plan.topology.is_elastic
-            else None,
+            "nodes_allowed": [*node_range(self.plan.recipe.launch.nnodes)] if self.plan.topology.is_elastic else None,
             "source": self.plan.topology.source or None,
             "host": start.get("host"),
             "attempts": self._attempts,
@@ -125,7 +123,8 @@ class Observer:
             elif kind in ("stop", "error"):
                 self._ends.append(record)
             elif kind == "step":
-                self._ends = []  # of a node that was lost before
+                if self.plan.topology.is_elastic:
+                    self._ends = []  # of a node that was lost before
                 self._step_times.append(record["step_s"])
             self._last[kind] = record
         for record in self._progress.read():
@@ -140,6 +139,8 @@ class Observer:
         here = is_locked(self.rundir)
         if self._is_finished(made, total):
             return "finished", f"all {counted(made, 'step')} are trained"
+        if self._meets_again(silent_s):
+            return "running", "workers were lost; the other nodes meet again"
         if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
             return self._end()
         if hung := self._hung_ranks():
@@ -158,6 +159,12 @@ class Observer:
             f"nothing was recorded for {duration(silent_s)}, longer than launch.timeout_s ({limit} s): it ran {where} "
             "and was killed there, or cannot write to this folder"
         )
+
+    def _meets_again(self, silent_s: float | None) -> bool:
+        """Return whether a node of an elastic run was lost a moment ago, and no launcher has given up since."""
+        lost = bool(self._ends) and all(end.get("type") == "WorkerLost" and "rank" in end for end in self._ends)
+        limit = self.plan.recipe.launch.timeout_s
+        return lost and self.plan.topology.is_elastic and silent_s is not None and silent_s <= limit
 
     def _end(self) -> tuple[str, str]:
         """Return how the newest attempt ended.
@@ -209,9 +216,8 @@ class Observer:
 
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])
-        return (
-            hosts if len(hosts) == self._newest_plan.topology.world_size else []
-        )  # an earlier attempt may have had others
+        # An earlier attempt may have had others.
+        return hosts if len(hosts) == self._newest_plan.topology.world_size else []
 
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")

@@ -8,6 +8,7 @@ then it requeues the job: a job that `scancel` ends must not come back.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -111,6 +112,9 @@ def prepare_job(
     nnodes = nodes or node_range(written.recipe.launch.nnodes)[1]
     check_agreement(written.recipe, Launched("this job", nnodes, 0, endpoint="its own endpoint"), written.where)
     topology = topology_of_job(written.recipe, nnodes, gpus)
+    least, most = node_range(written.recipe.launch.nnodes)
+    if on == "hosts" and least < min(most, nnodes):  # jobs of schedulers have a fixed number of nodes
+        topology = dataclasses.replace(topology, least_nnodes=least)
     plan, problems = draft_plan(written, topology, elsewhere=on == "k8s")
     if problems:
         raise RecipeError(problems)
@@ -263,8 +267,8 @@ def host_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return a command for each host; all of them must be started at about the same time."""
     if len(hosts) != job.plan.topology.nnodes:
         raise RecipeError(f"--hosts: give the {counted(job.plan.topology.nnodes, 'host')} as a,b,c")
-    least, most = node_range(job.plan.recipe.launch.nnodes)
-    nnodes = f"{least}:{len(hosts)}" if least < min(most, len(hosts)) else str(len(hosts))
+    least = job.plan.topology.least_nnodes
+    nnodes = f"{least}:{len(hosts)}" if least else str(len(hosts))
     several = [f"launch.nnodes={nnodes}", f"launch.rdzv_endpoint={hosts[0]}:{RENDEZVOUS_PORT}"]
     command = shlex.join(job.command(*(several if len(hosts) > 1 else [])))
     return [f"ssh {host} {shlex.quote(f'cd {shlex.quote(str(Path.cwd()))} && {command}')}" for host in hosts]

@@ -84,7 +84,7 @@ class _Adapted(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         seen = x if dropped is None else dropped
         small = functional.linear(seen, a).flatten(0, -2)
-        base = functional.linear(x, weight_of(stored, x.dtype), bias).flatten(0, -2)
+        base = functional.linear(x.flatten(0, -2), weight_of(stored, x.dtype), bias)  # no view of another tensor
         ctx.save_for_backward(seen, small, a, b, *stored)  # FSDP2 frees what it has gathered, and gathers it again
         ctx.scale, ctx.weight_of = scale, weight_of
         return (base.addmm_ if in_place else base.addmm)(small, b.T, alpha=scale)

@@ -26,6 +26,7 @@ from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.topology import check_endpoint, find_topology, topology_of
 from fsdptrain.config.versions import untested_versions
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
+from fsdptrain.launch.heading import nodes_allowed
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
@@ -171,8 +172,8 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
             log = rundir.launcher_log
             if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
                 raise WorkerError(
-                    f"the {topology.nnodes} nodes did not meet at {topology.endpoint}: start the same command on each, "
-                    f"and check that the address leads to the first from all others (name, firewall); log: {log}"
+                    f"the {nodes_allowed(plan)} nodes did not meet at {topology.endpoint}: start the same command on "
+                    f"each, and check that the address leads to the first from all others (name, firewall); log: {log}"
                 ) from None
             raise
         if stop.count:

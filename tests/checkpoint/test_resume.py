@@ -115,9 +115,12 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
 
 def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
     identities = []
-    for words in ([], ["optim.momentum=0"], ["optim.lr=1"]):
+    for words in ([], ["optim.momentum=0"], ["optim.momentum=0.95", "optim.lr=1"]):
         loaded = load(write_recipe(tmp_path), ["optim.name=sgd", *words])
         identities.append(make_plan(loaded, Topology("cpu", 1, 2)).identity())
     [problem] = resume_problems(identities[0], identities[1])
-    assert problem.field == "optim.momentum" and problem.message.startswith("was 0.9 in the run to resume, is 0.0 now")
-    assert not resume_problems(identities[0], identities[2])
+    assert problem.field == "optim.momentum" and problem.message.startswith("was not 0 in the run to resume")
+    [problem] = resume_problems(identities[1], identities[0])
+    assert problem.field == "optim.momentum" and problem.message.startswith("was 0 in the run to resume")
+    earlier = {key: value for key, value in identities[0].items() if not key.startswith("optim.momentum")}
+    assert not resume_problems(identities[0], identities[2]) and not resume_problems(earlier, identities[2])

@@ -182,3 +182,28 @@ def test_the_nodes_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
     run.steps(12)
     assert (run.facts()["nodes"], run.facts()["ranks"], run.facts()["nodes_allowed"]) == (2, 4, [1, 4])
     assert "ranks  4 on 2 of 1 to 4 nodes" in run.shown()
+
+
+def lost(run: Written, rank: int | None, ago_s: float, kind: str = "WorkerLost") -> None:
+    run.event("error", ago_s, type=kind, message=f"of rank {rank}", **({} if rank is None else {"rank": rank}))
+
+
+def test_an_elastic_run_that_lost_a_node_goes_on_until_a_launcher_gives_up(tmp_path: Path) -> None:
+    launch = {"nnodes": "1:2", "nproc_per_node": 2, "rdzv_endpoint": "a:1", "max_restarts": 1}
+    run = Written(tmp_path, nodes=2, least=1, launch=launch)
+    run.event("start", 9.0, total_steps=100, host="elsewhere", world_size=4)
+    run.steps(3)
+    lost(run, 0, 2)
+    lost(run, 1, 1)
+    assert run.facts()["state"] == "running" and "the other nodes meet again" in run.facts()["why"]
+    lost(run, None, 0)
+    assert (run.facts()["state"], run.facts()["why"]) == ("failed", "of rank None")
+
+
+def test_a_step_after_the_cause_does_not_hide_it(tmp_path: Path) -> None:
+    run = Written(tmp_path, nodes=2)
+    run.start(host="elsewhere", ago_s=9)
+    lost(run, 3, 3, "DataError")
+    run.steps(3)  # on a GPU rank 0 reads its steps one late
+    lost(run, 0, 1)
+    assert (run.facts()["state"], run.facts()["why"]) == ("failed", "rank 3: of rank 3")

@@ -173,6 +173,8 @@ def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(t
         job_of(tmp_path, "launch.nnodes=1:2", nodes=4)
     ranged = ("launch.nnodes=1:4", "launch.max_restarts=1")
     assert "launch.nnodes=1:2" in host_commands(job_of(tmp_path, *ranged, on="hosts", gpus=0), ["a", "b"])[0]
+    with pytest.raises(RecipeError, match=r"has no effect without launch\.max_restarts"):
+        job_of(tmp_path, "launch.nnodes=1:2", on="hosts", nodes=2, gpus=0)
 
 
 @pytest.mark.parametrize(
