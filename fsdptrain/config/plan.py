@@ -25,7 +25,7 @@ from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import find_data, is_folder, is_hub_data, model_name_fault, with_expanded_paths
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.schema import Recipe, flat
+from fsdptrain.config.schema import Recipe, flat, node_range
 from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import default_config
 from fsdptrain.errors import Problem, RecipeError, shortened
@@ -279,7 +279,7 @@ def draft_plan(
     `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
     """
     recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
-    problems += _elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
+    problems += elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
     problems += [] if elsewhere else model_name_problems(recipe)
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
@@ -373,14 +373,18 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed."""
+def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed.
+
+    `topology` may be that of an attempt, with fewer nodes.
+    """
     if topology.least_nnodes is None:
         return []
     if not recipe.launch.max_restarts:
         message = "has no effect without launch.max_restarts: after a node is lost, the others go on by a restart"
         return [Problem(message, "launch.nnodes")]
-    sizes = range(topology.least_nnodes, topology.nnodes + 1)
+    least, most = node_range(recipe.launch.nnodes)
+    sizes = range(least, most + 1)
     for nnodes in reversed(sizes):
         problems = _layout_problems(recipe, dataclasses.replace(topology, nnodes=nnodes))
         if not problems:

@@ -30,9 +30,9 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
     `start` is the run's `start` event, which names the card; without it, or if the card is unknown, nothing is
     forecast. Where nothing is forecast, the overrides are those that save the most for the least time.
     """
+    plan = plan.of_attempt(start)
     changes = [*changes_that_save_memory(plan)]
     hardware = hardware_of(start) if start else None
-    plan = plan.of_attempt(start)
     if hardware is None:
         return ["no forecast: the card is not known", *_untried(changes)]
     deadline = time.monotonic() + LIMIT_S

@@ -18,9 +18,9 @@ from typing import Any
 
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Counts, Plan, varied
+from fsdptrain.config.plan import Counts, Plan, elastic_problems, varied
 from fsdptrain.config.rules import cross_field_problems, may_hold_shards
-from fsdptrain.config.schema import Recipe, value_at
+from fsdptrain.config.schema import value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
@@ -284,20 +284,37 @@ def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
     nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
     wanted = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
     wanted.sort(key=lambda strategy: not strategy.reshards)  # those that need less memory first
-    ladders = [_Ladder(strategy, strategy.sizes_to_try(nodes, node), offload) for strategy in wanted]
+    ladders = []
+    for strategy in wanted:
+        ladder = _Ladder(strategy, strategy.sizes_to_try(nodes, node), offload)
+        sizes = [ranks for ranks in ladder.sizes if _fits_range(plan, _overrides(plan, ladder, ranks, "full", 1))]
+        ladders.append(dataclasses.replace(ladder, sizes=sizes))
     return [ladder for ladder in ladders if ladder.sizes]
 
 
-def micro_batches(recipe: Recipe, world: int) -> list[int]:
+def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
+    """Return whether the run could go on with every number of nodes of its range; True if that number is fixed.
+
+    A recipe that does not fit the range itself has been refused: its options are not judged.
+    """
+    recipes = plan.recipe, varied(plan, overrides).recipe
+    own, changed = (elastic_problems(recipe, plan.topology) for recipe in recipes)
+    return bool(own) or not changed
+
+
+def micro_batches(plan: Plan) -> list[int]:
     """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
 
-    Where the recipe's attention kernel needs micro-batches of one row, there are no others.
+    With a range of nodes they divide the share of each number of nodes. Where the recipe's attention kernel needs
+    micro-batches of one row, there are no others.
     """
+    recipe = plan.recipe
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
         return [1]
-    share = recipe.train.global_batch_size // world
+    share = recipe.train.global_batch_size // plan.topology.world_size
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
-    return sorted(powers | {recipe.train.micro_batch_size})
+    sizes = sorted(powers | {recipe.train.micro_batch_size})
+    return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
 
 
 def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
@@ -331,7 +348,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     now = _Ladder(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
     most = _ladders(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
     offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
-    smaller = max((size for size in micro_batches(recipe, world) if size < micro), default=micro)
+    smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
     kind = fsdp.activation_checkpointing
     choices = [
         (now, plan.shard_size, "full", micro),
@@ -449,7 +466,7 @@ def _climb_all(
     ladders: list[_Ladder], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, progress: SearchProgress
 ) -> list[Option]:
     """Return the options of all ladders; several ladders are climbed concurrently."""
-    micros = micro_batches(trials.plan.recipe, trials.plan.topology.world_size)
+    micros = micro_batches(trials.plan)
     each = len(micros) * len(RECOMPUTATION)
     count = _PlanCount(each * sum(len(ladder.sizes) for ladder in ladders), progress)
 

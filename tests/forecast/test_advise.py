@@ -358,7 +358,7 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     words = ["train.global_batch_size=32", *written]
     recipe, topology = write_recipe(tmp_path), Topology("cuda", 4, 2)
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
-    micros = micro_batches(plan.recipe, 8)
+    micros = micro_batches(plan)
     assert micros == [1, 2, 4]
     for ladder in [*advise._ladders(plan, False), *advise._ladders(plan, True)]:
         for ranks in ladder.sizes:
@@ -366,6 +366,22 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
                 overrides = advise._overrides(plan, ladder, ranks, recomputation, micro)
                 pasted = load(recipe, [*words, *command_text(overrides).split()])
                 assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
+
+
+@pytest.mark.parametrize("nodes", [3, 2])  # all that may come, and those of an attempt
+def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path: Path, nodes: int) -> None:
+    words = ["train.global_batch_size=72", "train.micro_batch_size=3", "fsdp.strategy=HYBRID_SHARD"]
+    words += ["launch.nnodes=1:3", "launch.max_restarts=3"]
+    recipe, topology = write_recipe(tmp_path), Topology("cuda", 3, 4, least_nnodes=1)
+    plan, problems = draft_plan(load(recipe, words), topology, elsewhere=True)
+    assert not problems
+    ask = FakeForecaster(state=100)
+    found = advice(plan.on_nodes(nodes), ask)
+    changes = [*changes_that_save_memory(plan.on_nodes(nodes)), *(option.overrides for option in found.options)]
+    assert {option.micro_batch_size for option in found.options} == {1, 3}
+    for overrides in changes:
+        pasted = load(recipe, [*words, *command_text(overrides).split()])
+        assert draft_plan(pasted, topology, elsewhere=True)[1] == []
 
 
 def test_shallow_copies_need_identical_blocks(tmp_path: Path) -> None:
