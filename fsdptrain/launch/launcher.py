@@ -179,6 +179,9 @@ class Attempt:
         self._met, self._started = True, time.time()
         if self._place["node"] == 0:  # the workers, which need seconds to start, do not write yet
             cut_partial_lines(self.rundir)
+            for name in (self.rundir.hang_report("*").name, self.rundir.stack_dump("*").name):
+                for path in self.rundir.logs.glob(name):  # to which a lost host may still write
+                    path.unlink(missing_ok=True)
         self.plan = self.plan.on_nodes(self._place["nodes"])
         if self.plan.topology.is_elastic:
             self.screen.say(nodes_text(self.plan))
@@ -304,6 +307,9 @@ class Attempt:
             )
         if code:
             raise WorkerError(f"the launcher's agent exited with {code}; see {self.rundir.launcher_log}")
+        # A host that does not share the run folder sees no record of the stop.
+        if self.stop.count and self.worker == "train" and not inspect_earlier_attempts(self.rundir, self.plan).finished:
+            raise Stopped(f"stopped by {self.stop.by}; run the same command to continue")
 
     def _lost_work(self) -> str:
         """Return which steps are in no checkpoint, and the step of the newest checkpoint."""

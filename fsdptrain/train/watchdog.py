@@ -70,11 +70,14 @@ class Watchdog:
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        dump, own = self._rundir.stack_dump(self._rank), os.fstat(self._dump.fileno())
+        with contextlib.suppress(OSError):
+            if not os.fstat(self._dump.fileno()).st_size and self._is_newest():
+                self._rundir.stack_dump(self._rank).unlink()
         self._dump.close()
-        with contextlib.suppress(FileNotFoundError):
-            if not own.st_size and os.path.samestat(own, dump.stat()):
-                dump.unlink()
+
+    def _is_newest(self) -> bool:
+        """Return whether no later attempt has started. Raises OSError if one is about to."""
+        return os.path.samestat(os.fstat(self._dump.fileno()), self._rundir.stack_dump(self._rank).stat())
 
     def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
         """Note progress. The next beat may take as long as a slow disk needs for `disk_bytes` in addition."""
@@ -107,7 +110,9 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
             report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
-            write_atomically(self._rundir.hang_report(self._rank), report)
+            # On a host that was cut off, the lines above waited for the shared folder: the others may train again.
+            if self._is_newest():
+                write_atomically(self._rundir.hang_report(self._rank), report)
         if not self._ended.wait(EXIT_S):
             os._exit(WorkerLost.exit_code)
 

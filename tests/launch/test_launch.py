@@ -31,7 +31,10 @@ from fsdptrain.config.topology import find_topology
 from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang
+from fsdptrain.launch.launcher import Attempt
+from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
+from fsdptrain.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats
 from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace
@@ -135,6 +138,28 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
             time.sleep(0.05)
     assert json.loads(hang.read_text())["rank"] == 0
     assert "entries" in json.loads(plan.rundir.collectives(0).read_text())["gloo"]
+
+
+def test_a_rank_of_a_lost_host_does_not_report_to_the_next_attempt(tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, 1, launch__timeout_s=1)
+    collectives, dump = plan.rundir.collectives(0), plan.rundir.stack_dump(0)
+    with Watchdog(plan, 0) as watchdog:
+        dump.unlink()  # as the next attempt does
+        dump.touch()
+        watchdog.beat(step_done=True)
+        end = time.monotonic() + 30
+        while not collectives.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    assert collectives.exists() and dump.exists() and not plan.rundir.hang_report(0).exists()
+
+
+def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None:
+    plan, stop = plan_for(tmp_path, 1), StopRequest()
+    attempt = Attempt(plan, plan.rundir, Screen(quiet=True), stop)
+    attempt._raise_failure(0, {})  # it has finished
+    stop.count, stop.name = 1, "SIGINT"
+    with pytest.raises(errors.Stopped, match="stopped by Ctrl-C; run the same command"):
+        attempt._raise_failure(0, {})  # there is no record of the stop
 
 
 def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
