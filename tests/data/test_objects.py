@@ -349,6 +349,35 @@ def test_one_process_of_a_node_downloads_for_all(tmp_path: Path, bucket: Any, se
     assert len(cached(tmp_path)) == 3
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_a_process_that_waits_for_the_download_of_another_shows_its_progress_and_can_be_stopped(
+    bucket: Any, server: ObjectStore
+) -> None:
+    put(bucket, **{f"{name}__jsonl": 1024 * name for name in "ab"})
+    found, seen, reading, release = relist(bucket), list[int](), threading.Event(), threading.Event()
+
+    def stall(method: str, path: str) -> None:
+        if method == "GET" and "b.jsonl" in path:
+            reading.set()
+            release.wait(30)
+
+    def stop_at_half(stage: str, done: int, total: int) -> None:
+        seen.append(done)
+        if (done, total) == (1, 2):
+            raise Stopped("stopped by SIGTERM")
+
+    other = threading.Thread(target=fetch, args=[found])
+    with server.failing(stall):
+        other.start()
+        assert reading.wait(30)
+        with pytest.raises(Stopped):
+            fetch(found, stop_at_half)
+        assert other.is_alive() and seen[-1] == 1
+        release.set()
+        other.join()
+    assert all(each.is_here for each in found)
+
+
 def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
     tmp_path: Path, bucket: Any, server: ObjectStore, fault_table: FaultTable
 ) -> None:
