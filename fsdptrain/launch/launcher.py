@@ -80,7 +80,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                     raise
                 if has_ended_elsewhere(plan, attempt, screen):
                     return
-                if attempt.others:  # they start again, and this node with them
+                if attempt.others or attempt.waited:  # they start again, and this node with them
                     alone_since = time.monotonic()
                     continue
                 left_s = alone_since + MEET_S - time.monotonic()
@@ -117,6 +117,7 @@ class Attempt:
     def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = "train") -> None:
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
+        self.waited = False  # for ten minutes or more, for others that train
         self._met = plan.topology.nnodes == 1
         self._place: dict[str, int] = {}  # once the nodes have met: how many `nodes`, and which `node` this is
         if self._met:
@@ -162,6 +163,8 @@ class Attempt:
                 record = json.loads(line)
                 if "nodes" in record:
                     self._place = record
+                elif "others" in record:
+                    self.waited = True
                 else:
                     failure = record
         return failure

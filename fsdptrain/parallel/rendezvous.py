@@ -34,6 +34,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     on_met: Callable[[int, int], None]
     on_waiting: Callable[[], None]
+    on_others: Callable[[], None]
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous."""
@@ -50,6 +51,7 @@ class Rendezvous(DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if not self._state_holder.state.complete:  # it is, until the last of them is lost or ends
                     raise
+                self.on_others()
             else:
                 self.on_met(found.rank, found.world_size)
                 return found
@@ -62,22 +64,28 @@ class Rendezvous(DynamicRendezvousHandler):
         return 0
 
 
-def register_rendezvous(on_met: Callable[[int, int], None], on_waiting: Callable[[], None]) -> None:
+def register_rendezvous(
+    on_met: Callable[[int, int], None], on_waiting: Callable[[], None], on_others: Callable[[], None]
+) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
     `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
-    while the workers run and another node waits.
+    while the workers run and another node waits, `on_others` when this node has waited for ten minutes while others
+    train.
     """
-    rendezvous_handler_registry.register(BACKEND, partial(_create, on_met, on_waiting))
+    rendezvous_handler_registry.register(BACKEND, partial(_create, on_met, on_waiting, on_others))
 
 
 def _create(
-    on_met: Callable[[int, int], None], on_waiting: Callable[[], None], wanted: RendezvousParameters
+    on_met: Callable[[int, int], None],
+    on_waiting: Callable[[], None],
+    on_others: Callable[[], None],
+    wanted: RendezvousParameters,
 ) -> RendezvousHandler:
     backend, store = create_backend(wanted)
     timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
     handler = Rendezvous.from_backend(
         wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
     )
-    handler.on_met, handler.on_waiting = on_met, on_waiting
+    handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
     return handler
