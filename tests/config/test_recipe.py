@@ -27,8 +27,10 @@ from fsdptrain.config.names import (
     replacement_of,
 )
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
+from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
+from fsdptrain.config.topology import Topology
 from fsdptrain.config.versions import TESTED, untested_versions
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
@@ -128,12 +130,13 @@ def places(problems: list[Problem]) -> list[tuple[str | None, str | None]]:
 
 
 def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
     flash = "model.attn_implementation=flash_attention_2"
     [problem] = refused(tmp_path, BASE, flash, "train.micro_batch_size=2")
     assert problem.field == "model.attn_implementation" and "set train.micro_batch_size=1" in problem.message
     for allowed in (["train.micro_batch_size=1"], ["train.micro_batch_size=2", "data.packing=none"]):
-        recipe = read(tmp_path, BASE, flash, *allowed).recipe
-        assert micro_batches(recipe, 2) == ([1] if recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
+        plan = make_plan(read(tmp_path, BASE, flash, *allowed), Topology("cuda", 1, 2))
+        assert micro_batches(plan) == ([1] if plan.recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
