@@ -113,9 +113,12 @@ def prepare_job(
     check_agreement(written.recipe, Launched("this job", nnodes, 0, endpoint="its own endpoint"), written.where)
     topology = topology_of_job(written.recipe, nnodes, gpus)
     least, most = node_range(written.recipe.launch.nnodes)
+    planned = written
     if on == "hosts" and least < min(most, nnodes):  # jobs of schedulers have a fixed number of nodes
         topology = dataclasses.replace(topology, least_nnodes=least)
-    plan, problems = draft_plan(written, topology, elsewhere=on == "k8s")
+        launch = dataclasses.replace(written.recipe.launch, nnodes=f"{least}:{nnodes}")
+        planned = dataclasses.replace(written, recipe=dataclasses.replace(written.recipe, launch=launch))
+    plan, problems = draft_plan(planned, topology, elsewhere=on == "k8s")
     if problems:
         raise RecipeError(problems)
     if on == "slurm" and plan.recipe.checkpoint.resume == "never":
