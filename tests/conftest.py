@@ -6,6 +6,7 @@ The variables of the caches are set when pytest starts, before the libraries tha
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is slow: that is no failure
 settings.load_profile("any machine")
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job ignores it, and so would its children
 
 _cache = tempfile.TemporaryDirectory(prefix="fsdptrain-tests-")  # removed when the session ends
 os.environ["FSDPTRAIN_CACHE"] = _cache.name
