@@ -18,9 +18,8 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)  # a busy machine is slow: that is no failure
 settings.load_profile("any machine")
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would its children
+# The background job of a shell ignores Ctrl-C, and its children would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _cache = tempfile.TemporaryDirectory(prefix="fsdptrain-tests-")  # removed when the session ends
 os.environ["FSDPTRAIN_CACHE"] = _cache.name
