@@ -22,6 +22,12 @@ SLOW_DOWN = ("503 Slow Down", "SlowDown")
 INTERNAL = ("500 Internal Server Error", "InternalError")
 EXPIRED = ("400 Bad Request", "ExpiredToken")
 FORBIDDEN = ("403 Forbidden", "AccessDenied")
+REFUSALS = {  # the answer, and a pattern of what it is called
+    "expired credentials": (EXPIRED, "the credentials(, which)? may have expired"),
+    "no rights": (FORBIDDEN, "access is refused: check the credentials"),
+    "500": (INTERNAL, "the store reports an error"),
+    "503": (SLOW_DOWN, "the store reports an error"),
+}
 
 
 class SilentHandler(WSGIRequestHandler):

@@ -24,7 +24,7 @@ from support import environment, events, fsdptrain, processes_using, write_recip
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
-from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve_here
+from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, REFUSALS, SLOW_DOWN, ObjectStore, serve_here
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -204,14 +204,6 @@ READING: dict[str, Callable[[RunDir], Any]] = {
     "verifying": lambda run: checkpoint_problems(run.checkpoint(1)),
     "loading": lambda run: load_checkpoint(run.checkpoint(1), shards_of_rank(0)),
     "saving": lambda run: save(run.storage, 2),
-}
-
-
-REFUSALS = {
-    "expired credentials": (EXPIRED, "the credentials(, which)? may have expired"),
-    "no rights": (FORBIDDEN, "access is refused: check the credentials"),
-    "500": (INTERNAL, "the store reports an error"),
-    "503": (SLOW_DOWN, "the store reports an error"),
 }
 
 

@@ -27,7 +27,7 @@ from support import environment, events, fsdptrain, write_recipe
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
-from object_store import BUCKET, EXPIRED, FORBIDDEN, INTERNAL, SLOW_DOWN, ObjectStore, serve_here
+from object_store import BUCKET, EXPIRED, FORBIDDEN, REFUSALS, ObjectStore, serve_here
 
 from fsdptrain import storage
 from fsdptrain.config.plan import Plan, make_plan
@@ -234,14 +234,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(storage.OPTIONS, "s3", {"config_kwargs": options})
     monkeypatch.setattr(objects, "PIECE", 8)
     monkeypatch.setattr(objects, "POLL_S", 0.02)
-
-
-REFUSALS = {
-    "expired credentials": (EXPIRED, "the credentials(, which)? may have expired"),
-    "no rights": (FORBIDDEN, "access is refused: check the credentials"),
-    "500": (INTERNAL, "the store reports an error"),
-    "503": (SLOW_DOWN, "the store reports an error"),
-}
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -95,6 +95,14 @@ def test_peft_computes_what_the_function_cannot() -> None:
 
 def test_what_a_layer_returns_for_a_batch_can_be_changed_in_place() -> None:
     """Olmo clips queries, keys and values so, with `clip_qkv`."""
+    torch.manual_seed(0)
     layer, x = adapted("linear", torch.float32, 0.0), torch.randn(2, 7, IN)
-    layer.__class__ = AdaptedLinear
-    layer(x).clamp_(-1, 1).sum().backward()
+    found = []
+    for kind in (Linear, AdaptedLinear):
+        layer.__class__ = kind
+        layer.zero_grad()
+        clipped = layer(x).clamp_(-0.5, 0.5)
+        clipped.sum().backward()
+        found.append([clipped.detach(), *(param.grad.clone() for param in layer.parameters() if param.requires_grad)])
+    assert found[0][0].abs().max() == 0.5
+    torch.testing.assert_close(found[1], found[0])
