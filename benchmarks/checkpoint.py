@@ -191,8 +191,7 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
 
         target = folder / f"plain-{run.world.rank}"
         pieces = [
-            shard.local.contiguous().numpy()
-            for shard in shards_of(model, optimizer, run.plan.recipe.optim.name).values()
+            shard.local.contiguous().numpy() for shard in shards_of(model, optimizer, run.plan.recipe.optim).values()
         ]
         started = time.perf_counter()
         with target.open("wb", buffering=0) as stream:
