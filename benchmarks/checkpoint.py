@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py [--rounds 5] [--folder DIR] [--adapter]
 
 Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments; with `--adapter` it is frozen, and adapters
-of rank 16 on its linear layers are trained and saved. In every round each method saves once; the
-order alternates. All methods write to the same folder, which should be on the disk that is to be measured. The output
+of rank 16 on its linear layers are trained and saved. In every round each method saves once, in an
+order of its own, because a save is slower or faster after some others. All methods write to the same folder, which should be on the disk that is to be measured. The output
 has the medians of the slower rank's seconds; `ours` is fsdptrain, by default with `checkpoint.verify: read-back`.
 `checksum` (which is computed while the disk is busy) and `read back` are parts that DCP does not have: DCP neither
 hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the checkpoint and reads it.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -133,7 +134,7 @@ def measure(rounds: int, folder: Path) -> NoReturn:
     times: dict[str, list[Times]] = {method: [] for method in methods}
     first = 0.0
     for number in range(rounds + 1):  # round 0 is the warm-up
-        for method in list(methods) if number % 2 else reversed(list(methods)):
+        for method in random.Random(number).sample(list(methods), len(methods)):
             os.sync()
             dist.barrier(run.world.side)
             seconds = methods[method](number)

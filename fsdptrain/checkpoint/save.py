@@ -48,7 +48,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.storage import Location
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
-READ_BYTES = 2**22  # read back at a time
+READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared
 
 
 class Checkpointer:
