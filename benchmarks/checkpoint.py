@@ -3,11 +3,12 @@
     python benchmarks/checkpoint.py [--rounds 5] [--folder DIR] [--adapter]
 
 Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments; with `--adapter` it is frozen, and adapters
-of rank 16 on its linear layers are trained and saved. In every round each method saves once, in an
-order of its own, because a save is slower or faster after some others. All methods write to the same folder, which should be on the disk that is to be measured. The output
-has the medians of the slower rank's seconds; `ours` is fsdptrain, by default with `checkpoint.verify: read-back`.
-`checksum` (which is computed while the disk is busy) and `read back` are parts that DCP does not have: DCP neither
-hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the checkpoint and reads it.
+of rank 16 on its linear layers are trained and saved. In every round each method saves once, in an order of the round's
+own, because a save is slower after some others. All methods write to the same folder, which should be on the disk that
+is to be measured. The output has the medians of the slower rank's seconds; `ours` is fsdptrain, by default with
+`checkpoint.verify: read-back`. `checksum` (which is computed while the disk is busy) and `read back` are parts that DCP
+does not have: DCP neither hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the checkpoint and
+reads it.
 """
 
 from __future__ import annotations
