@@ -173,7 +173,7 @@ def run(
     from fsdptrain.forecast.relief import relief_lines
     from fsdptrain.launch.claim import claim_run_dir
     from fsdptrain.launch.heading import heading
-    from fsdptrain.launch.launcher import launch
+    from fsdptrain.launch.launcher import launch, upload_export
     from fsdptrain.screen import Screen
 
     topology = find_topology(written.recipe, os.environ, explicit=written.where)
@@ -207,6 +207,7 @@ def run(
         with _errors_recorded(rundir):
             try:
                 launch(plan, screen, earlier)
+                upload_export(rundir, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
                     start, config = screen.last.get("start"), str(rundir.model)
@@ -600,11 +601,13 @@ def _find_shipped(name: str) -> Path:
 
 
 def _show_finished(rundir: RunDir, step: int) -> None:
-    """Print that there is nothing left to train, and how to load the model."""
+    """Print that there is nothing left to train, and how to load the model; upload an export that is here only."""
+    from fsdptrain.launch.launcher import upload_export
     from fsdptrain.screen import Screen
 
-    screen = Screen()
-    screen.say(f"the run in {rundir.root} is finished ({step} steps): nothing was trained")
+    with Screen() as screen:
+        screen.say(f"the run in {rundir.place} is finished ({step} steps): nothing was trained")
+        upload_export(rundir, screen)
     if rundir.export.is_dir():
         screen.last["export"] = {"path": str(rundir.export)}
         screen.summary(0.0)

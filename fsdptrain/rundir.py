@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.storage import CheckpointStorage, open_storage
+from fsdptrain.storage import URL, CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 
@@ -20,14 +20,22 @@ class RunDir:
 
     root: Path
     checkpoint_path: str | None = None  # where the checkpoints are, if not in the folder: a folder or a URL
+    url: str | None = None  # output_dir, if it is in an object store: then `root` is the folder in which the run works
 
     @classmethod
     def open(cls, root: Path) -> RunDir:
         """Return the folder of an earlier run, whose plan says where the checkpoints are."""
-        place = None
+        place = url = None
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            place = json.loads((root / "plan.json").read_bytes())["recipe"]["checkpoint"]["path"]
-        return cls(root, place if isinstance(place, str) and place else None)
+            recipe = json.loads((root / "plan.json").read_bytes())["recipe"]
+            place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
+        place = place if isinstance(place, str) and place else None
+        return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)
+
+    @property
+    def place(self) -> str:
+        """The run's place as messages name it: the URL, or the folder."""
+        return self.url or str(self.root)
 
     @property
     def mark(self) -> Path:

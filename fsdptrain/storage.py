@@ -369,16 +369,13 @@ class _ObjectStorage(CheckpointStorage):
         return target
 
     def claim(self) -> None:
-        probe = self.root / ".fsdptrain"  # a store that refuses to write or to remove is reported before the first step
-        with store_errors(probe):
-            probe.fs.pipe_file(probe.key, b"fsdptrain writes the checkpoints in this folder.\n")
-            probe.fs.rm_file(probe.key)
+        try_writing(self.root)  # a store that refuses is reported before the first step
         for path in self.local.glob("*"):  # of ranks that were killed in a save
             if CHECKPOINT_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         for name in _without_manifest(self._folders()):
             self._remove(name)
-        self._abort_uploads()
+        abort_uploads(self.root / "step-")
 
     def prepare(self, step: int) -> None:
         self._reject_existing(step)
@@ -448,20 +445,6 @@ class _ObjectStorage(CheckpointStorage):
             path.lstat()
             raise CheckpointError(_exists_already(path.parent))
 
-    def _abort_uploads(self) -> None:
-        """Abort the uploads that killed processes began here: S3 keeps their invisible parts, and charges for them.
-
-        A user without the right to list uploads keeps them; a rule of the bucket can remove them.
-        """
-        fs = self.root.fs
-        if not hasattr(fs, "list_multipart_uploads"):
-            return
-        bucket, _, prefix = self.root.key.partition("/")
-        with contextlib.suppress(StorageError), store_errors(self.root):
-            begun = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-").get("Uploads", [])
-            for upload in begun:
-                fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-
 
 def open_storage(path: str | None, folder: Path) -> CheckpointStorage:
     """Return the storage at `path`, a URL or a local folder; if None, that in `folder` of the run.
@@ -486,6 +469,29 @@ def object_path(url: str) -> ObjectPath:
     if url.startswith("s3:"):
         fs.retries = S3FS_TRIES  # an attribute only
     return ObjectPath(fs, key.rstrip("/"))
+
+
+def try_writing(folder: ObjectPath) -> None:
+    """Write and remove an object in a folder; raise StorageError if the store refuses."""
+    probe = folder / ".fsdptrain"
+    with store_errors(probe):
+        probe.fs.pipe_file(probe.key, b"fsdptrain writes this folder.\n")
+        probe.fs.rm_file(probe.key)
+
+
+def abort_uploads(prefix: ObjectPath) -> None:
+    """Abort the uploads that killed processes began below a prefix.
+
+    S3 keeps their invisible parts, and charges for them. A user without the right to list uploads keeps them; a rule of
+    the bucket can remove them.
+    """
+    fs = prefix.fs
+    if not hasattr(fs, "list_multipart_uploads"):
+        return
+    bucket, _, below = prefix.key.partition("/")
+    with contextlib.suppress(StorageError), store_errors(prefix):
+        for upload in fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=below).get("Uploads", []):
+            fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
 def _without_manifest(folders: dict[str, dict[str, int]]) -> list[str]:

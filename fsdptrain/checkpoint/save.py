@@ -45,6 +45,7 @@ from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, Storage
 from fsdptrain.files import fsync
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
 from fsdptrain.storage import Location
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
@@ -60,6 +61,7 @@ class Checkpointer:
         """Take the run, its plan, and in `content` digests of the data and the tokenizer that the recipe names."""
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.storage = rundir.storage
+        self.store = RunStore.of(rundir)
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -67,6 +69,8 @@ class Checkpointer:
 
     def claim(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
+        if self.store:
+            self._on_rank_zero(f"write to {self.store.root}", self.store.take)
         self._on_rank_zero(f"write checkpoints to {self.storage}", self.storage.claim)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
@@ -145,6 +149,8 @@ class Checkpointer:
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self._all_gather(entry)))
             manifest = Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files)
+            if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
+                self._on_rank_zero(action, self.store.push)
             publish = partial(storage.publish, step, manifest.sealed())
             self._on_rank_zero(action, with_disk_report(publish))
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import glob
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.schema import Recipe
-from fsdptrain.errors import DataError, NoData, Problem, shortened
+from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
 from fsdptrain.storage import URL, url_fault
 
 
@@ -59,21 +60,43 @@ def path_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, path in paths_of(recipe).items():
         if fault := path_fault(path):
             yield Problem(fault, key)
-    for key in ("checkpoint.path", "data.path", "data.eval"):
+    for key in ("output_dir", "checkpoint.path", "data.path", "data.eval"):
         if fault := url_fault(paths_of(recipe).get(key, "")):
             yield Problem(fault, key)
-    if URL.fullmatch(recipe.output_dir):
+    run, checkpoints = recipe.output_dir.rstrip("/"), (recipe.checkpoint.path or "").rstrip("/")
+    if URL.fullmatch(run) and f"{checkpoints}/".startswith(f"{run}/") and checkpoints != f"{run}/checkpoints":
         yield Problem(
-            f"{shortened(recipe.output_dir)!r} is not a local folder, which logs and metrics need: set checkpoint.path "
-            "to this place for the checkpoints, and output_dir to a folder",
-            "output_dir",
+            f"{shortened(checkpoints)!r} is inside output_dir, where the run stores other files: leave it out (then it "
+            f"is {run}/checkpoints), or choose another place",
+            "checkpoint.path",
         )
+
+
+def cache_root() -> Path:
+    """Return the folder of the cache: $FSDPTRAIN_CACHE, else fsdptrain/ of the user's cache folder.
+
+    Raises RuntimeError if the user has no home folder.
+    """
+    root, base = os.environ.get("FSDPTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(root or Path(base or Path.home() / ".cache") / "fsdptrain")
+
+
+def working_folder(output_dir: str) -> Path:
+    """Return the folder in which a run works: `output_dir`, or one in the cache if that is in an object store."""
+    if not URL.fullmatch(output_dir):
+        return Path(output_dir).absolute()
+    url = output_dir.rstrip("/")
+    try:
+        root = cache_root().absolute()
+    except RuntimeError as error:
+        raise RecipeError(f"the cache cannot be found ({error}): set FSDPTRAIN_CACHE to a writable folder") from None
+    return root / "runs" / f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
 def with_expanded_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with `~` expanded in output_dir, model.id and model.tokenizer: libraries do not expand it.
 
-    A folder in checkpoint.path becomes absolute.
+    A folder in checkpoint.path becomes absolute. With `output_dir` in an object store the checkpoints are there, too.
 
     Data paths stay as written, because a run to resume is identified by them.
     """
@@ -82,9 +105,13 @@ def with_expanded_paths(recipe: Recipe) -> Recipe:
     path = recipe.checkpoint.path
     if path is not None and not URL.fullmatch(path):
         path = str(Path(expanded(path)).absolute())
+    output_dir = expanded(recipe.output_dir)
+    if URL.fullmatch(output_dir):
+        output_dir = output_dir.rstrip("/")
+        path = path or f"{output_dir}/checkpoints"
     return dataclasses.replace(
         recipe,
-        output_dir=expanded(recipe.output_dir),
+        output_dir=output_dir,
         model=dataclasses.replace(recipe.model, **names),
         checkpoint=dataclasses.replace(recipe.checkpoint, path=path),
     )

@@ -23,13 +23,21 @@ from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.paths import find_data, is_folder, is_hub_data, model_name_fault, with_expanded_paths
+from fsdptrain.config.paths import (
+    find_data,
+    is_folder,
+    is_hub_data,
+    model_name_fault,
+    with_expanded_paths,
+    working_folder,
+)
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, flat, node_range
 from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import default_config
 from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.rundir import RunDir
+from fsdptrain.storage import URL
 from fsdptrain.text import counted
 
 # Environment variable of agents and workers: the digest of the plan that they must read.
@@ -123,7 +131,8 @@ class Plan:
     @property
     def rundir(self) -> RunDir:
         """The run folder, and the place of the checkpoints."""
-        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path)
+        url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
+        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
 
     @property
     def pretrained(self) -> bool:
@@ -225,7 +234,8 @@ class Plan:
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of the part of the plan that is the same on every node."""
-        return hashlib.sha256(dataclasses.replace(self, threads=0).to_json().encode()).hexdigest()
+        run_dir = self.rundir.place  # each node may have its cache, and so its working folder, at another path
+        return hashlib.sha256(dataclasses.replace(self, threads=0, run_dir=run_dir).to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""
@@ -296,7 +306,7 @@ def draft_plan(
     plan = Plan(
         version=__version__,
         recipe=recipe,
-        run_dir=str(Path(recipe.output_dir).absolute()),
+        run_dir=str(working_folder(recipe.output_dir)),
         data_path=data_path,
         eval_path=eval_path,
         topology=topology,

@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, is_disk_full
 
 CHECKED_BYTES = 2**26  # of the beginning of a prepared file have a checksum; of the rest only the size is compared
@@ -68,9 +69,8 @@ def cache_dir(kind: str) -> Path:
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.
     """
-    root, base = os.environ.get("FSDPTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(root or Path(base or Path.home() / ".cache") / "fsdptrain") / kind
+        folder = cache_root() / kind
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))

@@ -21,6 +21,7 @@ from fsdptrain.events import Record, read_history
 from fsdptrain.files import set_aside, write_atomically
 from fsdptrain.ownership import read_export_record
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
 from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
@@ -84,7 +85,7 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     # Would this plan continue the same run?
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
-            finished = f"the run in {rundir.root} is finished ({counted(step, 'step')}): nothing was trained"
+            finished = f"the run in {rundir.place} is finished ({counted(step, 'step')}): nothing was trained"
             problems = [Problem(finished), *problems]
         raise RecipeError(problems)
     # Are steps left to train?
@@ -94,7 +95,7 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     if wanted > step:
         return EarlierAttempts(step)
     if step < total:
-        raise RecipeError(f"{rundir.root}: {too_few_steps(step, wanted, total)}")
+        raise RecipeError(f"{rundir.place}: {too_few_steps(step, wanted, total)}")
     # All steps are trained. A changed plan would have no effect, so it is refused.
     without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == step else ()))
     changed = changes_since(rundir, step, plan)
@@ -125,7 +126,7 @@ def _check_checkpoints_not_lost(rundir: RunDir) -> None:
     finished = start is not None and step >= start["total_steps"]
     if finished or exported_step is not None:
         raise RecipeError(
-            f"output_dir: {rundir.root} holds {'a finished run' if finished else 'an export'} "
+            f"output_dir: {rundir.place} holds {'a finished run' if finished else 'an export'} "
             f"({step if finished else exported_step} steps), but its checkpoints are gone: training would start at "
             "step 0 and replace the export. Choose another `name` or output_dir, or delete this folder"
         )
@@ -169,8 +170,8 @@ def describe_changes(changed: Changes) -> list[str]:
 def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> str:
     lines = "".join(f"\n  {line}" for line in describe_changes(changed))
     return (
-        f"the run in {rundir.root} is finished ({step} steps): nothing was trained or changed. The recipe differs from "
-        f"the one that was trained:{lines}\n"
+        f"the run in {rundir.place} is finished ({step} steps): nothing was trained or changed. The recipe differs "
+        f"from the one that was trained:{lines}\n"
         "choose another `name` (or output_dir) for a new run, or ask for more steps to continue this one"
         + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
     )
@@ -218,10 +219,16 @@ def _is_evaluated(plan: Plan, step: int, events: list[Record]) -> bool:
 
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
-    """Return whether the export of this step exists (or is not wanted); an export without a record counts."""
+    """Return whether the export of this step exists (or is not wanted); an export without a record counts.
+
+    If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
+    """
     recorded, _ = read_export_record(rundir)
-    exists = rundir.export.is_dir() and recorded in (None, step)
-    return exists or not plan.recipe.export.at_end
+    exists = rundir.export.is_dir() and recorded in ((None, step) if rundir.url is None else (step,))
+    if not plan.recipe.export.at_end or exists:
+        return True
+    store = RunStore.of(rundir)
+    return store is not None and store.exported_step() == step
 
 
 _MISSING = object()

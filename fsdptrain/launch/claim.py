@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import Problem, RecipeError, disk_full_error, is_disk_full, listed
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, disk_full_error, is_disk_full, listed
 from fsdptrain.files import write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
@@ -35,8 +36,10 @@ from fsdptrain.launch.attempts import (
     inspect_earlier_attempts,
     plan_changes,
 )
+from fsdptrain.launch.holder import claimed, node_name
 from fsdptrain.ownership import is_marked, write_mark
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
 from fsdptrain.storage import URL
 
 # Files of a run that could be read as data; a data.path must not match them.
@@ -49,10 +52,6 @@ DATA_LIKE_FILES = (
 POLL_S = 0.2  # between two checks of plan.json
 
 
-# Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.
-BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-
-
 @contextlib.contextmanager
 def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
     """Lock the run folder, write the plan into it, and yield what earlier attempts did. Do not change a finished run.
@@ -62,10 +61,54 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     """
     rundir = plan.rundir
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
-    writes = writes_run_dir(plan.topology)
     # Refuse whatever can be refused while nothing has been written.
     check_output_dir(rundir)
     check_inputs(plan, rundir)
+    with (
+        _in_store(plan) if rundir.url else contextlib.nullcontext(),
+        _claimed_here(plan, recipe_text, fresh) as earlier,
+    ):
+        yield earlier
+
+
+@contextlib.contextmanager
+def _in_store(plan: Plan) -> Iterator[None]:
+    """Claim a run in an object store, fetch its files, and upload what is new at the end, however that comes about."""
+    rundir = plan.rundir
+    if plan.topology.joined:
+        raise RecipeError(
+            f"output_dir: {rundir.url}: {plan.topology.source} has started the workers, and fsdptrain must start them "
+            "to upload the files of the run: start one task per node, or set output_dir to a folder and "
+            "checkpoint.path to this place"
+        )
+    store = RunStore(rundir)
+    with claimed(plan):
+        with _os_errors_as_recipe_errors(rundir):
+            rundir.root.mkdir(parents=True, exist_ok=True)
+            write_mark(rundir.root)
+            with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
+                store.begin()
+        try:
+            yield
+        except BaseException:
+            try:
+                _upload_rest(store)
+            except FsdptrainError as error:  # what ended the run counts
+                print(f"fsdptrain: the newest logs are in {rundir.root} only: {error}", file=sys.stderr)
+            raise
+        _upload_rest(store)
+
+
+def _upload_rest(store: RunStore) -> None:
+    """Upload the small files at the end of an attempt, if rank 0 was on this node."""
+    if store.is_writer():
+        store.push()
+
+
+@contextlib.contextmanager
+def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
+    """Do on this machine what `claim_run_dir` does."""
+    rundir, writes = plan.rundir, writes_run_dir(plan.topology)
     # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
     if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
         _refuse_used(rundir)
@@ -108,7 +151,7 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
 def _refuse_used(rundir: RunDir) -> NoReturn:
     if rundir.checkpoint_path and rundir.checkpoint_steps():
         raise RecipeError(f"checkpoint.path: {rundir.storage} is not empty: choose another, or delete what is in it")
-    raise RecipeError(f"output_dir: {rundir.root} is not empty: choose another, or delete it")
+    raise RecipeError(f"output_dir: {rundir.place} is not empty: choose another, or delete it")
 
 
 def check_output_dir(rundir: RunDir) -> None:
@@ -146,7 +189,7 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
             continue
         if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
             problems.append(
-                Problem(f"{name} is inside output_dir ({rundir.root}), which this run writes: move one", key)
+                Problem(f"{name} is inside output_dir ({rundir.place}), which this run writes: move one", key)
             )
         elif key.startswith("data.") and would_read_run_files(name, root):
             problems.append(
@@ -213,7 +256,7 @@ def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Lock a run folder to write its export; raise RecipeError if a run is using it."""
     with contextlib.ExitStack() as stack:
         if not _try_lock(stack, rundir, "lock"):
-            raise RecipeError(f"a run is using {rundir.root} and will write its export there; use --out DIR")
+            raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
         yield
 
 
@@ -225,11 +268,11 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _try_lock(stack, rundir, f"lock-{_node_name()}"):
-            raise RecipeError(f"output_dir: another run is using {rundir.root} on this machine")
+        if several and not _try_lock(stack, rundir, f"lock-{node_name()}"):
+            raise RecipeError(f"output_dir: another run is using {rundir.place} on this machine")
         first = _try_lock(stack, rundir, "lock")
         if not first and not several:
-            raise RecipeError(f"output_dir: another run is using {rundir.root}")
+            raise RecipeError(f"output_dir: another run is using {rundir.place}")
         yield first
 
 
@@ -239,14 +282,6 @@ def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
     Then a node that joins them does not take it, and writes no other plan.
     """
     _try_lock(stack, rundir, "lock")
-
-
-def _node_name() -> str:
-    """Return a file name part that is different on every node."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not Linux
-        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
-    return "-".join(parts)
 
 
 def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
@@ -280,7 +315,7 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
         f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
-        f"the other run in {rundir.root}; {apart} (this is {host})"
+        f"the other run in {rundir.place}; {apart} (this is {host})"
     )
 
 

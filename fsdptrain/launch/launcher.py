@@ -25,13 +25,14 @@ from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
 from fsdptrain.errors import NodeWaits, NotMet, Stopped, WorkerError, WorkerLost
-from fsdptrain.events import Record, Tail, cut_partial_lines
+from fsdptrain.events import Record, Tail, cut_partial_lines, progress_record
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
 from fsdptrain.text import counted
 
@@ -99,6 +100,21 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                 alone_since = time.monotonic()
                 screen.say(f"{error}\nrestart {restarts} of {plan.recipe.launch.max_restarts}")
                 take_over_lock(lock, rundir)
+
+
+def upload_export(rundir: RunDir, screen: Screen) -> None:
+    """Upload the files of a finished run, and its export last, if `output_dir` is in an object store.
+
+    Only the node of rank 0 has them. Raises StorageError if the store refuses, and Stopped after a stop signal.
+    """
+    store = RunStore.of(rundir)
+    if store is None or not store.is_writer():
+        return
+    with StopRequest() as stop, screen.busy("uploading the run"):
+        store.push()
+        store.push_export(stop, lambda stage, done, total: screen.show(progress_record(stage, done, total)))
+    if store.exported_step() is not None:
+        screen.say(f"uploaded: {store.root / EXPORT}")
 
 
 def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:

@@ -1,0 +1,149 @@
+"""The claim of a run in an object store, so that two machines do not write one run. No torch.
+
+The claim is an object that only one process can create; it names host and process, and is written again every REFRESH_S
+while the run lives. Whoever finds one waits: a claim that changes meanwhile is held, one that does not change for
+STALE_S is taken over. No clocks are compared. On the machine that is named, a look at the process decides at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.config.plan import Plan
+from fsdptrain.errors import RecipeError, StorageError
+from fsdptrain.runstore import CLAIM
+from fsdptrain.storage import ObjectPath, object_path, store_errors
+
+REFRESH_S = 20.0
+
+
+STALE_S = 90.0  # a claim that has not changed for so long is of a process that is dead or cut off
+
+
+POLL_S = 2.0
+
+
+# Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.
+BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+def node_name() -> str:
+    """Return a file name part that is different on every node."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [BOOT_ID.read_text(encoding="ascii").strip(), str(PID_NAMESPACE.stat().st_ino)]
+    return "-".join(parts)
+
+
+@contextlib.contextmanager
+def claimed(plan: Plan) -> Iterator[None]:
+    """Hold the claim of a run in an object store. Raises RecipeError if another run holds it; see the module.
+
+    All nodes of a run hold it together: those that meet at the same endpoint.
+    """
+    url, several = plan.rundir.url, plan.topology.nnodes > 1
+    assert url
+    place = object_path(url) / CLAIM
+    run = plan.topology.endpoint if several else uuid.uuid4().hex
+    mine = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "node": node_name()}
+    mine["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    _acquire(place, mine, url)
+    ended = threading.Event()
+    refresher = threading.Thread(target=_refresh, args=(place, mine, ended), name="claim", daemon=True)
+    refresher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        refresher.join(REFRESH_S)
+        with contextlib.suppress(StorageError, FileNotFoundError), store_errors(place):
+            if (read_claim(place) or {}).get("run") == run:
+                place.fs.rm_file(place.key)
+
+
+def _content(mine: dict[str, Any]) -> bytes:
+    return json.dumps({**mine, "beat": uuid.uuid4().hex}).encode()
+
+
+def read_claim(place: ObjectPath) -> dict[str, Any] | None:
+    """Return the fields of a claim; None if there is none."""
+    try:
+        with store_errors(place):
+            found = json.loads(place.fs.cat_file(place.key))
+    except FileNotFoundError:
+        return None
+    except ValueError:  # not of fsdptrain: it is taken over when it does not change
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
+    """Create the claim, or join that of the same run; take over one that nobody holds, and refuse one that is held."""
+    seen: dict[str, Any] | None = None
+    unchanged_since = time.monotonic()
+    while not _create(place, mine):
+        found = read_claim(place)
+        if found is None:
+            continue
+        if found.get("run") == mine["run"]:
+            return
+        holder = f"{found.get('host')} (process {found.get('process')}), since {found.get('since')}"
+        here = found.get("node") == mine["node"]
+        if (here and _is_alive(found.get("process"))) or (seen is not None and found != seen):
+            raise RecipeError(f"output_dir: another run is using {url}: {holder}")
+        if here or time.monotonic() - unchanged_since > STALE_S:
+            with contextlib.suppress(FileNotFoundError), store_errors(place):
+                if read_claim(place) == found:
+                    place.fs.rm_file(place.key)
+            continue
+        if seen is None:
+            print(
+                f"output_dir: {url} is claimed by {holder}: taken over if it is not confirmed within {STALE_S:.0f} s",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        seen = found
+        time.sleep(POLL_S)
+
+
+def _create(place: ObjectPath, mine: dict[str, Any]) -> bool:
+    """Create the claim; return False if there is one already."""
+    try:
+        with store_errors(place):
+            place.fs.pipe_file(place.key, _content(mine), mode="create")
+    except FileExistsError:
+        return False
+    except StorageError:  # libraries of stores have classes of their own for an object that exists
+        if read_claim(place) is None:
+            raise
+        return False
+    return True
+
+
+def _is_alive(process: object) -> bool:
+    try:
+        os.kill(int(str(process)), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
+def _refresh(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> None:
+    """Write the claim again every REFRESH_S, until it is that of another run."""
+    while not ended.wait(REFRESH_S):
+        with contextlib.suppress(StorageError), store_errors(place):  # it is tried again
+            if (read_claim(place) or mine).get("run") != mine["run"]:
+                return
+            if not ended.is_set():
+                place.fs.pipe_file(place.key, _content(mine))

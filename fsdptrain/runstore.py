@@ -1,0 +1,219 @@
+"""The files of a run in an object store, if `output_dir` is a URL. No torch.
+
+The run works in a folder on the local disk, where files can be appended to, locked and renamed. Its small files are
+uploaded before each checkpoint is published and at the end of an attempt, the export when it is complete.
+
+    fetch (if another folder has written last) → … upload → checkpoint … upload → checkpoint … → upload → export
+
+`written-by.json` names the working folder that wrote last: a folder that is named there has everything that is in the
+store, any other one fetches it first. So a machine that has lost the run to another one notices it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.errors import CheckpointError, Stopped, StorageError
+from fsdptrain.events import Progress
+from fsdptrain.files import write_atomically
+from fsdptrain.ownership import Stamps, file_stamps, read_export_record
+from fsdptrain.processes import StopRequest
+from fsdptrain.rundir import RunDir
+from fsdptrain.storage import abort_uploads, object_path, store_errors, try_writing
+
+WRITTEN_BY = "written-by.json"
+
+
+CLAIM = "claim.json"  # names the process that writes the run (see `launch.holder`)
+
+
+EXPORT, EXPORT_RECORD = "export", "export.json"
+
+
+# What stays where it is: of the local folder checkpoints, exports, locks and files that are being written.
+NOT_COPIED = (
+    WRITTEN_BY, CLAIM, EXPORT_RECORD, "checkpoints/*", "export/*", "export.kept*", ".export.*", ".fsdptrain",
+    "logs/lock*", "logs/seen-by-all-*", "*.tmp",
+)  # fmt: skip
+
+
+# Files without which transformers or peft open nothing: they are uploaded last, and removed first.
+OPENS_EXPORT = ("config.json", "adapter_config.json")
+
+
+AT_ONCE = 8  # files that are copied at the same time
+
+
+class RunStore:
+    """The files of one run in an object store. Each method raises StorageError if the store refuses."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        assert rundir.url
+        self.rundir, self.root = rundir, object_path(rundir.url)
+        self._sent: Stamps = {}
+
+    @classmethod
+    def of(cls, rundir: RunDir) -> RunStore | None:
+        """Return the store of a run; None if its files are in a folder."""
+        return cls(rundir) if rundir.url else None
+
+    def begin(self) -> None:
+        """Make the local folder the one that writes, with all files that the store has. One process at a time."""
+        try_writing(self.root)
+        theirs, mine = self._read(WRITTEN_BY), self._own_name()
+        if theirs and theirs == mine:
+            return
+        # First in the store: what another machine uploads from now on is refused there, so that nothing is missed.
+        mine = json.dumps({"host": socket.gethostname(), "folder": str(self.rundir.root), "id": uuid.uuid4().hex})
+        self._write(WRITTEN_BY, mine.encode())
+        if theirs:
+            self.fetch(self.rundir.root)
+        write_atomically(self.rundir.root / WRITTEN_BY, mine)  # only now: a fetch that was killed is repeated
+
+    def take(self) -> None:
+        """Make the local folder the one that writes: rank 0 calls this, of several nodes on only one."""
+        self._write(WRITTEN_BY, self._own_name() or b"")
+
+    def is_writer(self) -> bool:
+        """Return whether the local folder is the one that writes."""
+        theirs = self._read(WRITTEN_BY)
+        return theirs is not None and theirs == self._own_name()
+
+    def _own_name(self) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.rundir.root / WRITTEN_BY).read_bytes()
+        return None
+
+    def fetch(self, folder: Path) -> None:
+        """Download the small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
+
+        They get an old modification time: a report of a hang that has a new one would be of a worker that hangs now.
+        """
+
+        def copy(name: str) -> None:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source, scratch = self.root / name, target.with_name(f".{target.name}.tmp")
+            with store_errors(source):
+                source.fs.get_file(source.key, str(scratch))
+            os.utime(scratch, (0, 0))
+            scratch.replace(target)
+
+        _all(copy, filter(_is_copied, self._listed()))
+
+    def push(self) -> None:
+        """Upload the small files that are new or have changed since this process uploaded them.
+
+        Raises StorageError also if another machine has taken over the run.
+        """
+        if not self.is_writer():
+            by = json.loads(self._read(WRITTEN_BY) or b"{}").get("host", "nobody")
+            raise StorageError(f"{self.root}: this run was taken over by {by}: nothing more is written from here")
+        stamps = {name: stamp for name, stamp in file_stamps(self.rundir.root).items() if _is_copied(name)}
+        changed = {name: stamp for name, stamp in stamps.items() if self._sent.get(name) != stamp}
+
+        def copy(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                self._put(name)
+
+        _all(copy, changed)
+        self._sent |= changed
+
+    def exported_step(self) -> int | None:
+        """Return the step of the export in the store; None if there is no complete one."""
+        record = self._export_record()
+        return int(record["step"]) if record else None
+
+    def push_export(self, stop: StopRequest, progress: Progress) -> None:
+        """Upload the export of the local folder in place of the one in the store, unless that is of the same step.
+
+        It cannot be opened until it is complete. Raises Stopped after a stop signal.
+        """
+        step, files = read_export_record(self.rundir)
+        if step is None or self.exported_step() == step:
+            return
+        target, names = self.root / EXPORT, sorted(files)
+        last = [name for name in names if name in OPENS_EXPORT]
+        old = self._export_record().get("files", {})
+        self._remove([EXPORT_RECORD, *(f"{EXPORT}/{name}" for name in OPENS_EXPORT)])
+        self._remove(f"{EXPORT}/{name}" for name in old if name not in files)
+        abort_uploads(target / "")
+        sent, total = [0], sum(size for size, _ in files.values())
+        whole = -(-total >> 20)
+
+        def count(size: int) -> None:
+            if stop.count:
+                raise Stopped(f"stopped by {stop.by} while the export was uploaded; run the same command to continue")
+            sent[0] += size
+            progress("uploading the export (MiB)", sent[0] >> 20 if sent[0] < total else whole, whole)
+
+        for group in ([name for name in names if name not in last], last):
+            _all(lambda name: self._put(f"{EXPORT}/{name}", count), group)
+        found = self._listed(EXPORT)
+        if wrong := [name for name in names if found.get(f"{EXPORT}/{name}") != files[name][0]]:
+            raise CheckpointError(f"{target / wrong[0]} has not the size of the file that was uploaded: run again")
+        self._put(EXPORT_RECORD)
+
+    def _export_record(self) -> dict[str, Any]:
+        with contextlib.suppress(ValueError):
+            found = json.loads(self._read(EXPORT_RECORD) or b"{}")
+            return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}
+        return {}
+
+    def _listed(self, below: str = "") -> dict[str, int]:
+        """Return the names of the objects of the run, and their bytes."""
+        folder = self.root / below if below else self.root
+        with store_errors(folder):
+            found = folder.fs.find(folder.key, detail=True)
+        return {key.removeprefix(f"{self.root.key}/"): facts["size"] for key, facts in found.items()}
+
+    def _put(self, name: str, count: Callable[[int], None] = lambda size: None) -> None:
+        from fsspec.callbacks import Callback
+
+        class Sent(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                count(inc)
+
+        target = self.root / name
+        with store_errors(target):
+            target.fs.put_file(str(self.rundir.root / name), target.key, callback=Sent())
+
+    def _read(self, name: str) -> bytes | None:
+        source = self.root / name
+        with contextlib.suppress(FileNotFoundError), store_errors(source):
+            return bytes(source.fs.cat_file(source.key))
+        return None
+
+    def _write(self, name: str, content: bytes) -> None:
+        target = self.root / name
+        with store_errors(target):
+            target.fs.pipe_file(target.key, content)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            target = self.root / name
+            with contextlib.suppress(FileNotFoundError), store_errors(target):
+                target.fs.rm_file(target.key)
+
+
+def _is_copied(name: str) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in NOT_COPIED)
+
+
+def _all(copy: Callable[[str], None], names: Iterable[str]) -> None:
+    """Copy files, AT_ONCE at a time; after an error no further one is begun."""
+    with ThreadPoolExecutor(AT_ONCE, "copy") as pool:
+        try:
+            for _ in pool.map(copy, names):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
