@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ Trust = Annotated[
 ]
 
 
-RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run folder")]
+RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or the URL that is output_dir")]
 
 
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
@@ -160,7 +161,7 @@ def run(
     fresh: Annotated[bool, typer.Option("--fresh", help="never resume; refuse a folder that holds a run")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Train a model, or resume its run. The run folder is output_dir."""
+    """Train a model, or resume its run. The run folder is output_dir: a folder, or a URL such as s3://BUCKET/FOLDER."""
     written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
     from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
     from fsdptrain.config.plan import make_plan
@@ -345,25 +346,49 @@ def export(
     from typing import get_args, get_type_hints
 
     from fsdptrain.config.schema import Export
-    from fsdptrain.rundir import RunDir
+    from fsdptrain.storage import URL
 
     for name, value in (("dtype", dtype), ("adapter", adapter), ("merge_base", merge_base)):
         choices = get_args(get_type_hints(Export)[name])
         if value not in (None, *choices):
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
-    run_dir = _expanded_path(run_dir)
-    rundir = RunDir.open(run_dir.absolute())
-    if not rundir.plan.is_file():
-        raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
-    target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
-    if not rundir.checkpoint_steps():
-        raise CheckpointError(f"{run_dir} has no complete checkpoint")
-    from fsdptrain.checkpoint.export import export_checkpoint
-    from fsdptrain.launch.claim import lock_for_export
-    from fsdptrain.screen import Screen
+    if out is None and URL.fullmatch(run_dir):
+        raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
+    with _opened_run(run_dir) as rundir:
+        if not rundir.plan.is_file():
+            raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
+        target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
+        if not rundir.checkpoint_steps():
+            raise CheckpointError(f"{run_dir} has no complete checkpoint")
+        from fsdptrain.checkpoint.export import export_checkpoint
+        from fsdptrain.launch.claim import lock_for_export
+        from fsdptrain.screen import Screen
 
-    with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
-        export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
+        with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
+            export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
+
+
+@contextlib.contextmanager
+def _opened_run(run_dir: str) -> Iterator[RunDir]:
+    """Yield the folder of a run; for one in an object store, a temporary folder with its small files."""
+    from fsdptrain.config.paths import path_fault
+    from fsdptrain.rundir import RunDir
+    from fsdptrain.storage import URL, url_fault
+
+    if not URL.fullmatch(run_dir):
+        yield RunDir.open(_expanded_path(Path(run_dir)).absolute())
+        return
+    from fsdptrain.runstore import RunStore
+
+    if fault := path_fault(run_dir) or url_fault(run_dir):
+        raise RecipeError(fault)
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
+        folder, url = Path(name), run_dir.rstrip("/")
+        RunStore(RunDir(folder, url=url)).fetch(folder)
+        found = dataclasses.replace(RunDir.open(folder), url=url)
+        if not found.plan.is_file():
+            raise RecipeError(f"{run_dir} is not the output_dir of a run: it has no plan.json")
+        yield found
 
 
 def _output_folder(out: Path, rundir: RunDir) -> Path:
@@ -425,7 +450,7 @@ def submit(
         if dry_run:
             print(script, end="")
         else:
-            number, run_dir = jobs.submit_to_slurm(job, script), job.plan.run_dir
+            number, run_dir = jobs.submit_to_slurm(job, script), job.plan.rundir.place
             print(f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}")
 
 
@@ -451,15 +476,16 @@ def status(
     """Show what goes on in a run. Works on any machine that sees its folder; changes nothing."""
     from fsdptrain.launch.status import Observer, show_status, watch
     from fsdptrain.page import Page
-    from fsdptrain.rundir import RunDir
+    from fsdptrain.storage import URL
 
-    observer, page = Observer(RunDir(_expanded_path(run_dir).absolute())), Page()
-    if as_json:
-        print(json.dumps(observer.facts(), indent=2))
-    elif page.console.is_terminal and not page.console.is_dumb_terminal:
-        watch(observer, page.console)
-    else:
-        show_status(observer.facts(), page)
+    with _opened_run(run_dir) as rundir:
+        observer, page = Observer(rundir), Page()
+        if as_json:
+            print(json.dumps(observer.facts(), indent=2))
+        elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
+            watch(observer, page.console)
+        else:
+            show_status(observer.facts(), page)
 
 
 @app.command()
@@ -469,15 +495,13 @@ def verify(
 ) -> None:
     """Check the checkpoints and export of a run. Compare them with their checksums; change nothing."""
     from fsdptrain.checkpoint.verify import show_survey, survey
-    from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
 
-    run_dir = _expanded_path(run_dir)
-    if not run_dir.is_dir():
-        raise RecipeError(f"{run_dir} is not a run folder")
-    with Screen() as screen:
+    with Screen() as screen, _opened_run(run_dir) as rundir:
+        if not rundir.root.is_dir():
+            raise RecipeError(f"{run_dir} is not a run folder")
         with screen.busy("verify"):
-            found = survey(RunDir.open(run_dir.absolute()))
+            found = survey(rundir)
         if not as_json:
             show_survey(found, screen)
     if as_json:
@@ -622,7 +646,7 @@ def _expanded_path(written: Path) -> Path:
         raise RecipeError(fault)
     if LIKE_A_URL.match(str(written)):  # Path made `s3:/` of `s3://`
         raise RecipeError(
-            f"{str(written).replace(':/', '://', 1)!r} is not a path: data.path and checkpoint.path can be in an "
-            "object store, but a recipe, a run folder (output_dir) and an export are on a local disk"
+            f"{str(written).replace(':/', '://', 1)!r} is not a path: output_dir, checkpoint.path and data.path can be "
+            "in an object store, but a recipe and the folder of --out are on a local disk"
         )
     return Path(expanded(str(written)))

@@ -39,11 +39,14 @@ CLAIM = "claim.json"  # names the process that writes the run (see `launch.holde
 EXPORT, EXPORT_RECORD = "export", "export.json"
 
 
-# What stays where it is: of the local folder checkpoints, exports, locks and files that are being written.
-NOT_COPIED = (
-    WRITTEN_BY, CLAIM, EXPORT_RECORD, "checkpoints/*", "export/*", "export.kept*", ".export.*", ".fsdptrain",
-    "logs/lock*", "logs/seen-by-all-*", "*.tmp",
+# The small files: of the first names below, all that is neither a lock nor being written.
+SMALL = (
+    "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "commits.json", "forecast.json", "tensorboard", "logs",
+    "model",
 )  # fmt: skip
+
+
+NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
 
 
 # Files without which transformers or peft open nothing: they are uploaded last, and removed first.
@@ -133,6 +136,14 @@ class RunStore:
         record = self._export_record()
         return int(record["step"]) if record else None
 
+    def uploaded_sizes(self) -> dict[str, int]:
+        """Return the bytes of every object below `export/`, which need not be complete."""
+        return {name.removeprefix(f"{EXPORT}/"): size for name, size in self._listed(EXPORT).items()}
+
+    def recorded_sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of the complete export; empty if there is none."""
+        return {name: size for name, (size, _) in self._export_record().get("files", {}).items()}
+
     def push_export(self, stop: StopRequest, progress: Progress) -> None:
         """Upload the export of the local folder in place of the one in the store, unless that is of the same step.
 
@@ -158,8 +169,8 @@ class RunStore:
 
         for group in ([name for name in names if name not in last], last):
             _all(lambda name: self._put(f"{EXPORT}/{name}", count), group)
-        found = self._listed(EXPORT)
-        if wrong := [name for name in names if found.get(f"{EXPORT}/{name}") != files[name][0]]:
+        found = self.uploaded_sizes()
+        if wrong := [name for name in names if found.get(name) != files[name][0]]:
             raise CheckpointError(f"{target / wrong[0]} has not the size of the file that was uploaded: run again")
         self._put(EXPORT_RECORD)
 
@@ -206,7 +217,9 @@ class RunStore:
 
 
 def _is_copied(name: str) -> bool:
-    return not any(fnmatchcase(name, pattern) for pattern in NOT_COPIED)
+    parts = name.split("/")  # anyone may have written the objects
+    known = parts[0] in SMALL and not {"", ".", ".."}.intersection(parts)
+    return known and not any(fnmatchcase(name, pattern) for pattern in NOT_COPIED)
 
 
 def _all(copy: Callable[[str], None], names: Iterable[str]) -> None:

@@ -52,9 +52,12 @@ def export_bytes(recipe: Recipe, counts: Counts) -> int:
 def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error when there is too little space, with what needs it."""
     if facts["free_bytes"] < facts["needed_bytes"]:
+        way_out = "lower checkpoint.keep, or set output_dir to another disk"
+        if plan.rundir.url is not None:
+            way_out = "set FSDPTRAIN_CACHE to a folder on another disk"
         yield CheckpointError(
             f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
-            f"of {plan.run_dir} ({_breakdown(facts)}): lower checkpoint.keep, or set output_dir to another disk"
+            f"of {plan.run_dir} ({_breakdown(facts)}): {way_out}"
         )
 
 

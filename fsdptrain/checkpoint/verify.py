@@ -11,6 +11,7 @@ from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEI
 from fsdptrain.errors import CheckpointError, OtherVersion
 from fsdptrain.files import is_regular_file, regular_file_status
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
 from fsdptrain.text import size
 
@@ -26,10 +27,13 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     reject_external_symlinks(rundir)
     checkpoints = [_survey_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
     set_aside, left_over = rundir.storage.other_names()
-    export = _survey_export(rundir.export) if rundir.export.exists() else None
+    if rundir.url is not None:
+        export = _survey_uploaded(RunStore(rundir))
+    else:
+        export = _survey_export(rundir.export) if rundir.export.exists() else None
     found = [*checkpoints, *([export] if export else [])]
     return {
-        "run": str(rundir.root),
+        "run": rundir.place,
         "checkpoints": checkpoints,
         "set_aside": set_aside,
         "left_over": left_over,
@@ -96,6 +100,19 @@ def _survey_export(folder: Path) -> dict[str, Any]:
     except CheckpointError as error:
         problems = [str(error)]
     return {**_size_on_disk(folder), "problems": problems}
+
+
+def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
+    """Compare the sizes of the objects of an export with its record, which is uploaded last; None without an export."""
+    wanted, found = store.recorded_sizes(), store.uploaded_sizes()
+    if not wanted and not found:
+        return None
+    problems = [
+        f"{store.root / EXPORT / name} is missing or incomplete" for name in wanted if found.get(name) != wanted[name]
+    ]
+    if not wanted:
+        problems = ["incomplete: its upload was interrupted, and the next run continues it"]
+    return {"path": str(store.root / EXPORT), "bytes": sum(found.values()), "files": len(found), "problems": problems}
 
 
 def _check_export(folder: Path) -> None:

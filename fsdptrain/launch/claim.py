@@ -182,7 +182,7 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
     problems = []
     for key, name in names.items():
         if isinstance(name, str) and URL.fullmatch(name):
-            if fault := checkpoints_fault(name, rundir.checkpoint_path or ""):
+            if fault := store_fault(name, rundir):
                 problems.append(Problem(f"{name} {fault}: move one", key))
             continue
         if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
@@ -217,17 +217,26 @@ def would_read_run_files(name: str, root: str) -> bool:
     return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
 
 
-def checkpoints_fault(name: str, place: str) -> str | None:
-    """Return whether data at a URL (an object, a folder or a glob) is inside `place`, or includes checkpoints there.
+def store_fault(name: str, rundir: RunDir) -> str | None:
+    """Return whether data at a URL (an object, a folder or a glob) is where a run writes, or includes what it writes.
 
     None if it does neither.
     """
-    pattern, root = tuple(name.rstrip("/").split("/")), tuple(place.rstrip("/").split("/"))
-    written = (*root, "step-00000001", "manifest.json")
-    lengths = range(1, len(written) + 1)
-    if any(_matches(written[:length], pattern) for length in lengths):
-        return f"would include checkpoints, in {place}"
-    return f"is inside checkpoint.path ({place}), which this run writes" if pattern[: len(root)] == root else None
+    written = {
+        "checkpoint.path": (rundir.checkpoint_path, "checkpoints", ("step-00000001/manifest.json",)),
+        "output_dir": (rundir.url, "files that this run writes", DATA_LIKE_FILES),
+    }
+    pattern = tuple(name.rstrip("/").split("/"))
+    for key, (place, what, files) in written.items():
+        if place is None:
+            continue
+        root = tuple(place.rstrip("/").split("/"))
+        paths = [(*root, *file.split("/")) for file in files]
+        if any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1)):
+            return f"would include {what}, in {place}"
+        if pattern[: len(root)] == root:
+            return f"is inside {key} ({place}), which this run writes"
+    return None
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

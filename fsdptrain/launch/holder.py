@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import RecipeError, StorageError
+from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import CLAIM
 from fsdptrain.storage import ObjectPath, object_path, store_errors
 
@@ -87,31 +88,41 @@ def read_claim(place: ObjectPath) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
+def _described(claim: dict[str, Any]) -> str:
+    return f"{claim.get('host')} (process {claim.get('process')}), since {claim.get('since')}"
+
+
+def holder_of(rundir: RunDir) -> str | None:
+    """Return host and process that the claim of a run in an object store names; None if there is no claim."""
+    claim = read_claim(object_path(rundir.url) / CLAIM) if rundir.url else None
+    return None if claim is None else _described(claim)
+
+
 def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
     """Create the claim, or join that of the same run; take over one that nobody holds, and refuse one that is held."""
     seen: dict[str, Any] | None = None
-    unchanged_since = time.monotonic()
-    while not _create(place, mine):
-        found = read_claim(place)
+    seen_at = float("inf")
+    # Looked at first, because some stores ignore the condition of a creation.
+    while (found := read_claim(place)) is not None or not _create(place, mine):
         if found is None:
             continue
         if found.get("run") == mine["run"]:
             return
-        holder = f"{found.get('host')} (process {found.get('process')}), since {found.get('since')}"
+        holder = _described(found)
         here = found.get("node") == mine["node"]
         if (here and _is_alive(found.get("process"))) or (seen is not None and found != seen):
             raise RecipeError(f"output_dir: another run is using {url}: {holder}")
-        if here or time.monotonic() - unchanged_since > STALE_S:
+        if here or time.monotonic() - seen_at > STALE_S:
             with contextlib.suppress(FileNotFoundError), store_errors(place):
                 if read_claim(place) == found:
                     place.fs.rm_file(place.key)
             continue
         if seen is None:
+            seen, seen_at = found, time.monotonic()
             print(
                 f"output_dir: {url} is claimed by {holder}: taken over if it is not confirmed within {STALE_S:.0f} s",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        seen = found
         time.sleep(POLL_S)
 
 

@@ -24,6 +24,7 @@ from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, first_line
 from fsdptrain.events import STEP_EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain_hang, hung_ranks
+from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
@@ -80,7 +81,7 @@ class Observer:
             "state": state,
             "why": why,
             "name": self.plan.recipe.name,
-            "run_dir": str(self.rundir.root),
+            "run_dir": self.rundir.place,
             "ranks": self._newest_plan.topology.world_size,
             "nodes": self._newest_plan.topology.nnodes,
             "nodes_allowed": [*node_range(self.plan.recipe.launch.nnodes)] if self.plan.topology.is_elastic else None,
@@ -139,6 +140,8 @@ class Observer:
         here = is_locked(self.rundir)
         if self._is_finished(made, total):
             return "finished", f"all {counted(made, 'step')} are trained"
+        if self.rundir.url is not None and not here:
+            return self._state_in_store()
         if self._meets_again(silent_s):
             return "running", "workers were lost; the other nodes meet again"
         if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
@@ -159,6 +162,12 @@ class Observer:
             f"nothing was recorded for {duration(silent_s)}, longer than launch.timeout_s ({limit} s): it ran {where} "
             "and was killed there, or cannot write to this folder"
         )
+
+    def _state_in_store(self) -> tuple[str, str]:
+        """Return the state of a run in an object store, which has the records of the newest upload."""
+        if holder := holder_of(self.rundir):
+            return "running", f"on {holder}, or was lost there; these records are of the newest checkpoint"
+        return self._end() if self._ends else ("killed", "no process has claimed it, and none recorded why it ended")
 
     def _meets_again(self, silent_s: float | None) -> bool:
         """Return whether a node of an elastic run was lost a moment ago, and no launcher has given up since."""

@@ -74,8 +74,8 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """The folder for the output of the job."""
-        return self.plan.rundir.logs
+        """The folder for the output of the job: in the run folder, or here if that is in an object store."""
+        return self.plan.rundir.logs if self.plan.rundir.url is None else Path.cwd()
 
     def size_keys(self) -> list[str]:
         """Return the overrides that give any plan the size of this job."""
@@ -200,9 +200,10 @@ def submit_to_slurm(job: Job, script: str) -> str:
     """
     if shutil.which("sbatch") is None:
         raise RecipeError("--on slurm: there is no sbatch on this machine; --dry-run prints the script")
-    job.logs.parent.mkdir(parents=True, exist_ok=True)
-    write_mark(job.logs.parent)
-    job.logs.mkdir(exist_ok=True)
+    if job.plan.rundir.url is None:
+        job.logs.parent.mkdir(parents=True, exist_ok=True)
+        write_mark(job.logs.parent)
+        job.logs.mkdir(exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RecipeError(f"sbatch refused the job: {done.stderr.strip()}")
@@ -212,20 +213,21 @@ def submit_to_slurm(job: Job, script: str) -> str:
 def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> str:
     """Return the YAML of a ConfigMap with the recipe, and of a Kubeflow TrainJob that runs it.
 
-    `volume` is CLAIM:PATH, the PersistentVolumeClaim that holds run folder and data, and where it is mounted. Raises
-    RecipeError for options that are missing, and for paths outside of the volume.
+    `volume` is CLAIM:PATH, the PersistentVolumeClaim that holds run folder and data, and where it is mounted; None if
+    all of it is in object stores. Raises RecipeError for options that are missing, and for paths outside of the volume.
     """
     claim, _, mount = (volume or "").partition(":")
-    if image is None or not claim or not mount.startswith("/"):
+    recipe, in_store = job.plan.recipe, job.plan.rundir.url is not None
+    if image is None or not ((claim and mount.startswith("/")) or (in_store and volume is None)):
         raise RecipeError("--on k8s needs --image, and --volume CLAIM:/PATH for the run folder and the data")
+    places = {"output_dir": recipe.output_dir, "checkpoint.path": recipe.checkpoint.path}
+    places |= {"data.path": recipe.data.path} if Path(job.plan.data_path).is_absolute() else {}
+    way_out = f"give a path below {mount}" if mount else "add --volume CLAIM:/PATH"
     outside = [
-        Problem(f"{path} is not on the volume: give a path below {mount}", key)
-        for key, path in (("output_dir", job.plan.recipe.output_dir), ("data.path", job.plan.recipe.data.path or ""))
-        if not Path(path).is_relative_to(mount) and (key == "output_dir" or Path(job.plan.data_path).is_absolute())
+        Problem(f"{path} is not on the volume: {way_out}", key)
+        for key, path in places.items()
+        if path and not URL.match(path) and not (mount and Path(path).is_relative_to(mount))
     ]
-    checkpoints = job.plan.recipe.checkpoint.path
-    if checkpoints and not URL.match(checkpoints) and not Path(checkpoints).is_relative_to(mount):
-        outside.append(Problem(f"{checkpoints} is not on the volume: give a path below {mount}", "checkpoint.path"))
     if outside:
         raise RecipeError(outside)
     parts = train_job(job, image, claim, mount, runtime)
@@ -235,11 +237,11 @@ def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> s
 def train_job(job: Job, image: str, claim: str, mount: str, runtime: str) -> list[dict[str, Any]]:
     """Return the ConfigMap and the TrainJob (trainer.kubeflow.org/v1alpha1, since Trainer 2.2)."""
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:50] or "run"  # as Kubernetes allows it
-    volumes = [
-        {"name": "run", "persistentVolumeClaim": {"claimName": claim}},
-        {"name": "recipe", "configMap": {"name": name}},
-    ]
-    mounts = [{"name": "run", "mountPath": mount}, {"name": "recipe", "mountPath": CONFIG_MOUNT, "readOnly": True}]
+    volumes: list[dict[str, Any]] = [{"name": "recipe", "configMap": {"name": name}}]
+    mounts: list[dict[str, Any]] = [{"name": "recipe", "mountPath": CONFIG_MOUNT, "readOnly": True}]
+    if claim:
+        volumes.insert(0, {"name": "run", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.insert(0, {"name": "run", "mountPath": mount})
     pod = {
         "terminationGracePeriodSeconds": STOP_BEFORE_S,  # a pod that is deleted gets SIGTERM, and saves
         "volumes": volumes,

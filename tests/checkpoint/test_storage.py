@@ -298,19 +298,15 @@ def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tm
     ],
 )
 def test_a_url_that_cannot_be_used(url: str, words: str, tmp_path: Path) -> None:
-    for key, refusal in (("checkpoint__path", words), ("output_dir", "set checkpoint.path to this place")):
-        with pytest.raises(RecipeError, match=refusal) as refused:
+    for key in ("checkpoint__path", "output_dir"):
+        with pytest.raises(RecipeError, match=words) as refused:
             load(write_recipe(tmp_path, **{key: url}))
         assert [problem.field for problem in refused.value.problems] == [key.replace("__", ".")]
 
 
-@pytest.mark.parametrize(
-    "words", [["verify", "URL"], ["status", "URL"], ["export", "URL"], ["export", "RUN", "--out", "URL"]]
-)
-def test_a_command_does_not_take_a_url_for_a_folder(words: list[str], tmp_path: Path) -> None:
+def test_a_url_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
-    named = {"URL": "s3://bucket/run", "RUN": str(tmp_path)}
-    done = CliRunner().invoke(app, [named.get(word, word) for word in words])
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "--out", "s3://bucket/run"])
     assert isinstance(done.exception, RecipeError) and "'s3://bucket/run' is not a path: " in str(done.exception)
 
 

@@ -41,7 +41,8 @@ from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
-from fsdptrain.launch.claim import check_inputs, checkpoints_fault
+from fsdptrain.launch.claim import check_inputs, store_fault
+from fsdptrain.rundir import RunDir
 from fsdptrain.storage import object_path
 from fsdptrain.validate import data as validate_data
 from fsdptrain.validate.data import check_data
@@ -476,7 +477,7 @@ def test_a_revision_belongs_to_the_hub_alone(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_data_that_would_include_checkpoints_is_refused(url: str, refused: bool, tmp_path: Path) -> None:
-    assert bool(checkpoints_fault(url, "s3://bucket/runs/x")) is refused
+    assert bool(store_fault(url, RunDir(Path("run"), "s3://bucket/runs/x"))) is refused
     if refused:
         plan = plan_for(tmp_path, url, checkpoint__path="s3://bucket/runs/x")
         reason = (

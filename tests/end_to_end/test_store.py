@@ -1,0 +1,112 @@
+"""Whole runs with `output_dir` in an object store: what a bucket alone must be enough for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FaultTable
+from support import environment, events, fsdptrain, processes_using, write_recipe
+
+pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+
+from object_store import BUCKET, EXPIRED, ObjectStore, serve_here
+
+from fsdptrain.config.paths import working_folder
+from fsdptrain.events import read_history
+from fsdptrain.storage import object_path
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    yield from serve_here()
+
+
+def recipe_for(tmp: Path, name: str, output_dir: str, **more: Any) -> Path:
+    """Write a recipe of two ranks and six steps that saves every two steps."""
+    keys = {"checkpoint__every": 2, "checkpoint__keep": 1, "train__steps": 6, **more}
+    return write_recipe(tmp, output_dir=output_dir, **keys).rename(tmp / f"{name}.yaml")
+
+
+def working_in(cache: Path, url: str) -> Path:
+    """Return the working folder of a run with this cache."""
+    return cache / "runs" / working_folder(url).name
+
+
+def objects_of(url: str) -> dict[str, bytes]:
+    """Return the objects of a run by their names."""
+    place = object_path(url)
+    return {key.removeprefix(f"{place.key}/"): place.fs.cat_file(key) for key in place.fs.find(place.key)}
+
+
+def losses(metrics: Path) -> list[tuple[int, float, float]]:
+    """Return step, loss and gradient norm of every step of a run, exactly as they were written."""
+    return [(e["step"], e["loss"], e["grad_norm"]) for e in read_history(metrics) if e["event"] == "step"]
+
+
+@pytest.mark.soak
+def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happened(
+    tmp_path: Path, server: ObjectStore, fault_table: FaultTable
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}/run"
+    here, recipe = tmp_path / "undisturbed", recipe_for(tmp_path, "store", url)
+    first, second = tmp_path / "first-cache", tmp_path / "second-cache"
+    uploading = threading.Event()
+
+    def stall_second_save(method: str, path: str) -> None:
+        if method == "PUT" and "step-00000004/rank-00001" in path:
+            uploading.set()
+            time.sleep(20)
+
+    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
+    env = environment(FSDPTRAIN_CACHE=str(first))
+    with server.failing(stall_second_save):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        assert uploading.wait(300)
+        for pid in (*processes_using(working_in(first, url)), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(first)
+    assert "claim.json" in objects_of(url)
+    done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(second))
+    assert done.returncode == 0, done.stderr
+    assert "resumes after step 2" in done.stdout and f"uploaded: {url}/export" in done.stdout
+    done = fsdptrain("run", recipe_for(tmp_path, "folder", str(here)), timeout=300)
+    assert done.returncode == 0, done.stderr
+    stored = objects_of(url)
+    (tmp_path / "metrics.jsonl").write_bytes(stored["metrics.jsonl"])
+    assert losses(tmp_path / "metrics.jsonl") == losses(here / "metrics.jsonl")
+    assert [event["step"] for event in events(tmp_path, "resume")] == [2]
+    exported = {path.name: path.read_bytes() for path in (here / "export").iterdir()}
+    assert {name[7:]: content for name, content in stored.items() if name.startswith("export/")} == exported
+    assert "claim.json" not in stored and "checkpoints/step-00000006/manifest.json" in stored
+    assert {"plan.json", "recipe.yaml", "plans/0001.json", "plans/0002.json", "logs/rank-0.log"} <= stored.keys()
+    fault_table.add("S3, all files there: killed in mid-upload, machine lost", 1, 1)
+
+
+@pytest.mark.soak
+def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(tmp_path: Path, server: ObjectStore) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}/run"
+    recipe, cache = recipe_for(tmp_path, "store", url, train__steps=2), tmp_path / "cache"
+    with server.times(-1, EXPIRED, "/export/"):
+        done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(cache))
+    assert done.returncode == 6 and "which may have expired" in " ".join(done.stderr.split()), done.stderr
+    assert "export.json" not in objects_of(url) and (working_in(cache, url) / "export/config.json").is_file()
+    done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(cache))
+    assert done.returncode == 0 and "nothing was trained" in done.stdout, done.stderr
+    assert json.loads(objects_of(url)["export.json"])["step"] == 2
+    done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(tmp_path / "empty"))
+    assert done.returncode == 0 and f"{url} is finished" in done.stdout and f"{url}/export" in done.stdout, done.stderr

@@ -1,0 +1,211 @@
+"""The files of a run in an object store: what is fetched, what is uploaded, and who may write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import write_recipe
+
+pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
+pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
+
+from object_store import BUCKET, EXPIRED, ObjectStore, serve_here
+from typer.testing import CliRunner
+
+from fsdptrain.cli import app
+from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
+from fsdptrain.errors import RecipeError, Stopped, StorageError
+from fsdptrain.launch.claim import claim_run_dir
+from fsdptrain.ownership import file_stamps, write_export_record
+from fsdptrain.processes import StopRequest
+from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    yield from serve_here()
+
+
+@pytest.fixture
+def url(tmp_path: Path, server: ObjectStore) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}/run"
+
+
+def folder_of(root: Path, url: str) -> RunDir:
+    rundir = RunDir(root, f"{url}/checkpoints", url)
+    rundir.logs.mkdir(parents=True)
+    return rundir
+
+
+def names_in(store: RunStore) -> set[str]:
+    """Return the names of all objects of a run."""
+    key = store.root.key
+    return {name.removeprefix(f"{key}/") for name in store.root.fs.find(key)}
+
+
+def with_export(rundir: RunDir, step: int, files: dict[str, bytes]) -> RunDir:
+    """Write files as the export of `step`."""
+    rundir.export.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (rundir.export / name).write_bytes(content)
+    write_export_record(rundir, step, {name: file_stamps(rundir.export)[name] for name in files})
+    return rundir
+
+
+def upload(rundir: RunDir) -> None:
+    with StopRequest() as stop:
+        RunStore(rundir).push_export(stop, lambda *_: None)
+
+
+def test_small_files_are_uploaded_and_an_empty_folder_gets_them(tmp_path: Path, url: str, server: ObjectStore) -> None:
+    here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
+    store = RunStore(here)
+    store.begin()
+    copied = {"metrics.jsonl": "1\n", "plan.json": "{}", "logs/rank-0.log": "x", "model/tokenizer/t.json": "y"}
+    kept = {
+        "logs/lock": "",
+        "checkpoints/upload/rank-00000.safetensors": "z",
+        "export/config.json": "e",
+        "mine.txt": "m",
+    }
+    for name, content in {**copied, **kept}.items():
+        (here.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (here.root / name).write_text(content)
+    store.push()
+    assert names_in(store) == {*copied, "written-by.json"}
+    server.requests.clear()
+    store.push()
+    assert not [request for request in server.requests if "PUT" in request]
+    here.metrics.write_text("1\n2\n")
+    store.push()
+    RunStore(there).begin()
+    found = {str(path.relative_to(there.root)) for path in there.root.rglob("*") if path.is_file()}
+    assert found == {*copied, "written-by.json"} and there.metrics.read_text() == "1\n2\n"
+
+
+def test_a_folder_that_has_lost_the_run_writes_nothing_more(tmp_path: Path, url: str) -> None:
+    here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
+    first, second = RunStore(here), RunStore(there)
+    first.begin()
+    here.metrics.write_text("1\n")
+    first.push()
+    second.begin()
+    here.metrics.write_text("1\n2\n")
+    with pytest.raises(StorageError, match=r"this run was taken over by .*: nothing more is written from here"):
+        first.push()
+    there.metrics.write_text("1\n2'\n")
+    second.push()
+    RunStore(here).begin()  # back again: what the other folder has written counts
+    assert here.metrics.read_text() == "1\n2'\n"
+
+
+def test_a_fetch_that_was_interrupted_is_repeated(tmp_path: Path, url: str, server: ObjectStore) -> None:
+    here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
+    store = RunStore(here)
+    store.begin()
+    here.metrics.write_text("1\n")
+    store.push()
+    with server.times(-1, EXPIRED, "metrics.jsonl"), pytest.raises(StorageError, match="may have expired"):
+        RunStore(there).begin()
+    assert not there.metrics.exists()
+    RunStore(there).begin()
+    assert there.metrics.read_text() == "1\n"
+
+
+def test_names_that_lead_out_of_the_folder_are_not_fetched(tmp_path: Path, url: str) -> None:
+    rundir = folder_of(tmp_path / "run", url)
+    store = RunStore(rundir)
+    for name in ("logs/../../escaped", "logs//x", "escaped", "plan.json"):
+        store.root.fs.pipe_file(f"{store.root.key}/{name}", b"{}")
+    store.fetch(rundir.root)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"plan.json"}
+
+
+def test_an_export_can_be_opened_only_when_it_is_complete(tmp_path: Path, url: str, server: ObjectStore) -> None:
+    rundir = with_export(folder_of(tmp_path / "run", url), 2, {"config.json": b"2", "old.safetensors": b"old"})
+    store = RunStore(rundir)
+    upload(rundir)
+    assert store.exported_step() == 2 and store.recorded_sizes() == {"config.json": 1, "old.safetensors": 3}
+    server.requests.clear()
+    upload(rundir)
+    assert not [request for request in server.requests if request.startswith(("PUT", "DELETE"))]
+    (rundir.export / "old.safetensors").unlink()
+    with_export(rundir, 4, {"config.json": b"4", "model.safetensors": b"new", "tokenizer.json": b"t"})
+    with server.times(-1, EXPIRED, "model.safetensors"), pytest.raises(StorageError):
+        upload(rundir)
+    assert store.exported_step() is None and "export/config.json" not in names_in(store)
+    server.requests.clear()
+    upload(rundir)
+    order = [request.partition("run/")[2].rstrip("?") for request in server.requests if request.startswith("PUT")]
+    assert order[-2:] == ["export/config.json", "export.json"] and store.exported_step() == 4
+    assert names_in(store) == {*(f"export/{name}" for name in store.recorded_sizes()), "export.json"}
+
+
+def test_an_upload_that_is_stopped_leaves_nothing_half_written(tmp_path: Path, url: str) -> None:
+    rundir = with_export(folder_of(tmp_path / "run", url), 2, {"config.json": b"2"})
+    with StopRequest() as stop:
+        stop.count, stop.name = 1, "SIGTERM"
+        with pytest.raises(Stopped, match="stopped by SIGTERM while the export was uploaded; run the same command"):
+            RunStore(rundir).push_export(stop, lambda *_: None)
+    assert RunStore(rundir).exported_step() is None
+
+
+def plan_for(tmp: Path, url: str) -> Plan:
+    return make_plan(load(write_recipe(tmp, output_dir=url)), Topology("cpu", 1, 2))
+
+
+def test_a_run_in_a_store_works_in_the_cache_and_has_its_checkpoints_beside(
+    tmp_path: Path, url: str, cache: Path
+) -> None:
+    plan = plan_for(tmp_path, f"{url}/")
+    assert Path(plan.run_dir).parent == cache / "runs" and plan.rundir.place == url
+    assert plan.recipe.checkpoint.path == f"{url}/checkpoints"
+    with pytest.raises(RecipeError, match=r"checkpoint\.path: .* is inside output_dir"):
+        load(write_recipe(tmp_path, output_dir=url, checkpoint__path=f"{url}/export"))
+    reading = make_plan(load(write_recipe(tmp_path, output_dir=url, data__path=f"{url}/*.jsonl")), plan.topology)
+    refused = pytest.raises(RecipeError, match=r"data\.path: .* would include files that this run writes")
+    with refused, claim_run_dir(reading, "", fresh=False):
+        pass
+
+
+def test_an_attempt_uploads_its_files_however_it_ends(
+    tmp_path: Path, url: str, server: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_for(tmp_path, url)
+    store = RunStore(plan.rundir)
+    with pytest.raises(Stopped), claim_run_dir(plan, "recipe", fresh=False):
+        assert "claim.json" in names_in(store)
+        raise Stopped("stopped")
+    assert {"plan.json", "recipe.yaml", "plans/0001.json"} <= names_in(store) and "claim.json" not in names_in(store)
+    with pytest.raises(Stopped), claim_run_dir(plan, "recipe", fresh=False):
+        server.fault = lambda method, path: EXPIRED if method == "PUT" else None
+        raise Stopped("stopped")
+    server.fault = None
+    assert f"the newest logs are in {plan.run_dir} only" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match=rf"output_dir: {url} is not empty"), claim_run_dir(plan, "", fresh=True):
+        pass
+
+
+@pytest.mark.parametrize("command", ["verify", "status", "export"])
+def test_a_command_says_that_a_url_is_no_run(command: str, url: str) -> None:
+    words = [command, url, *(["--out", "x"] if command == "export" else [])]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, RecipeError) and "is not the output_dir of a run" in str(done.exception)
+    assert "add --out DIR" in str(CliRunner().invoke(app, ["export", url]).exception)
+
+
+def test_status_of_a_run_in_a_store(tmp_path: Path, url: str) -> None:
+    plan = plan_for(tmp_path, url)
+    with pytest.raises(Stopped), claim_run_dir(plan, "recipe", fresh=False):
+        plan.rundir.metrics.write_text('{"event": "stop", "at": 1.0, "step": 2, "signal": "SIGTERM"}\n')
+        RunStore(plan.rundir).push()
+        found = json.loads(CliRunner().invoke(app, ["status", url, "--json"]).stdout)
+        assert found["state"] == "running" and "or was lost there" in found["why"] and found["run_dir"] == url
+        raise Stopped("stopped")
+    assert json.loads(CliRunner().invoke(app, ["status", url, "--json"]).stdout)["state"] == "stopped"
