@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +28,7 @@ from fsdptrain.files import write_atomically
 from fsdptrain.ownership import Stamps, file_stamps, read_export_record
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.storage import abort_uploads, object_path, store_errors, try_writing
+from fsdptrain.storage import abort_uploads, object_path, store_errors
 
 WRITTEN_BY = "written-by.json"
 
@@ -44,6 +44,10 @@ SMALL = (
     "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "commits.json", "forecast.json", "tensorboard", "logs",
     "model",
 )  # fmt: skip
+
+
+# Of these, what rank 0 appends to.
+HISTORY = ("metrics.jsonl", "tensorboard")
 
 
 NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
@@ -69,22 +73,24 @@ class RunStore:
         """Return the store of a run; None if its files are in a folder."""
         return cls(rundir) if rundir.url else None
 
-    def begin(self) -> None:
-        """Make the local folder the one that writes, with all files that the store has. One process at a time."""
-        try_writing(self.root)
-        theirs, mine = self._read(WRITTEN_BY), self._own_name()
-        if theirs and theirs == mine:
+    def begin(self, names: Collection[str] = SMALL) -> None:
+        """Make the local folder the one that writes, with these files as the store has them. One process at a time."""
+        theirs = self._read(WRITTEN_BY)
+        if theirs and theirs == self._own_name():
             return
         # First in the store: what another machine uploads from now on is refused there, so that nothing is missed.
         mine = json.dumps({"host": socket.gethostname(), "folder": str(self.rundir.root), "id": uuid.uuid4().hex})
         self._write(WRITTEN_BY, mine.encode())
         if theirs:
-            self.fetch(self.rundir.root)
+            self.fetch(self.rundir.root, names)
         write_atomically(self.rundir.root / WRITTEN_BY, mine)  # only now: a fetch that was killed is repeated
 
     def take(self) -> None:
-        """Make the local folder the one that writes: rank 0 calls this, of several nodes on only one."""
-        self._write(WRITTEN_BY, self._own_name() or b"")
+        """Make the local folder the one that writes, on rank 0 before it writes: of several nodes any may have rank 0.
+
+        The plan is left as the launcher of this node has written it.
+        """
+        self.begin(HISTORY)
 
     def is_writer(self) -> bool:
         """Return whether the local folder is the one that writes."""
@@ -96,8 +102,8 @@ class RunStore:
             return (self.rundir.root / WRITTEN_BY).read_bytes()
         return None
 
-    def fetch(self, folder: Path) -> None:
-        """Download the small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
+    def fetch(self, folder: Path, names: Collection[str] = SMALL) -> None:
+        """Download small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
 
         They get an old modification time: a report of a hang that has a new one would be of a worker that hangs now.
         """
@@ -111,7 +117,7 @@ class RunStore:
             os.utime(scratch, (0, 0))
             scratch.replace(target)
 
-        _all(copy, filter(_is_copied, self._listed()))
+        _all(copy, [name for name in self._listed() if _is_copied(name) and name.split("/")[0] in names])
 
     def push(self) -> None:
         """Upload the small files that are new or have changed since this process uploaded them.

@@ -105,6 +105,18 @@ def test_a_folder_that_has_lost_the_run_writes_nothing_more(tmp_path: Path, url:
     assert here.metrics.read_text() == "1\n2'\n"
 
 
+def test_the_node_that_gets_rank_0_goes_on_with_the_curve_and_keeps_its_plan(tmp_path: Path, url: str) -> None:
+    here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
+    for rundir in (there, here):
+        RunStore(rundir).begin()
+        rundir.plan.write_text(rundir.root.name)
+    here.metrics.write_text("1\n")
+    RunStore(here).push()
+    RunStore(there).take()
+    assert (there.metrics.read_text(), there.plan.read_text()) == ("1\n", "b")
+    assert RunStore(there).is_writer() and not RunStore(here).is_writer()
+
+
 def test_a_fetch_that_was_interrupted_is_repeated(tmp_path: Path, url: str, server: ObjectStore) -> None:
     here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
     store = RunStore(here)

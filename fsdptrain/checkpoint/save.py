@@ -69,8 +69,6 @@ class Checkpointer:
 
     def claim(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
-        if self.store:
-            self._on_rank_zero(f"write to {self.store.root}", self.store.take)
         self._on_rank_zero(f"write checkpoints to {self.storage}", self.storage.claim)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:

@@ -40,7 +40,7 @@ from fsdptrain.launch.holder import claimed, node_name
 from fsdptrain.ownership import is_marked, write_mark
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
-from fsdptrain.storage import URL
+from fsdptrain.storage import URL, try_writing
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES = (
@@ -87,6 +87,7 @@ def _in_store(plan: Plan) -> Iterator[None]:
             rundir.root.mkdir(parents=True, exist_ok=True)
             write_mark(rundir.root)
             with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
+                try_writing(store.root)
                 store.begin()
         try:
             yield
@@ -335,4 +336,5 @@ def _os_errors_as_recipe_errors(rundir: RunDir) -> Iterator[None]:
     except OSError as error:
         if is_disk_full(error):
             raise disk_full_error(error) from None
-        raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}") from None
+        way_out = "; set FSDPTRAIN_CACHE to a writable folder" if rundir.url else ""
+        raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}{way_out}") from None

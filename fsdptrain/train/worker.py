@@ -24,6 +24,7 @@ from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.events import Reporter
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
 from fsdptrain.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
 from fsdptrain.train.setup import Session
@@ -37,6 +38,8 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     With a range of nodes it raises NodeWaits after a checkpoint, if another node waits to join.
     """
     rundir, rank = plan.rundir, int(os.environ["RANK"])
+    if rank == 0 and (store := RunStore.of(rundir)):
+        store.take()
     with (
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
