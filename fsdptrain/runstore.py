@@ -25,7 +25,7 @@ from typing import Any
 from fsdptrain.errors import CheckpointError, Stopped, StorageError
 from fsdptrain.events import Progress
 from fsdptrain.files import write_atomically
-from fsdptrain.ownership import Stamps, file_stamps, read_export_record
+from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import abort_uploads, object_path, store_errors
@@ -162,7 +162,9 @@ class RunStore:
         last = [name for name in names if name in OPENS_EXPORT]
         old = self._export_record().get("files", {})
         self._remove([EXPORT_RECORD, *(f"{EXPORT}/{name}" for name in OPENS_EXPORT)])
-        self._remove(f"{EXPORT}/{name}" for name in old if name not in files)
+        # Weights also if no record names them: an upload that was interrupted has left them.
+        stale = [name for name in self.uploaded_sizes() if name not in files and (name in old or _is_weights(name))]
+        self._remove(f"{EXPORT}/{name}" for name in stale)
         abort_uploads(target / "")
         sent, total = [0], sum(size for size, _ in files.values())
         whole = -(-total >> 20)
@@ -226,6 +228,10 @@ def _is_copied(name: str) -> bool:
     parts = name.split("/")  # anyone may have written the objects
     known = parts[0] in SMALL and not {"", ".", ".."}.intersection(parts)
     return known and not any(fnmatchcase(name, pattern) for pattern in NOT_COPIED)
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in WEIGHTS)
 
 
 def _all(copy: Callable[[str], None], names: Iterable[str]) -> None:

@@ -151,6 +151,7 @@ def test_an_export_can_be_opened_only_when_it_is_complete(tmp_path: Path, url: s
     with_export(rundir, 4, {"config.json": b"4", "model.safetensors": b"new", "tokenizer.json": b"t"})
     with server.times(-1, EXPIRED, "model.safetensors"), pytest.raises(StorageError):
         upload(rundir)
+    store.root.fs.pipe_file(f"{store.root.key}/export/model-00001-of-00002.safetensors", b"of an interrupted upload")
     assert store.exported_step() is None and "export/config.json" not in names_in(store)
     server.requests.clear()
     upload(rundir)
@@ -160,12 +161,22 @@ def test_an_export_can_be_opened_only_when_it_is_complete(tmp_path: Path, url: s
 
 
 def test_an_upload_that_is_stopped_leaves_nothing_half_written(tmp_path: Path, url: str) -> None:
-    rundir = with_export(folder_of(tmp_path / "run", url), 2, {"config.json": b"2"})
+    rundir = with_export(
+        folder_of(tmp_path / "run", url), 2, {"config.json": b"2", "model.safetensors": bytes(120 << 20)}
+    )
+    store, seen = RunStore(rundir), list[tuple[int, int]]()
     with StopRequest() as stop:
-        stop.count, stop.name = 1, "SIGTERM"
+
+        def stop_soon(stage: str, done: int, total: int) -> None:
+            seen.append((done, total))
+            stop.count, stop.name = 1, "SIGTERM"
+
         with pytest.raises(Stopped, match="stopped by SIGTERM while the export was uploaded; run the same command"):
-            RunStore(rundir).push_export(stop, lambda *_: None)
-    assert RunStore(rundir).exported_step() is None
+            store.push_export(stop, stop_soon)
+    assert len(seen) == 1 and store.exported_step() is None and names_in(store) == set()
+    assert not store.root.fs.list_multipart_uploads(BUCKET)
+    upload(rundir)
+    assert store.exported_step() == 2
 
 
 def plan_for(tmp: Path, url: str) -> Plan:
