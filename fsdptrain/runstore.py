@@ -198,7 +198,7 @@ class RunStore:
     def _put(self, name: str, count: Callable[[int], None] = lambda size: None) -> None:
         from fsspec.callbacks import Callback
 
-        class Sent(Callback):  # type: ignore[misc]
+        class Sent(Callback):
             def relative_update(self, inc: int = 1) -> None:
                 count(inc)
 

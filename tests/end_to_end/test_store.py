@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,7 +87,10 @@ def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happ
     assert "resumes after step 2" in done.stdout and f"uploaded: {url}/export" in done.stdout
     done = fsdptrain("run", recipe_for(tmp_path, "folder", str(here)), timeout=300)
     assert done.returncode == 0, done.stderr
+    done = fsdptrain("export", url, "--out", tmp_path / "export", FSDPTRAIN_CACHE=str(tmp_path / "third-cache"))
+    assert done.returncode == 0, done.stderr
     stored = objects_of(url)
+    assert (tmp_path / "export/model.safetensors").read_bytes() == stored["export/model.safetensors"]
     (tmp_path / "metrics.jsonl").write_bytes(stored["metrics.jsonl"])
     assert losses(tmp_path / "metrics.jsonl") == losses(here / "metrics.jsonl")
     assert [event["step"] for event in events(tmp_path, "resume")] == [2]
@@ -98,6 +102,28 @@ def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happ
 
 
 @pytest.mark.soak
+def test_nodes_that_share_no_folder_train_one_run(tmp_path: Path, server: ObjectStore) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}/run"
+    recipe = recipe_for(tmp_path, "store", url, launch__nnodes=2, launch__nproc_per_node=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe), f"launch.rdzv_endpoint=127.0.0.1:{port}"]
+    for steps in (2, 4):
+        nodes = [
+            subprocess.Popen(
+                [*command, f"train.steps={steps}"], env=environment(FSDPTRAIN_CACHE=str(tmp_path / name)),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for name in ("a", "b")
+        ]  # fmt: skip
+        printed = [node.communicate(timeout=300)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
+    stored = objects_of(url)
+    (tmp_path / "metrics.jsonl").write_bytes(stored["metrics.jsonl"])
+    assert [step for step, *_ in losses(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert json.loads(stored["export.json"])["step"] == 4 and "claim.json" not in stored
+
+
 def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(tmp_path: Path, server: ObjectStore) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}/run"
     recipe, cache = recipe_for(tmp_path, "store", url, train__steps=2), tmp_path / "cache"
@@ -110,3 +136,11 @@ def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(tmp_path
     assert json.loads(objects_of(url)["export.json"])["step"] == 2
     done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(tmp_path / "empty"))
     assert done.returncode == 0 and f"{url} is finished" in done.stdout and f"{url}/export" in done.stdout, done.stderr
+    for command in ("verify", "status"):
+        done = fsdptrain(command, url, "--json", FSDPTRAIN_CACHE=str(tmp_path / "empty"))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        if command == "verify":
+            assert found["good"] and found["resume"] == 2 and found["export"]["path"] == f"{url}/export"
+        else:
+            assert found["state"] == "finished" and found["run_dir"] == url

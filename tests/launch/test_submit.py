@@ -149,6 +149,18 @@ def test_the_manifest_of_a_job(tmp_path: Path) -> None:
         manifest(job, "i", "claim:/mnt", "r")
 
 
+def test_a_run_in_an_object_store_needs_no_volume_and_its_log_is_here(tmp_path: Path) -> None:
+    pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
+    job = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run", data__path="org/name")
+    _, train = yaml.safe_load_all(manifest(job, "org/image:1", None, "torch-distributed"))
+    (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert [volume["name"] for volume in pods["template"]["spec"]["template"]["spec"]["volumes"]] == ["recipe"]
+    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(job, [])
+    local = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run")
+    with pytest.raises(RecipeError, match=r"data\.path: .* is not on the volume: add --volume CLAIM:/PATH"):
+        manifest(local, "org/image:1", None, "torch-distributed")
+
+
 def test_the_commands_of_hosts_form_one_run(tmp_path: Path) -> None:
     job = job_of(tmp_path, on="hosts", gpus=0)
     commands = [shlex.split(command) for command in host_commands(job, ["a", "b"])]

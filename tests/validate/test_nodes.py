@@ -146,6 +146,8 @@ def test_plans_are_compared_key_by_key() -> None:
     found = plan_differences(first, other)
     assert {"optim.lr: 0.1 → 0.2", "run_dir: /a → /b", "model.config.n: None → 1"} <= {*found}
     assert not any("threads" in line for line in found) and plan_differences(first, first | {"threads": 1}) == []
+    first["recipe"]["output_dir"] = "s3://bucket/run"  # each node works in a folder of its own
+    assert plan_differences(first, first | {"run_dir": "/b"}) == []
 
 
 LOGS = {  # of NCCL 2.19 and of 2.25
