@@ -29,6 +29,7 @@ from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
 from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import ETA_STEPS
 from fsdptrain.text import counted, duration, rate, wrapped
 
@@ -52,7 +53,7 @@ class Observer:
 
     def __init__(self, rundir: RunDir) -> None:
         """Raise RecipeError if the folder has no plan that this version can read."""
-        self.rundir = rundir
+        self.rundir, self._store = rundir, RunStore.of(rundir)
         try:
             self.plan = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -99,7 +100,7 @@ class Observer:
             "unsaved_steps": max(0, made - (checkpoint["step"] if checkpoint else 0)),
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
-            "export": last.get("export", {}).get("path"),
+            "export": self._export_place(),
         }
 
     @property
@@ -198,6 +199,8 @@ class Observer:
         if total is None or made < total:
             return False
         exported = self._last.get("export", {}).get("at", 0.0) > self._last.get("step", {}).get("at", 0.0)
+        if exported and self._store:
+            return self._store.exported_step() == made  # else it is being uploaded, or the store has refused it
         return exported or (not self.plan.recipe.export.at_end and made == self._last.get("save", {}).get("step"))
 
     def _stage(self) -> dict[str, Any] | None:
@@ -218,6 +221,10 @@ class Observer:
         if not (save := self._last.get("save")):
             return None
         return {"step": save["step"], "path": save.get("path"), "age_s": max(0.0, now - save["at"])}
+
+    def _export_place(self) -> str | None:
+        path = self._last.get("export", {}).get("path")
+        return str(self._store.root / EXPORT) if path and self._store else path
 
     def _hung_ranks(self) -> list[int]:
         since = float(self._last.get("start", {}).get("at", 0.0))
