@@ -28,7 +28,7 @@ POLLS_PER_S = 1000  # requests to rank 0's store from all ranks together, while 
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 
 
-SLOW_S = 0.5  # of a matrix product that measures the speed of a device
+SLOW_S = 0.02  # of a matrix product that measures the speed of a device: on a CPU 256³ has the rate of 1024³
 
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -214,7 +214,7 @@ def check_groups(plan: Plan, world: World) -> None:
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
     """Measure the FLOP/s of a `size`³ matrix product on random data; return the best of `rounds`.
 
-    Where one takes more than SLOW_S, as in bfloat16 on a CPU that has no units for it, smaller ones are used.
+    Where one takes more than SLOW_S, as on a CPU, smaller ones are used, which other processes interrupt less.
     """
 
     def clock() -> float:
