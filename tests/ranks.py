@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -930,9 +930,10 @@ def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
-    result = globals()[sys.argv[1]](**json.loads(sys.argv[3]))
-    (Path(sys.argv[2]) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+def main(job: str, out: Path, arguments: dict[str, Any]) -> NoReturn:
+    """Run a job on this rank, write its result, and end the process."""
+    result = globals()[job](**arguments)
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import yaml
 
@@ -105,17 +109,45 @@ def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
-        words = [sys.executable, str(TESTS / "ranks.py"), job, str(out), json.dumps(arguments)]
-        log = (out / f"rank-{rank}.log").open("w")
-        processes.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
+        log = out / f"rank-{rank}.log"
+        processes.append(_forks().Process(target=_run_job, args=(env, log, job, out, arguments)))
     try:
-        codes = [process.wait(timeout) for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
     finally:
         for process in processes:
             process.kill()
+    codes = [process.exitcode for process in processes]
     logs = "\n".join((out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world))
     assert codes == [0] * world, f"exit codes {codes}\n{logs}"
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+@functools.cache
+def _forks() -> multiprocessing.context.ForkServerContext:
+    """Return a context whose processes are forked from one that has imported `tests/ranks.py`, which takes 5 s.
+
+    That process has one OpenMP thread from the start, because threads do not survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks"])
+    with patch.dict(os.environ, environment(PYTHONPATH=python_path(ROOT, TESTS)), clear=True):
+        forkserver.ensure_running()
+    return context
+
+
+def _run_job(env: dict[str, str], log: Path, job: str, out: Path, arguments: dict[str, Any]) -> NoReturn:
+    """Run a job in a forked process, as if it were started with this environment."""
+    os.environ.clear()
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    import ranks
+
+    ranks.main(job, out, arguments)
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
