@@ -114,7 +114,7 @@ def upload_export(rundir: RunDir, screen: Screen) -> None:
         store.push()
         store.push_export(stop, lambda stage, done, total: screen.show(progress_record(stage, done, total)))
     if store.exported_step() is not None:
-        screen.say(f"uploaded: {store.root / EXPORT}")
+        screen.say(f"the export is in {store.root / EXPORT}")
 
 
 def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:

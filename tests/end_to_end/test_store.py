@@ -24,7 +24,9 @@ pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
 from object_store import BUCKET, EXPIRED, ObjectStore, serve_here
+from typer.testing import CliRunner
 
+from fsdptrain.cli import app
 from fsdptrain.config.paths import working_folder
 from fsdptrain.events import read_history
 from fsdptrain.storage import object_path
@@ -84,7 +86,7 @@ def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happ
     assert "claim.json" in objects_of(url)
     done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(second))
     assert done.returncode == 0, done.stderr
-    assert "resumes after step 2" in done.stdout and f"uploaded: {url}/export" in done.stdout
+    assert "resumes after step 2" in done.stdout and f"the export is in {url}/export" in done.stdout
     done = fsdptrain("run", recipe_for(tmp_path, "folder", str(here)), timeout=300)
     assert done.returncode == 0, done.stderr
     done = fsdptrain("export", url, "--out", tmp_path / "export", FSDPTRAIN_CACHE=str(tmp_path / "third-cache"))
@@ -124,23 +126,29 @@ def test_nodes_that_share_no_folder_train_one_run(tmp_path: Path, server: Object
     assert json.loads(stored["export.json"])["step"] == 4 and "claim.json" not in stored
 
 
-def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(tmp_path: Path, server: ObjectStore) -> None:
+def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(
+    tmp_path: Path, server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}/run"
     recipe, cache = recipe_for(tmp_path, "store", url, train__steps=2), tmp_path / "cache"
     with server.times(-1, EXPIRED, "/export/"):
         done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(cache))
     assert done.returncode == 6 and "which may have expired" in " ".join(done.stderr.split()), done.stderr
     assert "export.json" not in objects_of(url) and (working_in(cache, url) / "export/config.json").is_file()
-    done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(cache))
-    assert done.returncode == 0 and "nothing was trained" in done.stdout, done.stderr
+
+    def printed(command: str, cache: Path, *words: object) -> str:
+        monkeypatch.setenv("FSDPTRAIN_CACHE", str(cache))
+        done = CliRunner().invoke(app, [command, *map(str, words)])
+        assert done.exit_code == 0, done.exception
+        return done.stdout
+
+    assert json.loads(printed("status", cache, url, "--json"))["state"] == "failed"
+    assert "nothing was trained" in printed("run", cache, recipe)
     assert json.loads(objects_of(url)["export.json"])["step"] == 2
-    done = fsdptrain("run", recipe, timeout=300, FSDPTRAIN_CACHE=str(tmp_path / "empty"))
-    assert done.returncode == 0 and f"{url} is finished" in done.stdout and f"{url}/export" in done.stdout, done.stderr
-    for command in ("verify", "status"):
-        done = fsdptrain(command, url, "--json", FSDPTRAIN_CACHE=str(tmp_path / "empty"))
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        if command == "verify":
-            assert found["good"] and found["resume"] == 2 and found["export"]["path"] == f"{url}/export"
-        else:
-            assert found["state"] == "finished" and found["run_dir"] == url
+    # From here on another machine asks, whose disk is empty.
+    said = printed("run", tmp_path / "empty", recipe)
+    assert f"{url} is finished" in said and f"the export is in {url}/export" in said
+    found = json.loads(printed("verify", tmp_path / "empty", url, "--json"))
+    assert found["good"] and found["resume"] == 2 and found["export"]["path"] == f"{url}/export"
+    found = json.loads(printed("status", tmp_path / "empty", url, "--json"))
+    assert found["state"] == "finished" and found["run_dir"] == url
