@@ -17,7 +17,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ OPENS_EXPORT = ("config.json", "adapter_config.json")
 
 
 AT_ONCE = 8  # files that are copied at the same time
+
+
+POLL_S = 0.25
 
 
 class RunStore:
@@ -150,10 +153,10 @@ class RunStore:
         """Return the bytes of every file of the complete export; empty if there is none."""
         return {name: size for name, (size, _) in self._export_record().get("files", {}).items()}
 
-    def push_export(self, stop: StopRequest, progress: Progress) -> None:
+    def push_export(self, stop: StopRequest, progress: Progress, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Upload the export of the local folder in place of the one in the store, unless that is of the same step.
 
-        It cannot be opened until it is complete. Raises Stopped after a stop signal.
+        It cannot be opened until it is complete. `meanwhile` is called every POLL_S. Raises Stopped after a signal.
         """
         step, files = read_export_record(self.rundir)
         if step is None or self.exported_step() == step:
@@ -176,7 +179,7 @@ class RunStore:
             progress("uploading the export (MiB)", sent[0] >> 20 if sent[0] < total else whole, whole)
 
         for group in ([name for name in names if name not in last], last):
-            _all(lambda name: self._put(f"{EXPORT}/{name}", count), group)
+            _all(lambda name: self._put(f"{EXPORT}/{name}", count), group, meanwhile)
         found = self.uploaded_sizes()
         if wrong := [name for name in names if found.get(name) != files[name][0]]:
             raise CheckpointError(f"{target / wrong[0]} has not the size of the file that was uploaded: run again")
@@ -234,11 +237,17 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in WEIGHTS)
 
 
-def _all(copy: Callable[[str], None], names: Iterable[str]) -> None:
-    """Copy files, AT_ONCE at a time; after an error no further one is begun."""
+def _all(copy: Callable[[str], None], names: Iterable[str], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Copy files, AT_ONCE at a time; call `meanwhile` every POLL_S. After an error no further one is begun."""
+    failure: BaseException | None = None
     with ThreadPoolExecutor(AT_ONCE, "copy") as pool:
-        try:
-            for _ in pool.map(copy, names):
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+        waiting = {pool.submit(copy, name) for name in names}
+        while waiting:
+            done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
+            meanwhile()
+            errors = [each.exception() for each in done if not each.cancelled()]
+            failure = failure or next(filter(None, errors), None)
+            if failure:
+                pool.shutdown(wait=False, cancel_futures=True)
+    if failure:
+        raise failure

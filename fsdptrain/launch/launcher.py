@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
-from fsdptrain.errors import NodeWaits, NotMet, Stopped, WorkerError, WorkerLost
+from fsdptrain.errors import NodeWaits, NotMet, Stopped, StorageError, WorkerError, WorkerLost
 from fsdptrain.events import Record, Tail, cut_partial_lines, progress_record
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
@@ -110,9 +110,24 @@ def upload_export(rundir: RunDir, screen: Screen) -> None:
     store = RunStore.of(rundir)
     if store is None or not store.is_writer():
         return
-    with StopRequest() as stop, screen.busy("uploading the run"):
-        store.push()
-        store.push_export(stop, lambda stage, done, total: screen.show(progress_record(stage, done, total)))
+    said = False
+
+    def show_stop() -> None:
+        nonlocal said
+        if stop.count and not said:
+            screen.say(f"{stop.by}: stopping after what is being sent ({stop.by} again: stop now)")
+            said = True
+        if stop.count > 1:
+            screen.say("stopped while the export was uploaded; run the same command to continue")
+            screen.__exit__()
+            os._exit(Stopped.exit_code)  # the threads that send would go on
+
+    try:
+        with StopRequest() as stop, screen.busy("uploading the run"):
+            store.push()
+            store.push_export(stop, lambda *fields: screen.show(progress_record(*fields)), show_stop)
+    except StorageError as error:
+        raise StorageError(f"{error}\nnothing is lost: the same command uploads what is in {rundir.root}") from None
     if store.exported_step() is not None:
         screen.say(f"the export is in {store.root / EXPORT}")
 
