@@ -24,8 +24,8 @@ from typing import Any
 
 from fsdptrain.errors import CheckpointError, Stopped, StorageError
 from fsdptrain.events import Progress
-from fsdptrain.files import write_atomically
-from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record
+from fsdptrain.files import set_aside, write_atomically
+from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record, write_mark
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import abort_uploads, object_path, store_errors
@@ -76,8 +76,18 @@ class RunStore:
         """Return the store of a run; None if its files are in a folder."""
         return cls(rundir) if rundir.url else None
 
-    def begin(self, names: Collection[str] = SMALL) -> None:
-        """Make the local folder the one that writes, with these files as the store has them. One process at a time."""
+    def begin(self) -> None:
+        """Make the local folder the one that writes, with all that the store has. One process of a machine at a time.
+
+        If the run was removed from the store, what the local folder has of it is renamed to NAME.kept.
+        """
+        if self._own_name() and self._read(WRITTEN_BY) is None:
+            set_aside(self.rundir.root)
+            self.rundir.root.mkdir()
+            write_mark(self.rundir.root)
+        self._begin(SMALL)
+
+    def _begin(self, names: Collection[str]) -> None:
         theirs = self._read(WRITTEN_BY)
         if theirs and theirs == self._own_name():
             return
@@ -93,7 +103,7 @@ class RunStore:
 
         The plan is left as the launcher of this node has written it.
         """
-        self.begin(HISTORY)
+        self._begin(HISTORY)
 
     def is_writer(self) -> bool:
         """Return whether the local folder is the one that writes."""
@@ -108,7 +118,7 @@ class RunStore:
     def fetch(self, folder: Path, names: Collection[str] = SMALL) -> None:
         """Download small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
 
-        They get an old modification time: a report of a hang that has a new one would be of a worker that hangs now.
+        Their modification time is 1970, so that it tells which were changed here, and no report of a hang looks new.
         """
 
         def copy(name: str) -> None:
@@ -130,8 +140,16 @@ class RunStore:
         if not self.is_writer():
             by = json.loads(self._read(WRITTEN_BY) or b"{}").get("host", "nobody")
             raise StorageError(f"{self.root}: this run was taken over by {by}: nothing more is written from here")
-        stamps = {name: stamp for name, stamp in file_stamps(self.rundir.root).items() if _is_copied(name)}
-        changed = {name: stamp for name, stamp in stamps.items() if self._sent.get(name) != stamp}
+        self._push(_is_copied)
+
+    def push_worker_logs(self) -> None:
+        """Upload the logs of this node's workers; for the nodes on which rank 0 is not."""
+        self._push(lambda name: fnmatchcase(name, "logs/rank-*.log"))
+
+    def _push(self, is_wanted: Callable[[str], bool]) -> None:
+        stamps = {name: stamp for name, stamp in file_stamps(self.rundir.root).items() if is_wanted(name)}
+        # What was fetched and not changed since is in the store, where another node may have a newer one.
+        changed = {name: stamp for name, stamp in stamps.items() if stamp[1] and self._sent.get(name) != stamp}
 
         def copy(name: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile

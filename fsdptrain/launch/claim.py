@@ -93,17 +93,19 @@ def _in_store(plan: Plan) -> Iterator[None]:
             yield
         except BaseException:
             try:
-                _upload_rest(store)
+                _upload_rest(store, plan)
             except FsdptrainError as error:  # what ended the run counts
                 print(f"fsdptrain: the newest logs are in {rundir.root} only: {error}", file=sys.stderr)
             raise
-        _upload_rest(store)
+        _upload_rest(store, plan)
 
 
-def _upload_rest(store: RunStore) -> None:
-    """Upload the small files at the end of an attempt, if rank 0 was on this node."""
+def _upload_rest(store: RunStore, plan: Plan) -> None:
+    """Upload the small files at the end of an attempt; of a node on which rank 0 was not, the logs of its workers."""
     if store.is_writer():
         store.push()
+    elif plan.topology.nnodes > 1:  # a single node that does not write any more has lost the run to another machine
+        store.push_worker_logs()
 
 
 @contextlib.contextmanager
