@@ -32,7 +32,7 @@ from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
-GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:glibc.malloc.trim_threshold=8589934592"
+GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
 
 
 # What workers do → the module whose `main` they run.

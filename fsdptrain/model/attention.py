@@ -117,10 +117,18 @@ def attention_backward(
         of_weights = of_out @ tile.keys_of(v).mT
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
         tile.put(of_q, of_scores @ tile.keys_of(k))
-        tile.keys_of(of_k).add_(of_scores.mT @ queries)
-        tile.keys_of(of_v).add_(weights.mT @ of_out)
+        _add_product(tile.keys_of(of_k), of_scores.mT, queries)
+        _add_product(tile.keys_of(of_v), weights.mT, of_out)
         del weights, of_weights, of_scores  # before those of the next tile are allocated
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the products a · b of matrices to `total`, which is float32."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 @attention_backward.register_fake
@@ -265,8 +273,8 @@ def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool
     tile = len(q) * q.shape[1] * min(QUERIES, q.shape[2])
     copies = sum(x.numel() for x in (k, v) if not x.is_contiguous())
     size = q.element_size() * ((3 if backward else 2) * tile * k.shape[2] + 2 * tile * q.shape[3] + copies)
-    if backward:  # a product to add to the gradients of k and v; in bf16 the gradients are float32 copies, too
-        size += k.numel() * (4 if k.element_size() == 4 else 3 * 4 - k.element_size())
+    if backward and k.dtype != torch.float32:  # the float32 gradients of k and v, and a product to add to one of them
+        size += k.numel() * (2 * 4 + k.element_size())
     return size
 
 
