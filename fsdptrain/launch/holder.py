@@ -56,7 +56,8 @@ def claimed(plan: Plan) -> Iterator[None]:
     assert url
     place = object_path(url) / CLAIM
     run = plan.topology.endpoint if several else uuid.uuid4().hex
-    mine = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "node": node_name()}
+    mine: dict[str, Any] = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "node": node_name()}
+    mine["started"] = _start_of(os.getpid())
     mine["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     _acquire(place, mine, url)
     ended = threading.Event()
@@ -80,12 +81,13 @@ def read_claim(place: ObjectPath) -> dict[str, Any] | None:
     """Return the fields of a claim; None if there is none."""
     try:
         with store_errors(place):
-            found = json.loads(place.fs.cat_file(place.key))
+            content = place.fs.cat_file(place.key)
     except FileNotFoundError:
         return None
-    except ValueError:  # not of fsdptrain: it is taken over when it does not change
-        found = {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError):  # not of fsdptrain: it is taken over when it does not change
+        found = json.loads(content)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _described(claim: dict[str, Any]) -> str:
@@ -109,8 +111,8 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
         if found.get("run") == mine["run"]:
             return
         holder = _described(found)
-        here = found.get("node") == mine["node"]
-        if (here and _is_alive(found.get("process"))) or (seen is not None and found != seen):
+        here = found.get("node") == mine["node"] and found.get("started") is not None
+        if (here and _start_of(found.get("process")) == found["started"]) or (seen is not None and found != seen):
             raise RecipeError(f"output_dir: another run is using {url}: {holder}")
         if here or time.monotonic() - seen_at > STALE_S:
             with contextlib.suppress(FileNotFoundError), store_errors(place):
@@ -140,14 +142,15 @@ def _create(place: ObjectPath, mine: dict[str, Any]) -> bool:
     return True
 
 
-def _is_alive(process: object) -> bool:
-    try:
-        os.kill(int(str(process)), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+def _start_of(process: object) -> str | None:
+    """Return when a process of this machine was started, in ticks since the boot; None without one, or without /proc.
+
+    The number of a dead process may be that of a new one, most of all in containers.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        facts = Path(f"/proc/{int(str(process))}/stat").read_text(encoding="utf-8", errors="replace")
+        return facts.rpartition(")")[2].split()[19]  # field 22 of proc(5)
+    return None
 
 
 def _refresh(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> None:

@@ -68,6 +68,23 @@ def test_the_claim_of_a_dead_process_of_this_machine_is_taken_over_at_once(plan:
             assert (read_claim(place) or {})["process"] == os.getpid()
 
 
+def test_a_claim_is_not_held_by_another_process_that_got_its_number(plan: Plan, place: ObjectPath) -> None:
+    with claimed(plan):
+        move_to(place, started="1", run="other")  # this process, as that of a container which was started again
+        with claimed(plan):
+            assert (read_claim(place) or {})["started"] != "1"
+
+
+def test_an_object_that_is_no_claim_is_taken_over(
+    plan: Plan, place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "POLL_S", 0.05)
+    monkeypatch.setattr(holder, "STALE_S", 0.1)
+    place.fs.pipe_file(place.key, b"{")
+    with claimed(plan):
+        assert (read_claim(place) or {})["process"] == os.getpid()
+
+
 def test_a_claim_of_another_machine_is_taken_over_when_it_does_not_change(
     plan: Plan, place: ObjectPath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
