@@ -40,6 +40,7 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     rundir, rank = plan.rundir, int(os.environ["RANK"])
     if rank == 0 and (store := RunStore.of(rundir)):
         store.take()
+        store.push()  # so that `status` knows the run before its first checkpoint
     with (
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
