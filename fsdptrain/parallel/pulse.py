@@ -2,11 +2,13 @@
 
 On one node the agent notices when a worker ends. With several nodes, a node gets no such notice from the others: it
 would wait forever for one that was killed, or that found no data, before it joined. So the first worker of every node
-increments a counter in the agents' store once a second, and checks that the counters of the others change.
+increments a counter in the agents' store once a second, and checks that the counters of the others change. A worker
+that fails makes the counter of its node negative, because the first one may still be importing, and is then killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -27,12 +29,18 @@ MAX_MISSED = 30  # intervals without a change: native code can block Python for 
 MAX_MISSED_AT_START = 300  # intervals until the first beat: importing torch from a cold network disk takes minutes
 
 
-# Added by a node that has joined (from then on collectives notice a loss), subtracted by one that failed.
+FAILURE_S = 5  # in which a worker that failed reaches the store, or not
+
+
+# Added by a node that has joined (from then on collectives notice a loss), subtracted by every worker that failed.
 JOINED = 2**40
 
 
 class Pulse:
-    """Sends and checks heartbeats while it is entered, in the first worker of each node; does nothing on one node."""
+    """Sends and checks heartbeats while it is entered, in the first worker of each node; does nothing on one node.
+
+    In the other workers it tells of a failure.
+    """
 
     def __init__(self, plan: Plan, lost: Callable[[str], None]) -> None:
         """`lost` is called from a thread, with a message, when another node is lost."""
@@ -41,7 +49,8 @@ class Pulse:
         self._nodes, self._lost = plan.topology.nnodes, lost
         self._ended, self._last = threading.Event(), 0
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
-        self._active = self._nodes > 1 and inside == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._several = self._nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._active = self._several and inside == 0
 
     def __enter__(self) -> Pulse:
         if self._active:
@@ -54,16 +63,26 @@ class Pulse:
         self._ended.set()
         if self._active:
             self._thread.join()
+        elif self._several and self._last < 0:
+            with contextlib.suppress(dist.DistError):  # the first node is lost, too
+                self._named_store(FAILURE_S).add(_counter(self._node), self._last)
+
+    def _named_store(self, timeout_s: float) -> dist.Store:
+        """Return the agents' store, with this node's host name in it. Raises DistError if it cannot be reached."""
+        store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+        store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
+        return store
 
     def _watch(self) -> None:
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=MAX_MISSED)))
-            store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
-            keys = [f"fsdptrain/pulse/{node}" for node in range(self._nodes)]
+            store = self._named_store(MAX_MISSED)
+            keys = [_counter(node) for node in range(self._nodes)]
             counts, missed = [store.add(key, 0) for key in keys], [0] * self._nodes
             while True:
                 store.add(keys[self._node], 1)
                 for node, text in enumerate(store.multi_get(keys)):  # one request, however many nodes there are
+                    if node == self._node:  # if another worker has failed here, its error counts
+                        continue
                     count = int(text)
                     missed[node] = 0 if count != counts[node] or count >= JOINED else missed[node] + 1
                     counts[node] = count
@@ -79,3 +98,7 @@ class Pulse:
         except dist.DistError:
             where = os.environ["MASTER_ADDR"]
             self._lost(f"the first node ({where}) stopped responding before training started; see that node's output")
+
+
+def _counter(node: int) -> str:
+    return f"fsdptrain/pulse/{node}"

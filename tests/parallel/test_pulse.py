@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,15 @@ def pulses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pulse, list[str]]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(pulse.dist, "rendezvous", lambda *_, **__: iter([(dist.PrefixStore("run", store), 0, 1)]))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return [new_pulse(node * WORKERS, monkeypatch) for node in range(NODES)]
+
+
+def new_pulse(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Pulse, list[str]]:
+    """Return the pulse of a worker, with the messages of its `lost`."""
     plan: Any = SimpleNamespace(topology=SimpleNamespace(nnodes=NODES, nproc_per_node=WORKERS))
-    made = []
-    for node in range(NODES):
-        monkeypatch.setenv("RANK", str(node * WORKERS))
-        lost: list[str] = []
-        made.append((Pulse(plan, lost.append), lost))
-    return made
+    monkeypatch.setenv("RANK", str(rank))
+    lost: list[str] = []
+    return Pulse(plan, lost.append), lost
 
 
 def leave(own: Pulse, error: BaseException | None = None) -> None:
@@ -58,3 +61,21 @@ def test_a_node_that_is_lost_is_named_by_all_others(how: str, pulses: list[tuple
     messages = [lost for _, lost in pulses]
     assert not messages[1] and all("node 1 (" in text for lost in (messages[0], messages[2]) for text in lost)
     assert [len(lost) for lost in messages] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("first", ["is importing", "is preparing data"])
+def test_a_failure_of_another_worker_is_known_to_all_other_nodes(
+    first: str, pulses: list[tuple[Pulse, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching = [0, 2] if first == "is importing" else [0, 1, 2]
+    for node in watching:
+        pulses[node][0].__enter__()
+    second, lost = new_pulse(1 * WORKERS + 1, monkeypatch)
+    leave(second.__enter__(), DataError("no rows"))
+    end = time.monotonic() + 20
+    while not (pulses[0][1] and pulses[2][1]) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert [len(messages) for _, messages in pulses] == [1, 0, 1]
+    assert not lost and all(f"node 1 ({socket.gethostname()}) stopped" in pulses[node][1][0] for node in (0, 2))
+    if first != "is importing":
+        leave(pulses[1][0])
