@@ -28,8 +28,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two at a time, which start about two processes each; the tests of a file share what they train.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -97,6 +98,19 @@ def link_table() -> Table:
 def host_table() -> Table:
     """Return the table of what happened to hosts."""
     return _tables["faults on two hosts"]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the rows of this worker of pytest-xdist to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tables"] = {title: table.rows for title, table in _tables.items()}
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Add the rows of a worker that has ended; one that was killed sends none."""
+    for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
+        _tables[title].rows += map(tuple, rows)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
