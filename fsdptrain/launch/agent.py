@@ -73,6 +73,7 @@ def main() -> None:
             failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
         else:
             failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
         if failures:
             tell(pipe, first_failure(failures))
             sys.exit(1)

@@ -48,6 +48,9 @@ REPORTS_PER_S = 100  # for which each launcher looks: one file system may answer
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
+
+
 TRAINING = ("progress", "start", "step", "save", "eval", "export")  # events of workers that have met
 
 
@@ -318,8 +321,9 @@ class Attempt:
         if self._met and (hung := self._hung_ranks()):
             raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when(), self._hosts()))
         cause = failure if code >= 0 else {}
-        # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet.
-        unprepared = self.stop.count and (code == -signal.SIGTERM or cause.get("signal") == "SIGTERM")
+        # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet. The terminal sends
+        # Ctrl-C to the agent, too, in the moment before it has a session of its own.
+        unprepared = self.stop.count and (-code in STOP_SIGNALS or cause.get("signal") == "SIGTERM")
         if cause and not unprepared:
             raise explain(cause, self.rundir, self._when(), self._hosts())
         if "stop" in self.screen.last:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,19 @@ def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None
     stop.count, stop.name = 1, "SIGINT"
     with pytest.raises(errors.Stopped, match="stopped by Ctrl-C; run the same command"):
         attempt._raise_failure(0, {})  # there is no record of the stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(tmp_path: Path, number: signal.Signals) -> None:
+    plan, stop = plan_for(tmp_path, 1), StopRequest()
+    attempt = Attempt(plan, plan.rundir, Screen(quiet=True), stop)
+    with pytest.raises(errors.WorkerLost, match=f"agent was killed by {number.name}"):
+        attempt._raise_failure(-number, {})  # nobody has asked for a stop
+    stop.count, stop.name = 1, number.name
+    with pytest.raises(errors.Stopped, match="before the first step; nothing was lost"):
+        attempt._raise_failure(-number, {})
+    with pytest.raises(errors.WorkerLost, match="agent was killed by SIGKILL"):
+        attempt._raise_failure(-signal.SIGKILL, {})
 
 
 def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
