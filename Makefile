@@ -48,6 +48,7 @@ slurm:
 bench: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/pairs.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/load.py

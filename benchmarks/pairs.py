@@ -1,6 +1,6 @@
 """Steps of fsdptrain and of a plain loop in turns of a few seconds, for machines whose speed drifts.
 
-    python benchmarks/pairs.py [--shape lora] [--dtype float32] [--turns 12]
+    python benchmarks/pairs.py [--shape lora] [--dtype DTYPE] [--turns 12]
 
 Both do the work of a shape of benchmarks/throughput.py (`ours` and `plain` there) on two ranks. Both run all the time,
 but one is suspended while the other makes two steps. A turn gives the seconds of a step and the CPU seconds that all
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import describe_machine, run_ranks
+from common import compute_dtype, describe_machine, run_ranks
 from throughput import WORLD, fsdptrain_job, prepare, workload
 
 STEP = '"step_s"'  # in every line that tells of a step
@@ -30,7 +30,7 @@ WARM_UP = 2  # turns that are not counted
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("small", "vocabulary", "lora"), default="lora")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=compute_dtype())
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args()
     options.steps = STEPS * (options.turns + WARM_UP + 2)  # more than are made

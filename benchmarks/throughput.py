@@ -1,10 +1,11 @@
 """Tokens a second and memory of a training step: fsdptrain and its alternatives.
 
-    python benchmarks/throughput.py [--shapes small vocabulary gsm8k lora] [--rounds 3] [--steps 8] [--dtype bfloat16]
+    python benchmarks/throughput.py [--shapes small vocabulary gsm8k lora] [--rounds 3] [--steps 8] [--dtype DTYPE]
 
-Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings), computing in `--dtype`, with the same rows, batch
-and optimizer. In every round each contender runs once, in fresh processes. The time of a step is the wall time from
-the end of the previous step to its own end; the first two steps of a turn are not counted.
+Two gloo ranks train a Llama (hidden 512, 6 layers, tied embeddings), computing in `--dtype` (by default bfloat16 if the
+CPU has instructions for it, else float32), with the same rows, batch and optimizer. In every round each contender runs
+once, in fresh processes. The time of a step is the wall time from the end of the previous step to its own end; the
+first two steps of a turn are not counted.
 
     ours      `fsdptrain run` with its defaults
     plain     fully_shard on every block and the model, transformers' own loss, a loop of twelve lines
@@ -37,7 +38,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import LLAMA, ROOT, alternate, describe_machine, exit_with_result, rss, run_fsdptrain, run_ranks
+from common import (
+    LLAMA,
+    ROOT,
+    alternate,
+    compute_dtype,
+    describe_machine,
+    exit_with_result,
+    rss,
+    run_fsdptrain,
+    run_ranks,
+)
 
 if TYPE_CHECKING:
     from peers import Workload
@@ -73,8 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--gsm8k", type=Path, default=ROOT / "recipes/data/gsm8k-train.jsonl", help="file with its rows"
     )
-    dtypes = ("bfloat16", "float32")
-    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="float32: for a CPU without bf16 products")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=compute_dtype())
     parser.add_argument("--only", nargs="+", help="run only these contenders")
     options = parser.parse_args()
     print(describe_machine())
