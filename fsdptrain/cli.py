@@ -387,7 +387,10 @@ def _opened_run(run_dir: str) -> Iterator[RunDir]:
         RunStore(RunDir(folder, url=url)).fetch(folder)
         found = dataclasses.replace(RunDir.open(folder), url=url)
         if not found.plan.is_file():
-            raise RecipeError(f"{run_dir} is not the output_dir of a run: it has no plan.json")
+            raise RecipeError(
+                f"{run_dir} is not the output_dir of a run: it has no plan.json, which is written when the "
+                "first attempt starts, not while its job is in the queue of a scheduler"
+            )
         yield found
 
 
@@ -474,18 +477,18 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
     """Show what goes on in a run. Works on any machine that sees its folder; changes nothing."""
-    from fsdptrain.launch.status import Observer, show_status, watch
+    from fsdptrain.launch.status import observe, show_status, watch
     from fsdptrain.page import Page
     from fsdptrain.storage import URL
 
     with _opened_run(run_dir) as rundir:
-        observer, page = Observer(rundir), Page()
+        page = Page()
         if as_json:
-            print(json.dumps(observer.facts(), indent=2))
+            print(json.dumps(observe(rundir).facts(), indent=2))
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
-            watch(observer, page.console)
+            watch(rundir, page.console)
         else:
-            show_status(observer.facts(), page)
+            show_status(observe(rundir).facts(), page)
 
 
 @app.command()

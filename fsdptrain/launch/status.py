@@ -26,6 +26,7 @@ from fsdptrain.events import STEP_EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain_hang, hung_ranks
 from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
+from fsdptrain.ownership import is_marked
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
 from fsdptrain.rundir import RunDir
@@ -45,7 +46,30 @@ CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
 
 
+FACTS = (  # all that `facts` returns
+    "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "attempts",
+    "last_record_age_s", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu",
+    "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
+)  # fmt: skip
+
+
 ENDED = ("finished", "stopped", "failed", "killed")
+
+
+class Waiting:
+    """A folder that `submit` has prepared: no attempt has started in it."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir = rundir
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of `Observer`, of which most are None."""
+        why = "no attempt has started yet; its job may be in the queue of a scheduler"
+        if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
+            why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
+        known = {"state": "waiting", "why": why, "run_dir": self.rundir.place}
+        none = {"attempts": 0, "step": 0, "unsaved_steps": 0, "hung_ranks": []}
+        return dict.fromkeys(FACTS) | known | none
 
 
 class Observer:
@@ -56,8 +80,9 @@ class Observer:
         self.rundir, self._store = rundir, RunStore.of(rundir)
         try:
             self.plan = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise RecipeError(f"{rundir.root} is not a run folder: it has no plan.json") from None
+        except (FileNotFoundError, NotADirectoryError):
+            why = "it has no plan.json" if rundir.root.is_dir() else "there is no such folder"
+            raise RecipeError(f"{rundir.root} is not a run folder: {why}") from None
         except Exception as error:  # of another version: JSON, OmegaConf and dataclasses raise many types
             raise RecipeError(f"{rundir.plan} cannot be read by this version: {first_line(error)}") from None
         self._metrics = Tail(rundir.metrics, from_end=False)
@@ -242,6 +267,13 @@ class Observer:
         return {name: found[name] for name in ("step", "rank", "cause", "cost")}
 
 
+def observe(rundir: RunDir) -> Observer | Waiting:
+    """Return what follows the run in a folder; raise RecipeError if it is no run folder, or of another version."""
+    if is_marked(rundir.root) and not rundir.plan.exists():
+        return Waiting(rundir)
+    return Observer(rundir)
+
+
 def is_locked(rundir: RunDir) -> bool:
     """Return whether a process that this machine can see holds a lock of the run folder.
 
@@ -263,11 +295,16 @@ def show_status(facts: dict[str, Any], page: Page) -> None:
         page.say(line)
 
 
-def watch(observer: Observer, console: Console) -> None:
-    """Show the facts on a terminal, always new, until the run has ended or the user presses Ctrl-C."""
-    bar, text = LiveLine(), Text()
+def watch(rundir: RunDir, console: Console) -> None:
+    """Show the facts on a terminal, always new, until the run has ended or the user presses Ctrl-C.
+
+    Raises RecipeError if it is no run folder, or of another version.
+    """
+    bar, text, observer = LiveLine(), Text(), observe(rundir)
     with contextlib.suppress(KeyboardInterrupt), Live(Group(text, bar), console=console, auto_refresh=False) as display:
         while True:
+            if isinstance(observer, Waiting):
+                observer = observe(rundir)
             facts = observer.facts()
             ended = facts["state"] in ENDED
             text.plain = wrapped("\n".join(status_lines(facts)), console.width)
@@ -285,8 +322,11 @@ def watch(observer: Observer, console: Console) -> None:
 def status_lines(facts: dict[str, Any]) -> list[str]:
     """Return one labelled line for each thing that is known."""
     between = " " if facts["why"].startswith(("on ", "by ")) else "; "
+    run = f"{facts['name'] or Path(facts['run_dir']).name}: {facts['state']}{between}{facts['why']}"
+    if facts["state"] == "waiting":
+        return [f"run    {run}"]
     lines = {
-        "run": f"{facts['name']}: {facts['state']}{between}{facts['why']}",
+        "run": run,
         "ranks": _ranks_text(facts),
         "step": _step_text(facts),
         "stage": _stage_text(facts),

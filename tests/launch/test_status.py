@@ -20,7 +20,8 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.events import progress_record, record_error
-from fsdptrain.launch.status import Observer, is_locked, show_status
+from fsdptrain.launch.status import Observer, is_locked, observe, show_status
+from fsdptrain.ownership import write_mark
 from fsdptrain.page import Page
 from fsdptrain.rundir import RunDir
 
@@ -54,7 +55,7 @@ class Written:
             self.event("step", ago_s, step=number, **STEP)
 
     def facts(self) -> dict[str, Any]:
-        return Observer(self.rundir).facts()
+        return observe(self.rundir).facts()
 
     def shown(self) -> str:
         page = Page(Console(file=io.StringIO()))
@@ -141,16 +142,43 @@ def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json"):
-        Observer(RunDir(tmp_path))
+        observe(RunDir(tmp_path))
+    for name in (__file__, tmp_path / "missing"):
+        with pytest.raises(RecipeError, match="is not a run folder: there is no such folder"):
+            observe(RunDir(Path(name)))
     (tmp_path / "plan.json").write_text('{"version": 0}')
     with pytest.raises(RecipeError, match="cannot be read by this version"):
-        Observer(RunDir(tmp_path))
+        observe(RunDir(tmp_path))
+
+
+def test_a_run_whose_job_is_in_a_queue_is_shown_when_it_starts(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start(total=3)
+    started, plan = observe(run.rundir).facts(), run.rundir.plan.rename(tmp_path / "plan.json")
+    write_mark(run.rundir.root)  # as `submit` leaves the folder
+    log = run.rundir.logs / "slurm-7.log"
+    log.touch()
+    facts = observe(run.rundir).facts()
+    assert (facts["state"], facts["step"], facts["total_steps"]) == ("waiting", 0, None)
+    assert list(facts) == list(started) and json.loads(json.dumps(facts)) == facts
+    assert "queue" in facts["why"] and "slurm-7.log" not in facts["why"]
+    assert "run    run: waiting; no attempt has started yet; its job" in run.shown()
+    with Terminal("status", run.rundir.root, columns=60) as terminal:
+        terminal.wait_for("waiting; no attempt has started yet")
+        log.write_text("refused\n")
+        terminal.wait_for("slurm-7.log")
+        plan.rename(run.rundir.plan)
+        run.steps(3)
+        run.event("export", path="/x/export")
+        terminal.wait_for("run: finished; all 3 steps are trained")
+        assert terminal.process.wait(10) == 0
 
 
 def test_records_that_are_written_meanwhile_are_read_once(tmp_path: Path) -> None:
     run = Written(tmp_path)
     run.start()
-    observer = Observer(run.rundir)
+    observer = observe(run.rundir)
+    assert isinstance(observer, Observer)
     run.steps(3)
     assert [observer.facts()["step"] for _ in range(2)] == [3, 3]
     run.steps(5, first=4)
