@@ -35,14 +35,15 @@ test: install
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
 
-# As root: a private Slurm of two nodes (Debian or Ubuntu), and two hosts as network namespaces with a switch between
-# them. Where one of them is not possible, its tests are skipped with the reason at the end, and the others run.
+# As root: a private Slurm of two nodes (Debian or Ubuntu), and up to four hosts as network namespaces with a switch
+# between them. Where one of them is not possible, its tests are skipped with the reason at the end, and the others run.
 cluster: install slurm
 	$(BIN)/python -m pytest -m cluster -s -rs
 
 slurm:
-	command -v slurmctld >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } \
-		|| echo "WARNING: slurm-wlm and munge cannot be installed here: the tests under Slurm will be skipped" >&2
+	{ command -v slurmctld && command -v munged && command -v ip && command -v tc; } >/dev/null \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; } \
+		|| echo "WARNING: slurm-wlm, munge and iproute2 cannot be installed here: tests that need them will be skipped" >&2
 
 # The comparisons of docs/measurements.md with other tools; run this on an idle machine.
 bench: install

@@ -76,7 +76,7 @@ def main() -> None:
         group = next(row.nodes for row in full if row.fits)
         hybrid = [forecast(trained, "HYBRID_SHARD", nodes, group) for nodes in NODES if nodes > group]
         rows += [row for row in full if row.fits] + hybrid
-        print(table([*full, *hybrid]), flush=True)
+        print(table([*full, *hybrid]), end="\n\n", flush=True)
     if plot:
         draw(rows, plot)
 
@@ -188,7 +188,8 @@ def draw(rows: list[Row], path: Path) -> None:
         time.set_yticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"], minor=False)
         time.minorticks_off()
         memory.set(ylabel="GiB needed of a GPU", ylim=(0, None))
-        traffic.set(ylabel="GiB a rank sends to other nodes", ylim=(0, None))
+        most = max(row.network for row in rows if row.trained == trained) / GIB
+        traffic.set(ylabel="GiB a rank sends to other nodes", ylim=(0, 1.3 * most))  # room for the legend
         for panel in line:
             panel.set_xscale("log", base=2)
             panel.set_xticks(NODES, [str(nodes) for nodes in NODES])

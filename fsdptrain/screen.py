@@ -103,7 +103,8 @@ class Screen:
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
             f"{record['seq_len']:,} tokens ({1 - record['fill']:.1%} padding)"
         )
-        for line in [*record["data_notes"], *filter(None, map(record.get, ("quantisation_note", "attention_note")))]:
+        notes = map(record.get, ("dtype_note", "quantisation_note", "attention_note"))
+        for line in [*record["data_notes"], *filter(None, notes)]:
             self.say(f"  {line}")
         self.show_waiting("first step")
 

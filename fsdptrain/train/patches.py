@@ -30,6 +30,8 @@ RELIES_ON = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": {"2.13.0": "3c8bf9dee0f5"},
     # by `recorded_collectives`,
     "torch._C._distributed_c10d._dump_fr_trace_json": {"2.13.0": "eaafe7d69bd1"},
+    # by preflight,
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported.default": {"2.13.0": "05801fadec7e"},
     # by step,
     "torch.ops.aten._foreach_norm.Scalar": {"2.13.0": "ff49023321db"},
     "torch.optim.adam._fused_adam": {"2.13.0": "dd842506bfd8"},  # what it does with `found_inf`

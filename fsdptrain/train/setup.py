@@ -45,7 +45,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.storage import URL
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model
+from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -377,6 +377,7 @@ def start_facts(
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
+        **({"dtype_note": slow} if (slow := slow_dtype_note(inputs.prepared.plan)) else {}),
         **({"quantisation_note": left} if (left := unquantised_note(inputs.prepared.trained, recipe)) else {}),
         **({"attention_note": note} if note else {}),
         "world_size": world.size,

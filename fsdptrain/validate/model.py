@@ -42,6 +42,8 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     ready = preflight.prepare_model(plan, vocab_size)
     if findings.elsewhere and (note := kernel_note(plan, ready)):
         findings.add_note(note)
+    if note := preflight.slow_dtype_note(plan):
+        findings.add_note(note)
     if note := unquantised_note(ready.trained, plan.recipe):
         findings.add_note(note)
     if note := varlen.mask_note(ready.plan, ready.bare):

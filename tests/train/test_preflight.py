@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
-from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model
+from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
@@ -333,3 +334,18 @@ def test_the_gpus_of_torch_are_those_of_the_plan(device: Any, workers: int, gpus
     if words:
         with pytest.raises(RecipeError, match="with CUDA_VISIBLE_DEVICES=9"):
             check_gpus(Topology(device, 1, workers), gpus, {"CUDA_VISIBLE_DEVICES": "9"})
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_units)
+    plan = plan_of(tmp_path, MODELS["llama"])
+    bfloat16 = plan_of(tmp_path, MODELS["llama"], BF16)
+    on_gpus = dataclasses.replace(bfloat16, topology=dataclasses.replace(plan.topology, device="cuda"))
+    assert slow_dtype_note(plan) is slow_dtype_note(on_gpus) is None
+    assert (slow_dtype_note(bfloat16) is None) == has_units
+    findings = Findings()
+    check_model(bfloat16, 512, None, findings)
+    assert any("param_dtype=float32" in note for note in findings.notes) != has_units
