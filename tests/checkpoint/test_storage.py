@@ -236,6 +236,15 @@ def test_one_refusal_is_tried_again(answer: Any, remote: RunDir, server: ObjectS
 
 
 @pytest.mark.usefixtures("impatient")
+def test_a_slow_store_takes_longer_and_nothing_else(remote: RunDir, server: ObjectStore, fault_table: FaultTable) -> None:
+    with server.slow(0.2):  # each answer; 0.5 s are none
+        save(remote.storage, 1)
+        assert remote.storage.steps() == [1]
+    assert checkpoint_problems(remote.checkpoint(1)) == []
+    fault_table.add("S3 answers slowly", 1, 1)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_store_without_an_answer_is_an_error_after_some_tries(
     remote: RunDir, server: ObjectStore, fault_table: FaultTable
 ) -> None:
