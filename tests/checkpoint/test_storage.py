@@ -236,7 +236,9 @@ def test_one_refusal_is_tried_again(answer: Any, remote: RunDir, server: ObjectS
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_slow_store_takes_longer_and_nothing_else(remote: RunDir, server: ObjectStore, fault_table: FaultTable) -> None:
+def test_a_slow_store_takes_longer_and_nothing_else(
+    remote: RunDir, server: ObjectStore, fault_table: FaultTable
+) -> None:
     with server.slow(0.2):  # each answer; 0.5 s are none
         save(remote.storage, 1)
         assert remote.storage.steps() == [1]
