@@ -30,7 +30,7 @@ check: install
 
 # Two at a time, which start about two processes each; the tests of a file share what they train.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs

@@ -30,6 +30,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files whose tests start whole commands first: else a worker of pytest-xdist waits for one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "tests"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which may start processes
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Hide the GPUs from the processes that a test starts, unless it is marked `gpu`.
