@@ -141,7 +141,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
         (odd, "org/name", recipe, 4, "match no format (text: text; prompt_completion: prompt, completion; chat: "),
         (bad, "org/name", recipe, 4, "expected a list of messages"),
         (tmp_path / "gone.jsonl", "org/name", recipe, 4, "was not found"),
-        (rows, "no/such/folder", recipe, 2, "--model: 'no/such/folder' is neither a folder nor a Hub id"),
+        (rows, "no/such/folder", recipe, 2, "--model: 'no/such/folder' does not exist, and is no Hub id"),
         (rows, "org/name", rows / "recipe.yaml", 2, "cannot write"),
     ]:
         done = fsdptrain("init", "--data", data, "--model", model, dest)

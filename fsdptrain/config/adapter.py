@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.paths import expanded
+from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.values import accepts
-from fsdptrain.errors import Problem
+from fsdptrain.config.values import accepts, value_text
+from fsdptrain.errors import Problem, shortened
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -25,6 +27,9 @@ FROM_FOLDER = {
 }  # fmt: skip
 
 
+BASE = "base_model_name_or_path"  # peft's key: a folder or a Hub id
+
+
 REQUIRED = ("r", "lora_alpha", "target_modules")  # the others are optional: old versions of peft do not write them
 
 
@@ -36,7 +41,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 # peft's keys that do not change what an adapter computes while every key outside of these three tables is unset.
 HARMLESS = (
-    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "layers_pattern", "lora_dropout",
+    "auto_mapping", BASE, "fan_in_fan_out", "inference_mode", "layers_pattern", "lora_dropout",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 )  # fmt: skip
 
@@ -45,10 +50,29 @@ UNSET: tuple[Any, ...] = (None, False, {}, [])
 
 
 def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
-    """Return the recipe with the values that the folder of `adapter.from` determines, and the problems with it."""
+    """Return the recipe with the values that the folder of `adapter.from` determines, and the problems with it.
+
+    With problems the recipe has no `adapter.from`, so that later checks of a dry run do not report the folder again.
+    """
     if recipe.adapter.from_ is None:
         return recipe, []
     folder = Path(expanded(recipe.adapter.from_))
+    found, problems = _read_config(folder)
+    if not problems:
+        _name_layers_once(found)
+        problems = [*_folder_problems(folder, found, recipe)]
+    if problems:
+        return dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, from_=None)), problems
+    values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
+    values["alpha"] = float(values["alpha"])  # as it is read from the plan, which must have the same digest
+    if isinstance(values["target"], list):
+        values["target"] = sorted(values["target"])
+    adapter = dataclasses.replace(recipe.adapter, from_=str(folder.absolute()), **values)
+    return dataclasses.replace(recipe, adapter=adapter), []
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """Return peft's configuration in a folder, or {} and the problem with it."""
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -58,26 +82,69 @@ def with_adapter_of_folder(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         hint = "name a folder on this machine that peft has saved, such as the export of an earlier run"
         if (folder / ADAPTER_FOLDER / ADAPTER_CONFIG).is_file():
             hint = f"the adapter of this export is in {folder / ADAPTER_FOLDER}"
-        return recipe, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}; {hint}", "adapter.from")]
+        return {}, [Problem(f"cannot read {folder / ADAPTER_CONFIG}: {reason}; {hint}", "adapter.from")]
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        return recipe, [Problem(f"{folder} has no {ADAPTER_WEIGHTS}", "adapter.from")]
-    _name_layers_once(found)
-    problems = [
-        Problem(f"{folder} has {name}: {found.get(name)!r}, which cannot be continued here", "adapter.from")
-        for name in dict.fromkeys([*REQUIRED, *found])
-        if not _can_continue(name, found.get(name))
-    ]
+        reason = f"{folder} has no {ADAPTER_WEIGHTS}: copy the whole folder again, or export the adapter again"
+        return {}, [Problem(reason, "adapter.from")]
+    return found, []
+
+
+def _folder_problems(folder: Path, found: dict[str, Any], recipe: Recipe) -> Iterator[Problem]:
+    """Yield what prevents training from continuing with the adapter in a folder; `found` is peft's configuration."""
+    for name in dict.fromkeys([*REQUIRED, *found]):
+        if not _can_continue(name, found.get(name)):
+            yield Problem(
+                f"{folder} has {name}: {value_text(found.get(name))} in {ADAPTER_CONFIG}, which is not supported: "
+                "merge this adapter with peft, name the merged model in model.id, and leave adapter.from out",
+                "adapter.from",
+            )
     if recipe.adapter.kind == "qlora" and found.get("use_dora"):
         reason = f"{folder} has DoRA, which is not possible with quantised weights: use kind: lora"
-        problems.append(Problem(reason, "adapter.from"))
-    if problems:
-        return recipe, problems
-    values = {key: found[name] for key, name in FROM_FOLDER.items() if found.get(name) is not None}
-    values["alpha"] = float(values["alpha"])  # as it is read from the plan, which must have the same digest
-    if isinstance(values["target"], list):
-        values["target"] = sorted(values["target"])
-    adapter = dataclasses.replace(recipe.adapter, from_=str(folder.absolute()), **values)
-    return dataclasses.replace(recipe, adapter=adapter), []
+        yield Problem(reason, "adapter.from")
+    if _is_merged_into(str(recipe.model.id), folder, found):
+        yield Problem(
+            f"model.id ({recipe.model.id}) is the export that this adapter is merged into, so it would be applied "
+            f"twice: set model.id to the adapter's base ({shortened(str(found.get(BASE)))!r}), or remove adapter.from "
+            "to train a new adapter on the merged model",
+            "adapter.from",
+        )
+
+
+def _is_merged_into(model: str, folder: Path, found: dict[str, Any]) -> bool:
+    """Return whether a model is an export of `both` whose merged weights contain the adapter of a folder.
+
+    The adapter of an export keeps the name of the base that it was trained on. A base may have its own adapters in
+    subfolders too: these name that base.
+    """
+    inside = Path(model) / ADAPTER_FOLDER / ADAPTER_WEIGHTS
+    if not is_folder(model) or not inside.is_file() or _is_same_model(str(found.get(BASE)), model):
+        return False
+    try:
+        return filecmp.cmp(inside, folder / ADAPTER_WEIGHTS, shallow=False)
+    except OSError:  # reading the adapter reports it
+        return False
+
+
+def _is_same_model(one: str, other: str) -> bool:
+    """Return whether two values of `model.id` are the same name or the same folder."""
+    return one == other or (is_folder(one) and is_folder(other) and Path(one).samefile(other))
+
+
+def base_note(recipe: Recipe) -> str | None:
+    """Return a sentence if the adapter to continue from names another base than `model.id`; None if it names none.
+
+    The weights of both may be the same, in folders with different names.
+    """
+    if recipe.adapter.from_ is None:
+        return None
+    found, _ = _read_config(Path(recipe.adapter.from_))
+    base, model = found.get(BASE), str(recipe.model.id)
+    if not base or _is_same_model(str(base), model):
+        return None
+    return (
+        f"the adapter of adapter.from was trained on {shortened(str(base))!r}, and model.id is {shortened(model)!r}: "
+        "they must have the same weights"
+    )
 
 
 def _name_layers_once(found: dict[str, Any]) -> None:

@@ -142,7 +142,11 @@ def model_name_fault(name: str) -> str | None:
     """Return what is wrong with the name of a model or tokenizer: nothing (None) for a folder or a Hub id."""
     if is_folder(name) or HUB_ID.fullmatch(name):
         return None
-    return f"{shortened(name)!r} is neither a folder nor a Hub id (org/name)"
+    what = "is not a folder" if os.path.lexists(name) else "does not exist"
+    return (
+        f"{shortened(name)!r} {what}, and is no Hub id (org/name). If another recipe exports this model, run that "
+        "recipe first"
+    )
 
 
 def is_hub_data(found: str) -> bool:

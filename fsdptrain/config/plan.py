@@ -444,7 +444,7 @@ def model_name_problems(recipe: Recipe) -> list[Problem]:
     """Return a problem for a model or tokenizer that is neither a folder on this machine nor a Hub id."""
     names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
     return [
-        Problem(f"{fault}; if a run exports it, do that first", path)
+        Problem(fault, path)
         for path, name in names.items()
         if isinstance(name, str) and (fault := model_name_fault(name))
     ]

@@ -98,7 +98,7 @@ def error_summary(error: BaseException) -> str:
 def hub_errors(field: str, name: str) -> Iterator[None]:
     """Raise NoModel when `name` is neither a folder nor a Hub id, or cannot be downloaded."""
     if fault := model_name_fault(name):
-        raise NoModel(f"{field}: {fault}; if a run exports it, export first")
+        raise NoModel(f"{field}: {fault}")
     try:
         yield
     except Exception as error:

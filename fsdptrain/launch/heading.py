@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fsdptrain.config.adapter import base_note
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import node_range
 from fsdptrain.launch.attempts import EarlierAttempts
@@ -23,6 +24,7 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
         ),
         "model": _describe_model(plan),
         **({"trains": _describe_trained(plan)} if plan.freezes else {}),
+        **({"note": note} if (note := base_note(plan.recipe)) else {}),
         "data": _describe_data(plan),
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),

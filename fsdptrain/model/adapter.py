@@ -492,7 +492,10 @@ def check_adapter_file(model: Any, folder: Path) -> None:
         with safe_open(path, framework="pt") as opened:
             found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise RecipeError(f"adapter.from: cannot read {path}: {error_summary(error)}") from None
+        raise RecipeError(
+            f"adapter.from: cannot read {path}: {error_summary(error)}; copy the file again, or export the adapter "
+            "again"
+        ) from None
     if wrong := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
         key = wrong[0]
         raise RecipeError(
@@ -504,12 +507,28 @@ def check_adapter_file(model: Any, folder: Path) -> None:
 def _read_adapter(model: Any, folder: Path, copy_own_rows: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Set adapters, and modules that are trained as a whole, from a folder that peft has written."""
     check_adapter_file(model, folder)
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
+    for name, tensor in _saved_tensors(model, folder):
+        copy_own_rows(model.get_parameter(name), tensor)
+
+
+def check_adapter_values(model: Any, folder: Path) -> None:
+    """Raise RecipeError if a file that `check_adapter_file` accepts has values that are not finite."""
+    for _ in _saved_tensors(model, folder):
+        pass
+
+
+def _saved_tensors(model: Any, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name of a trained parameter, its values) from a folder that peft has written; raises RecipeError."""
+    path = folder / ADAPTER_WEIGHTS
+    with safe_open(path, framework="pt") as opened:
         for name, key in saved_names(model).items():
             tensor = opened.get_tensor(key)
             if not tensor.isfinite().all():
-                raise RecipeError(f"adapter.from: {key} in {folder / ADAPTER_WEIGHTS} has values that are not finite")
-            copy_own_rows(model.get_parameter(name), tensor)
+                raise RecipeError(
+                    f"adapter.from: {key} in {path} has values that are not finite: name an adapter that was saved "
+                    "before its training diverged"
+                )
+            yield name, tensor
 
 
 # ---------------------------------------------------------------------------------------------- peft's files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
+from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import quantised_ids, unquantised_note
+from fsdptrain.model.adapter import check_adapter_values, quantised_ids, unquantised_note
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
@@ -43,6 +45,11 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     if findings.elsewhere and (note := kernel_note(plan, ready)):
         findings.add_note(note)
     if note := preflight.slow_dtype_note(plan):
+        findings.add_note(note)
+    if plan.recipe.adapter.from_ is not None:
+        with findings.continue_on_error():
+            check_adapter_values(ready.trained, Path(plan.recipe.adapter.from_))
+    if note := base_note(plan.recipe):
         findings.add_note(note)
     if note := unquantised_note(ready.trained, plan.recipe):
         findings.add_note(note)

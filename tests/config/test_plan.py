@@ -113,7 +113,9 @@ def test_missing_data_and_models_are_refused_before_the_start(tmp_path: Path) ->
     recipe = write_recipe(tmp_path)
     with pytest.raises(DataError, match=r"'nope\.jsonl' was not found"):
         plan_of(recipe, "data.path=nope.jsonl")
-    with pytest.raises(RecipeError, match=r"model\.id: 'runs/nope/export' is neither a folder"):
+    with pytest.raises(
+        RecipeError, match=r"model\.id: 'runs/nope/export' does not exist, and is no Hub id .* run that recipe first"
+    ):
         plan_of(recipe, "model.id=runs/nope/export")
     assert plan_of(recipe, "data.path=openai/gsm8k:main:test").data_path == "openai/gsm8k:main:test"
 

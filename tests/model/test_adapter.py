@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -25,15 +27,18 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from fsdptrain.checkpoint.export import check_unchanged, checked, export_checkpoint, with_options
 from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.verify import survey
-from fsdptrain.config.adapter import with_adapter_of_folder
+from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.plan import Counts, Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
+from fsdptrain.config.values import value_text
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
+from fsdptrain.launch.attempts import EarlierAttempts
+from fsdptrain.launch.heading import heading
 from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
@@ -42,6 +47,8 @@ from fsdptrain.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.preflight import prepare_model
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)
@@ -337,21 +344,28 @@ def adapter_folder(tmp_path: Path, **changes: Any) -> Recipe:
     ],
 )  # fmt: skip
 def test_an_adapter_that_would_be_computed_otherwise_is_not_continued(changes: dict[str, Any], tmp_path: Path) -> None:
-    _, problems = with_adapter_of_folder(adapter_folder(tmp_path, **changes))
+    recipe, problems = with_adapter_of_folder(adapter_folder(tmp_path, **changes))
     [(name, value)] = changes.items()
-    assert [(p.field, p.message) for p in problems] == [
-        ("adapter.from", f"{tmp_path} has {name}: {value!r}, which cannot be continued here")
-    ]
+    [problem] = problems
+    assert problem.field == "adapter.from"
+    assert (
+        f"{tmp_path} has {name}: {value_text(value)} in adapter_config.json, which is not supported" in problem.message
+    )
+    assert recipe.adapter.from_ is None, "a dry run would read the folder again"
 
 
 def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
-    found, problems = with_adapter_of_folder(adapter_folder(tmp_path, init_lora_weights="gaussian", lora_dropout=0.5))
+    changes = {"init_lora_weights": "gaussian", "lora_dropout": 0.5, "base_model_name_or_path": "org/other"}
+    found, problems = with_adapter_of_folder(adapter_folder(tmp_path, **changes))
     assert not problems and found.adapter.target == ["q_proj", "v_proj"]
     assert (found.adapter.r, found.adapter.alpha, found.adapter.dropout) == (4, 8, 0.0)
     section = {"kind": "lora", "from": str(tmp_path)}
     model = {"id": "org/name", "tokenizer": {"train": 512}}
     plan = make_plan(load(write_recipe(tmp_path, model=model, adapter=section, export={})), Topology("cpu", 1, 2))
     assert Plan.from_json(plan.to_json()).digest() == plan.digest(), "the workers would refuse the plan"
+    assert "\nnote   the adapter of adapter.from was trained on 'org/other', and" in heading(
+        plan, plan.rundir, EarlierAttempts()
+    )
     dora = adapter_folder(tmp_path, use_dora=True)
     found, problems = with_adapter_of_folder(dora)
     assert not problems and found.adapter.use_dora
@@ -400,7 +414,9 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     adapter_folder(tmp_path)
     section = {"kind": "lora", "from": str(tmp_path)}
     plan = make_plan(load(adapter_recipe(tmp_path, adapter=section)), Topology("cpu", 1, 1))
-    with pytest.raises(RecipeError, match=r"adapter.from: cannot read .*adapter_model.safetensors"):
+    with pytest.raises(
+        RecipeError, match=r"adapter.from: cannot read .*adapter_model.safetensors.*; copy the file again"
+    ):
         prepare_model(plan, 512)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({name: torch.zeros(4, 128)}, weights)
@@ -414,8 +430,41 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     tensors = {name: torch.zeros(4, 64) for name in names}
     tensors |= {name.replace("_A.", "_B."): torch.full((size, 4), torch.nan) for name, size in sizes.items()}
     save_file(tensors, weights)
-    with pytest.raises(RecipeError, match=r"adapter.from: .*lora_B.weight in .* has values that are not finite"):
+    not_finite = r"adapter.from: .*lora_B.weight in .* has values that are not finite"
+    with pytest.raises(RecipeError, match=not_finite):
         start_adapters(prepare_model(plan, 512).trained, plan, lambda *_: None)
+    check_model(plan, 512, 1, findings := Findings())
+    assert re.match(not_finite, findings.problems[0]) and len(findings.problems) == 1, findings.problems
+
+
+def test_the_base_of_an_adapter_is_compared_with_the_model(tmp_path: Path) -> None:
+    """Only the merged export that contains the adapter is refused: other folders may hold the same weights."""
+    base, merged, moved = tmp_path / "base", tmp_path / "merged", tmp_path / "moved"
+    base.mkdir()
+    recipe = adapter_folder(merged / "adapter", base_model_name_or_path=str(base))
+    shutil.copytree(merged / "adapter", moved)
+
+    def found(model: str, folder: Path) -> tuple[list[str], str | None]:
+        section = dataclasses.replace(recipe.adapter, from_=str(folder))
+        other, problems = with_adapter_of_folder(Recipe(model=Model(id=model), adapter=section))
+        return [problem.message for problem in problems], base_note(other)
+
+    for folder in (merged / "adapter", moved):
+        [message], _ = found(str(merged), folder)
+        assert f"model.id ({merged}) is the export that this adapter is merged into" in message
+        assert f"set model.id to the adapter's base ('{base}'), or remove adapter.from" in message
+        assert found(str(base), folder) == ([], None)
+        assert found(f"{merged}/../base/", folder) == ([], None)
+        problems, note = found("org/name", folder)
+        assert not problems and note
+        assert f"was trained on '{base}', and model.id is 'org/name': they must have the same weights" in note
+    (moved / "adapter_model.safetensors").write_bytes(b"another adapter")
+    problems, note = found(str(merged), moved)
+    assert not problems and note
+    adapter_folder(moved, base_model_name_or_path=None)
+    assert found("org/name", moved) == ([], None)
+    adapter_folder(base / "adapter", base_model_name_or_path=str(base))  # a base with its own adapter inside
+    assert found(str(base), base / "adapter") == ([], None)
 
 
 def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> None:
