@@ -1,4 +1,4 @@
-"""The private functions of FSDP2 and DTensor in torch that this package relies on.
+"""The private functions of FSDP2, DTensor and the rendezvous in torch that this package relies on.
 
 `RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
 when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
@@ -58,6 +58,9 @@ RELIES_ON = {
     f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": {"2.13.0": "f911cdb84d02"},
     # By `first_row`.
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
+    # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` takes it from its `_node_desc_generator`.
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": {"2.13.0": "286536315849"},
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {"2.13.0": "ba33b372891b"},
 }
 
 

@@ -8,6 +8,8 @@ a node that comes now waits until the workers exit: after a checkpoint (`on_wait
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,7 +23,12 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _NodeDesc,
+    _NodeDescGenerator,
+)
 
 BACKEND = "fsdptrain"  # its name for torchrun
 
@@ -29,9 +36,18 @@ BACKEND = "fsdptrain"  # its name for torchrun
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
+class _UniqueNodes(_NodeDescGenerator):
+    """Tells nodes apart that have the same host name and process number, as containers have, which torch cannot."""
+
+    def generate(self, local_addr: str | None = None) -> _NodeDesc:
+        """Return the identity of a new node."""
+        return dataclasses.replace(super().generate(local_addr), local_id=secrets.randbits(62))
+
+
 class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
 
+    _node_desc_generator = _UniqueNodes()
     on_met: Callable[[int, int], None]
     on_waiting: Callable[[], None]
     on_others: Callable[[], None]

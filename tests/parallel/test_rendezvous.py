@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from fsdptrain.parallel import rendezvous
@@ -66,3 +67,17 @@ def test_all_nodes_that_are_allowed_start_at_once(met: Places, waiting: list[str
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(lambda each: each.next_rendezvous(), [node(endpoint), node(endpoint)])]
     assert [each.world_size for each in found] == [2, 2] and sorted(met) == [(0, 2), (1, 2)] and not waiting
+
+
+def test_nodes_with_the_same_host_name_and_process_number_meet(
+    met: Places, waiting: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, nodes = free_endpoint(), []
+    for _ in range(2):
+        # Torch numbers the handlers of a process, so the first one of each process has the same number.
+        monkeypatch.setattr(DynamicRendezvousHandler._node_desc_generator, "_local_id", 0)
+        monkeypatch.setattr(Rendezvous._node_desc_generator, "_local_id", 0)
+        nodes.append(node(endpoint))
+        nodes[-1].settings.timeout._join = timedelta(seconds=10)
+    with ThreadPoolExecutor() as pool:
+        assert [each.world_size for each in pool.map(lambda each: each.next_rendezvous(), nodes)] == [2, 2]
