@@ -21,6 +21,8 @@ from support import fsdptrain
 NODES = ("node-0", "node-1")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare")
 
+GRACE_S = 120  # for a preempted job of the partition `grace`; those of `all` have none
+
 CONFIG = """
 ClusterName=private
 SlurmctldHost=node-0(127.0.0.1)
@@ -42,7 +44,11 @@ SelectType=select/cons_tres
 JobRequeue=1
 NodeName=node-0 NodeHostname=node-0 NodeAddr=127.0.0.1 Port={first} CPUs=2
 NodeName=node-1 NodeHostname=node-1 NodeAddr=127.0.0.1 Port={second} CPUs=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=grace Nodes=ALL MaxTime=INFINITE State=UP GraceTime={grace_s}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -95,7 +101,7 @@ def private_slurm(folder: Path) -> Iterator[Slurm]:
     (folder / "munge" / "key").write_bytes(secrets.token_bytes(128))
     (folder / "munge" / "key").chmod(0o400)
     controller, first, second = free_ports(3)
-    text = CONFIG.format(folder=folder, controller=controller, first=first, second=second)
+    text = CONFIG.format(folder=folder, controller=controller, first=first, second=second, grace_s=GRACE_S)
     (folder / "slurm.conf").write_text(text)
     hosts = Path("/etc/hosts").read_text() + f"127.0.0.1 {' '.join(NODES)}\n"
     (folder / "hosts").write_text(hosts)

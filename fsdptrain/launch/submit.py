@@ -1,9 +1,10 @@
 """A run as a job: the batch script for Slurm, the manifest for Kubeflow Trainer, the command for each of plain hosts.
 
-Slurm's stop signal goes to the script alone, which passes it on through `srun` and notes that the time is over. Only
-then it requeues the job: a job that `scancel` ends must not come back.
+Slurm's stop signal goes to the script alone, which passes it on through `srun` and notes that the time is over. Then,
+and after a preemption, it requeues the job. A job that `scancel` ends must not come back.
 
     Slurm ── SIGUSR1, before the time limit ──> script ──> srun ──> every process of the step: checkpoint, exit code 75
+    Slurm ── SIGTERM, when it preempts the job ───────────────────> every process of the step: checkpoint, exit code 75
 """
 
 from __future__ import annotations
@@ -185,7 +186,12 @@ step=$!
 while wait "$step"; code=$?; [ "$code" -gt 128 ] && kill -0 "$step" 2>/dev/null; do :; done
 
 # A job whose signal comes at once, because its time limit is too short, would be requeued for ever.
-if [ "$code" -eq {stopped} ] && [ -n "$time_is_over" ] && [ "$SECONDS" -gt {shortest_s} ]; then
+[ "$SECONDS" -gt {shortest_s} ] || time_is_over=
+
+# The step of a preempted job gets SIGTERM, as with scancel. In the record of the job they differ.
+is_preempted() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING .* PreemptTime=[0-9]'; }}
+
+if [ "$code" -eq {stopped} ] && {{ [ -n "$time_is_over" ] || is_preempted; }}; then
   trap - TERM
   scontrol requeue "$SLURM_JOB_ID" && sleep infinity  # Slurm ends this script, and starts it again
 fi

@@ -1,4 +1,4 @@
-"""Runs under a real Slurm: submitted, cancelled, requeued, and past their time limit. Run by `make cluster`.
+"""Runs under a real Slurm: submitted, cancelled, requeued, preempted, and past their time limit. Run by `make cluster`.
 
 Whatever happens to a job, the run is bitwise equal to an undisturbed one when it is finished.
 """
@@ -20,6 +20,7 @@ from support import TESTS, environment, events, fsdptrain, python_path
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 HYBRID: dict[str, Any] = {"fsdp__strategy": "HYBRID_SHARD", "launch__nproc_per_node": 2}
+URGENT = ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,13 @@ def whole(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "run"
 
 
-def slowly(seconds: float) -> dict[str, str]:
-    """Return the environment in which every step takes so much longer."""
-    fault = {"where": "fsdptrain.data.corpus:Corpus.batch", "do": "sleep", "rank": 0, "times": None}
-    faults = [{**fault, "how": {"seconds": seconds}}]
+def slowly(seconds: float, save_seconds: float = 0) -> dict[str, str]:
+    """Return the environment in which every step takes so much longer, and every checkpoint so much."""
+    places = {"fsdptrain.data.corpus:Corpus.batch": seconds, "fsdptrain.checkpoint.save:write_shards": save_seconds}
+    faults = [
+        {"where": where, "do": "sleep", "rank": 0, "times": None, "how": {"seconds": longer}}
+        for where, longer in places.items()
+    ]
     return environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=json.dumps(faults))
 
 
@@ -106,6 +110,31 @@ def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> No
     facts = slurm.wait(job, "COMPLETED", "FAILED")
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     assert differences(run, whole) == []
+
+
+def test_a_preempted_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
+    recipe, run = small_recipe(tmp_path, **HYBRID), tmp_path / "run"
+    job = slurm.submit(recipe, **slowly(1.0))
+    wait_for_step(run, 5)
+    slurm.call(*URGENT)
+    facts = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    assert differences(run, whole) == []
+
+
+@pytest.mark.parametrize("save_s", [0, 45])
+def test_a_job_that_is_preempted_with_a_grace_time_saves_and_resumes(
+    save_s: float, slurm: Slurm, whole: Path, tmp_path: Path
+) -> None:
+    """The grace time is the new time limit, so within 30 s the stop signal comes, too: also into the longer save."""
+    recipe, run = small_recipe(tmp_path, checkpoint__every=None, launch__timeout_s=120, **HYBRID), tmp_path / "run"
+    job = slurm.submit(recipe, "--partition=grace", **slowly(1.0, save_s))
+    wait_for_step(run, 3)
+    slurm.call(*URGENT)
+    facts = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    (stop,), (resume,) = events(run, "stop"), events(run, "resume")
+    assert resume["step"] == stop["step"] and differences(run, whole) == []
 
 
 def test_a_job_continues_after_its_time_limit(slurm: Slurm, whole: Path, tmp_path: Path) -> None:

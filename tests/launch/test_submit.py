@@ -28,7 +28,17 @@ echo "srun $*" >> calls
 [ -n "$AT_ONCE" ] && exit $EXIT
 for _ in $(seq 600); do sleep 0.1; done
 """
-SCONTROL = '#!/bin/bash\necho "scontrol $*" >> calls\nkill $PPID\n'  # Slurm ends the script, which sleeps after it
+# Stands in for scontrol: shows the job as $RECORD says; ends the script that requeues it, which sleeps after it.
+SCONTROL = """#!/bin/bash
+[ "$1" = show ] && { echo "JobId=12 JobName=run $RECORD JobName=run"; exit; }
+echo "scontrol $*" >> calls
+kill $PPID
+"""
+RECORD = "JobState={} Reason=None PreemptEligibleTime=2026-11-23T00:03:50 PreemptTime={}"
+RUNNING = RECORD.format("RUNNING", "None")
+CANCELLED = RECORD.format("CANCELLED", "None")
+PREEMPTED = RECORD.format("RUNNING", "2026-11-23T00:04:26")
+CANCELLED_LATER = RECORD.format("CANCELLED", "2026-11-23T00:04:26")  # scancel within the grace time of a preemption
 
 
 def job_of(tmp: Path, *overrides: str, on: str = "slurm", nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
@@ -42,7 +52,7 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> None:
         time.sleep(0.02)
 
 
-def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int) -> tuple[int, list[str]]:
+def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, record: str) -> tuple[int, list[str]]:
     """Run the batch script of a job with stand-ins; return its exit code and what they were called with."""
     bin_folder = tmp / "bin"
     bin_folder.mkdir()
@@ -51,7 +61,7 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int) ->
         (bin_folder / name).chmod(0o755)
     (tmp / "job.sh").write_text(slurm_script(job_of(tmp), []))
     env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "EXIT": str(code)}
-    env |= {"AT_ONCE": "" if send else "yes", "SECONDS": str(age_s)}  # bash counts from there
+    env |= {"AT_ONCE": "" if send else "yes", "SECONDS": str(age_s), "RECORD": record}  # bash counts SECONDS from there
     process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True)
     calls, end = tmp / "calls", time.monotonic() + 30
     wait_until(calls.exists, 30)
@@ -69,21 +79,24 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int) ->
 
 
 @pytest.mark.parametrize(
-    ("code", "send", "age_s", "exits", "calls"),
+    ("code", "send", "age_s", "record", "exits", "calls"),
     [
-        (0, None, 100, 0, []),
-        (5, None, 100, 5, []),
-        (75, None, 100, 75, []),  # stopped by another signal
-        (75, signal.SIGUSR1, 100, -15, ["USR1", "scontrol requeue 12"]),
-        (75, signal.SIGUSR1, 0, 75, ["USR1"]),  # at once: the time limit is too short
-        (0, signal.SIGUSR1, 100, 0, ["USR1"]),  # it was finished just then
-        (75, signal.SIGTERM, 100, 75, ["TERM"]),
+        (0, None, 100, RUNNING, 0, []),
+        (5, None, 100, RUNNING, 5, []),
+        (75, None, 100, RUNNING, 75, []),  # stopped by another signal
+        (75, signal.SIGUSR1, 100, RUNNING, -15, ["USR1", "scontrol requeue 12"]),
+        (75, signal.SIGUSR1, 0, RUNNING, 75, ["USR1"]),  # at once: the time limit is too short
+        (0, signal.SIGUSR1, 100, RUNNING, 0, ["USR1"]),  # it was finished just then
+        (75, signal.SIGTERM, 100, CANCELLED, 75, ["TERM"]),
+        (75, None, 0, PREEMPTED, -15, ["scontrol requeue 12"]),  # the step alone got SIGTERM
+        (0, None, 100, PREEMPTED, 0, []),  # it was finished just then
+        (75, signal.SIGTERM, 100, CANCELLED_LATER, 75, ["TERM"]),
     ],
 )
-def test_a_job_is_requeued_only_if_its_time_is_over(
-    code: int, send: signal.Signals | None, age_s: int, exits: int, calls: list[str], tmp_path: Path
+def test_a_job_is_requeued_only_if_its_time_is_over_or_it_is_preempted(
+    code: int, send: signal.Signals | None, age_s: int, record: str, exits: int, calls: list[str], tmp_path: Path
 ) -> None:
-    assert run_script(tmp_path, code, send, age_s) == (exits, calls)
+    assert run_script(tmp_path, code, send, age_s, record) == (exits, calls)
 
 
 def test_the_script_of_a_job(tmp_path: Path) -> None:
