@@ -413,20 +413,25 @@ def submit(
     overrides: Overrides = None,
     on: Annotated[str, typer.Option(help="slurm, k8s (Kubeflow Trainer) or hosts")] = "slurm",
     nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes, of a range the most")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="0: train on the CPU")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of a node; 0: train on the CPU")] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="the GPUs of a node, such as 8xh100-80gb: refuse a run that does not fit")
+        str | None, typer.Option(help="the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit")
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="slurm: an option of sbatch, such as --constraint=ib")
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="slurm: another option of sbatch, such as --constraint=ib"),
     ] = None,
-    time_limit: Annotated[str | None, typer.Option("--time", help="slurm: time limit, after which it resumes")] = None,
+    time_limit: Annotated[
+        str | None, typer.Option("--time", help="slurm: time limit such as 24:00:00, after which it resumes")
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="slurm: partition")] = None,
     account: Annotated[str | None, typer.Option(help="slurm: account")] = None,
-    hosts: Annotated[str | None, typer.Option(help="hosts: their names, as a,b,c")] = None,
+    hosts: Annotated[str | None, typer.Option(help="hosts: their names, as a,b,c or user@a,user@b")] = None,
     image: Annotated[str | None, typer.Option(help="k8s: container image with fsdptrain")] = None,
     volume: Annotated[str | None, typer.Option(help="k8s: CLAIM:PATH of a PersistentVolumeClaim for the run")] = None,
-    runtime: Annotated[str, typer.Option(help="k8s: name of the training runtime")] = "torch-distributed",
+    runtime: Annotated[
+        str | None, typer.Option(help="k8s: name of the training runtime; default: torch-distributed")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
     """Run a recipe as a job. Prints the manifest for Kubernetes, and the commands for hosts."""
@@ -434,27 +439,34 @@ def submit(
     from fsdptrain.config.hardware import parse_hardware
     from fsdptrain.launch import submit as jobs
 
-    target, names = parse_hardware(hardware) if hardware else None, hosts.split(",") if hosts else []
-    gpus = gpus_per_node if gpus_per_node is not None or target is None else target.count
+    # Check every option before the dry run starts, because that takes a while.
+    of_kind = {"--sbatch": sbatch or None, "--time": time_limit, "--partition": partition, "--account": account}
+    jobs.check_kind(on, of_kind | {"--image": image, "--volume": volume, "--runtime": runtime, "--hosts": hosts})
+    target = parse_hardware(hardware) if hardware is not None else None
+    names = jobs.host_names(hosts) if hosts else []
+    gpus = jobs.gpus_of_node(target, gpus_per_node)
     job = jobs.prepare_job(recipe, written, overrides or [], on, nodes or len(names) or None, gpus)
-    if on != "hosts" and (note := job.range_note()):
-        print(note, file=sys.stderr)
+    if on == "k8s":
+        text = jobs.manifest(job, image, volume, runtime or "torch-distributed")
+    elif on == "hosts":
+        text = "\n".join(jobs.host_commands(job, names)) + "\n"
+    else:
+        text = jobs.slurm_script(job, sbatch or [], time_limit, partition, account)
+    for note in (job.range_note() if on != "hosts" else None, target.note if target else None):
+        if note:
+            print(note, file=sys.stderr)
     if hardware and target:
         card = hardware if "=" in hardware else target.hardware.name
         _check_fit(_load_recipe(recipe, [*job.overrides, *job.size_keys()]), card)
-    if on == "k8s":
-        print(jobs.manifest(job, image, volume, runtime), end="")
-    elif on == "hosts":
-        print("\n".join(jobs.host_commands(job, names)))
     else:
-        named = {"time": time_limit, "partition": partition, "account": account}
-        options = [*(f"--{name}={value}" for name, value in named.items() if value), *(sbatch or [])]
-        script = jobs.slurm_script(job, options)
-        if dry_run:
-            print(script, end="")
-        else:
-            number, run_dir = jobs.submit_to_slurm(job, script), job.plan.rundir.place
-            print(f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}")
+        print(
+            f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
+            file=sys.stderr,
+        )
+    if on == "slurm" and not dry_run:
+        number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.place
+        text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}\n"
+    print(text, end="")
 
 
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:

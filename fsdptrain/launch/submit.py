@@ -9,19 +9,23 @@ and after a preemption, it requeues the job. A job that `scancel` ends must not 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdptrain.config.hardware import HardwareChoice
 from fsdptrain.config.launchers import Launched
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.plan import Plan, draft_plan
@@ -30,29 +34,37 @@ from fsdptrain.config.schema import node_range
 from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import Problem, RecipeError, Stopped
 from fsdptrain.launch.claim import check_run_dir
+from fsdptrain.launch.sbatch import check_times, directives, parse_options, take_stop_signal
 from fsdptrain.ownership import write_mark
+from fsdptrain.rundir import MARK
 from fsdptrain.storage import URL
 from fsdptrain.text import counted
 
 KINDS = ("slurm", "k8s", "hosts")
 
 
-STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written meanwhile
-
-
-STOP_OPTION = re.compile(r"--signal=B:(SIG)?USR1@[0-9]+")  # `B:` is the script, which handles USR1
+KIND_OF = {  # options of `submit` that only one kind of job has
+    "--sbatch": "slurm", "--time": "slurm", "--partition": "slurm", "--account": "slurm",
+    "--image": "k8s", "--volume": "k8s", "--runtime": "k8s", "--hosts": "hosts",
+}  # fmt: skip
 
 
 SHORTEST_S = 30  # a job that lived shorter is not requeued
 
 
-WHOLE_NODES = ("--exclusive", "--mem=0")  # all cores and memory: without an option, a task has one core
+WHOLE_NODES = {"--exclusive": "", "--mem": "0"}  # all cores and memory: without an option, a task has one core
 
 
 RENDEZVOUS_PORT = 29500  # of plain hosts
 
 
+HOST = re.compile(r"(?:[^\s@:-][^\s@:]*@)?([^\s@:-][^\s@:]*)")  # [USER@]ADDRESS
+
+
 CONFIG_MOUNT = "/etc/fsdptrain"  # where a pod finds the recipe
+
+
+POD_STOP_S = 300  # at least so long a pod may take to stop; with launch.grace_s a minute more than that
 
 
 @dataclass(frozen=True)
@@ -99,17 +111,65 @@ class Job:
         return [*python, "run", self.recipe, *self.overrides, *more]
 
 
+def check_kind(on: str, options: Mapping[str, str | Sequence[str] | None]) -> None:
+    """Raise RecipeError for an unknown kind of job, for empty options, and for those of another kind.
+
+    `options` are values of options in KIND_OF; None if they are not given.
+    """
+    if on not in KINDS:
+        raise RecipeError(f"--on: {on!r} is not one of {', '.join(KINDS)}")
+    problems = []
+    for name, value in options.items():
+        text = value if isinstance(value, str) else " ".join(value or ())
+        if value is not None and KIND_OF[name] != on:
+            ways_out = f"remove it, or use --on {KIND_OF[name]}"
+            problems.append(Problem(f"{text} has no effect with --on {on}: {ways_out}", name))
+        elif value is not None and not text:
+            problems.append(Problem("is empty: give a value, or remove it", name))
+    if problems:
+        raise RecipeError(problems)
+
+
+def gpus_of_node(choice: HardwareChoice | None, given: int | None) -> int:
+    """Return the GPUs of a node (0: it trains on the CPU) from `--hardware` and `--gpus-per-node`.
+
+    Raises RecipeError if neither says it, if they contradict each other, and for more GPUs in `--hardware` than a node
+    usually has: there `validate --hardware` takes the number for that of all nodes.
+    """
+    if choice is None:
+        if given is None:
+            raise RecipeError(
+                "--gpus-per-node is not set: give the GPUs of a node (0: train on the CPU), or --hardware"
+            )
+        return given
+    name, usual, count = choice.hardware.name, choice.hardware.gpus_per_node, choice.count
+    if choice.hardware.is_cpu:
+        if count or given:
+            raise RecipeError("--hardware: cpu has no GPUs: remove their number, and --gpus-per-node")
+        return 0
+    if given is not None:
+        if given == 0 or count not in (None, given):
+            written = f"{count}x{name}" if count else name
+            raise RecipeError(f"--gpus-per-node: {given} contradicts --hardware {written}: remove one of them")
+        return given
+    if count is None:
+        either = "" if name == "custom" else f"write --hardware {usual}x{name}, or "
+        raise RecipeError(f"--hardware does not say how many GPUs a node has: {either}add --gpus-per-node {usual}")
+    if count > usual:
+        raise RecipeError(
+            f"--hardware: {count}x{name} says that each node has {count} GPUs: write {usual}x{name} and "
+            f"--nodes {math.ceil(count / usual)}, or add --gpus-per-node {count}"
+        )
+    return count
+
+
 def prepare_job(
-    recipe: str, written: LoadedRecipe, overrides: Sequence[str], on: str, nodes: int | None, gpus: int | None
+    recipe: str, written: LoadedRecipe, overrides: Sequence[str], on: str, nodes: int | None, gpus: int
 ) -> Job:
     """Return the job of a recipe on `nodes` nodes (None: `launch.nnodes`) with so many GPUs each.
 
     Raises RecipeError for keys that contradict the job, and for what `run` would refuse before it starts workers.
     """
-    if on not in KINDS:
-        raise RecipeError(f"--on: {on!r} is not one of {', '.join(KINDS)}")
-    if gpus is None:
-        raise RecipeError("--gpus-per-node is not set: give the GPUs of a node (0: train on the CPU), or --hardware")
     nnodes = nodes or node_range(written.recipe.launch.nnodes)[1]
     check_agreement(written.recipe, Launched("this job", nnodes, 0, endpoint="its own endpoint"), written.where)
     topology = topology_of_job(written.recipe, nnodes, gpus)
@@ -130,49 +190,36 @@ def prepare_job(
     return Job(plan, written, str(path.absolute()) if path.is_file() else recipe, tuple(overrides), gpus)
 
 
-def slurm_script(job: Job, options: Sequence[str], stop_before_s: int = STOP_BEFORE_S) -> str:
-    """Return the batch script of a job; `options` are further ones of `sbatch`, such as `--time=4:00:00`.
+def slurm_script(
+    job: Job,
+    more: Sequence[str] = (),
+    limit: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+) -> str:
+    """Return the batch script of a job; `limit` is that of its time, `more` are options of sbatch, such as `-C ib`.
 
-    Raises RecipeError for options that cannot stand in a script, and for a signal that does not reach it.
+    Raises RecipeError for options that contradict the job, and for times that leave none for the last checkpoint.
     """
-    for option in options:
-        _check_option(option)
-    gpus = [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
-    directives = [
-        f"--job-name={shlex.quote(job.name)}",
-        f"--nodes={job.plan.topology.nnodes}",
-        "--ntasks-per-node=1",  # fsdptrain starts the workers of a node
-        *gpus,
-        *([] if any(option.startswith(("--cpus-per-task", "--exclusive")) for option in options) else WHOLE_NODES),
-        f"--output={shlex.quote(str(job.logs).replace('%', '%%') + '/slurm-%j.log')}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{stop_before_s}",
-        *map(_quoted, options),
-    ]
-    head = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives)]
-    return (
-        "\n".join(head)
-        + "\n"
-        + SCRIPT.format(command=shlex.join(job.command()), stopped=Stopped.exit_code, shortest_s=SHORTEST_S)
-    )
-
-
-def _check_option(option: str) -> None:
-    """Raise RecipeError for an option of sbatch that would break the script or the stop before the time limit."""
-    if not option.startswith("-") or not option.isprintable():
-        raise RecipeError(f"--sbatch: {option!r} is not an option: write it as --sbatch=--NAME=VALUE")
-    if option.startswith("--signal") and not STOP_OPTION.fullmatch(option):
-        raise RecipeError(
-            f"--sbatch: {option} would not reach the script, which stops the run and requeues the job: write "
-            f"--sbatch=--signal=B:USR1@{STOP_BEFORE_S}, with the seconds before the time limit"
-        )
-
-
-def _quoted(option: str) -> str:
-    """Return `--NAME=VALUE` with a value that Slurm reads as one word; other options as they are."""
-    name, equals, value = option.partition("=")
-    return f"{name}={shlex.quote(value)}" if equals else option
+    options = parse_options(more, job.gpus_per_node)
+    stop_before_s = take_stop_signal(options)
+    check_times(limit, stop_before_s, job.plan.recipe.launch.grace_s)
+    shares_nodes = options.keys() & {"--cpus-per-task", "-c"}
+    own = {
+        "--job-name": job.name,
+        "--nodes": str(job.plan.topology.nnodes),
+        "--ntasks-per-node": "1",  # fsdptrain starts the workers of a node
+        **({"--gpus-per-node": str(job.gpus_per_node)} if job.gpus_per_node else {}),
+        **({} if shares_nodes else WHOLE_NODES),
+        "--output": str(job.logs).replace("%", "%%") + "/slurm-%j.log",
+        "--open-mode": "append",
+        "--requeue": "",
+        "--signal": f"B:USR1@{stop_before_s}",
+    }
+    named = {"--time": limit, "--partition": partition, "--account": account}
+    lines = directives(own | {name: value for name, value in named.items() if value is not None} | options)
+    script = SCRIPT.format(command=shlex.join(job.command()), stopped=Stopped.exit_code, shortest_s=SHORTEST_S)
+    return "\n".join(["#!/bin/bash", *lines, script])
 
 
 # `wait` returns when a signal comes, so it is repeated until srun has ended.
@@ -206,12 +253,17 @@ def submit_to_slurm(job: Job, script: str) -> str:
     """
     if shutil.which("sbatch") is None:
         raise RecipeError("--on slurm: there is no sbatch on this machine; --dry-run prints the script")
+    run, new = job.logs.parent, []
     if job.plan.rundir.url is None:
-        job.logs.parent.mkdir(parents=True, exist_ok=True)
-        write_mark(job.logs.parent)
+        new = [path for path in (job.logs, run / MARK, run, *run.parents) if not path.exists()]
+        run.mkdir(parents=True, exist_ok=True)
+        write_mark(run)
         job.logs.mkdir(exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
+        with contextlib.suppress(OSError):  # a folder that another process has written to meanwhile stays
+            for path in new:
+                path.rmdir() if path.is_dir() else path.unlink()
         raise RecipeError(f"sbatch refused the job: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
 
@@ -236,20 +288,46 @@ def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> s
     ]
     if outside:
         raise RecipeError(outside)
-    parts = train_job(job, image, claim, mount, runtime)
-    return yaml.safe_dump_all(parts, sort_keys=False, allow_unicode=True, width=120)
+    return dumped(train_job(job, image, claim, mount, runtime))
+
+
+def dumped(parts: Sequence[dict[str, Any]]) -> str:
+    """Return documents as YAML in which no line is folded."""
+    return yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, behind a `|`."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Return the node of a string."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def kubernetes_name(name: str, nnodes: int) -> str:
+    """Return the name of a run as a DNS label that starts with a letter (RFC 1035), as Kubeflow requires it.
+
+    Its length leaves room for what JobSet appends for the last pod: its webhook requires at most 63 characters in all.
+    """
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    label = words if words[:1].isalpha() else f"run-{words}"
+    return label[: 63 - len(f"-node-0-{nnodes - 1}-abcde")].strip("-")
 
 
 def train_job(job: Job, image: str, claim: str, mount: str, runtime: str) -> list[dict[str, Any]]:
     """Return the ConfigMap and the TrainJob (trainer.kubeflow.org/v1alpha1, since Trainer 2.2)."""
-    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:50] or "run"  # as Kubernetes allows it
+    name = kubernetes_name(job.name, job.plan.topology.nnodes)
     volumes: list[dict[str, Any]] = [{"name": "recipe", "configMap": {"name": name}}]
     mounts: list[dict[str, Any]] = [{"name": "recipe", "mountPath": CONFIG_MOUNT, "readOnly": True}]
     if claim:
         volumes.insert(0, {"name": "run", "persistentVolumeClaim": {"claimName": claim}})
         mounts.insert(0, {"name": "run", "mountPath": mount})
     pod = {
-        "terminationGracePeriodSeconds": STOP_BEFORE_S,  # a pod that is deleted gets SIGTERM, and saves
+        # A pod that is deleted gets SIGTERM, and saves.
+        "terminationGracePeriodSeconds": max(POD_STOP_S, (job.plan.recipe.launch.grace_s or 0) + 60),
         "volumes": volumes,
         "containers": [{"name": "node", "volumeMounts": mounts}],
     }
@@ -274,12 +352,37 @@ def train_job(job: Job, image: str, claim: str, mount: str, runtime: str) -> lis
     ]
 
 
+def host_names(text: str) -> list[str]:
+    """Return the hosts of `a, user@b`. Raises RecipeError for what is no host, and for one that is named twice."""
+    hosts = [name.strip() for name in text.split(",")]
+    problems = [
+        Problem(f"{host!r} in {text!r} is not the name of a host: write a,b or user@a,user@b", "--hosts")
+        for host in hosts
+        if not HOST.fullmatch(host)
+    ]
+    if problems:
+        raise RecipeError(problems)
+    addresses = [_address(host) for host in hosts]
+    if twice := {address: None for address in addresses if addresses.count(address) > 1}:
+        raise RecipeError(f"--hosts: {', '.join(twice)} is named twice: each host is one node, with all of its workers")
+    return hosts
+
+
+def _address(host: str) -> str:
+    return host.rpartition("@")[2]
+
+
 def host_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return a command for each host; all of them must be started at about the same time."""
-    if len(hosts) != job.plan.topology.nnodes:
-        raise RecipeError(f"--hosts: give the {counted(job.plan.topology.nnodes, 'host')} as a,b,c")
+    nodes = job.plan.topology.nnodes
+    if len(hosts) != nodes:
+        example = ",".join(string.ascii_lowercase[:nodes])
+        raise RecipeError(
+            f"--hosts names {counted(len(hosts), 'host')}, but the job has {counted(nodes, 'node')}: --hosts {example}"
+        )
     least = job.plan.topology.least_nnodes
-    nnodes = f"{least}:{len(hosts)}" if least else str(len(hosts))
-    several = [f"launch.nnodes={nnodes}", f"launch.rdzv_endpoint={hosts[0]}:{RENDEZVOUS_PORT}"]
-    command = shlex.join(job.command(*(several if len(hosts) > 1 else [])))
-    return [f"ssh {host} {shlex.quote(f'cd {shlex.quote(str(Path.cwd()))} && {command}')}" for host in hosts]
+    nnodes = f"{least}:{nodes}" if least else str(nodes)
+    several = [f"launch.nnodes={nnodes}", f"launch.rdzv_endpoint={_address(hosts[0])}:{RENDEZVOUS_PORT}"]
+    command = shlex.join(job.command(*(several if nodes > 1 else [])))
+    there = shlex.quote(f"cd {shlex.quote(str(Path.cwd()))} && {command}")
+    return [f"ssh {shlex.quote(host)} {there}" for host in hosts]

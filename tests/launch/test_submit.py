@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +17,28 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from support import fsdptrain, write_recipe
 
 from fsdptrain.cli import _load_recipe
+from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.errors import RecipeError
-from fsdptrain.launch.submit import Job, host_commands, manifest, prepare_job, slurm_script, train_job
+from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
+from fsdptrain.launch.submit import (
+    Job,
+    check_kind,
+    dumped,
+    gpus_of_node,
+    host_commands,
+    host_names,
+    kubernetes_name,
+    manifest,
+    prepare_job,
+    slurm_script,
+    submit_to_slurm,
+    train_job,
+)
 
 # Stands in for srun: says that it has started, and what it gets; a while later it ends with the code in EXIT.
 SRUN = """#!/bin/bash
@@ -59,7 +79,7 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
-    (tmp / "job.sh").write_text(slurm_script(job_of(tmp), []))
+    (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
     env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "EXIT": str(code)}
     env |= {"AT_ONCE": "" if send else "yes", "SECONDS": str(age_s), "RECORD": record}  # bash counts SECONDS from there
     process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True)
@@ -99,16 +119,18 @@ def test_a_job_is_requeued_only_if_its_time_is_over_or_it_is_preempted(
     assert run_script(tmp_path, code, send, age_s, record) == (exits, calls)
 
 
+def directives_of(script: str) -> dict[str, str]:
+    lines = [shlex.split(line)[1:] for line in script.splitlines() if line.startswith("#SBATCH ")]
+    found = [(words[0].partition("=")[0], " ".join([*words[0].split("=", 1)[1:], *words[1:]])) for words in lines]
+    assert len(dict(found)) == len(found)  # none is given twice
+    return dict(found)
+
+
 def test_the_script_of_a_job(tmp_path: Path) -> None:
     folder = tmp_path / "a 100% run"
     job = job_of(tmp_path, "optim.lr=1e-4", name="my run", output_dir=str(folder))
-    script = slurm_script(job, ["--time=4:00:00", "--account=lab"])
-    directives = dict(
-        words[0].partition("=")[::2]
-        for line in script.splitlines()
-        if line.startswith("#SBATCH ") and (words := shlex.split(line)[1:])
-    )
-    assert directives == {
+    script = slurm_script(job, limit="4:00:00", account="lab")
+    assert directives_of(script) == {
         "--job-name": "my run", "--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "4", "--exclusive": "",
         "--mem": "0", "--output": f"{tmp_path}/a 100%% run/logs/slurm-%j.log", "--open-mode": "append", "--requeue": "",
         "--signal": "B:USR1@300", "--time": "4:00:00", "--account": "lab",
@@ -117,21 +139,90 @@ def test_the_script_of_a_job(tmp_path: Path) -> None:
     assert shlex.split(line)[2:-1] == [
         sys.executable, "-P", "-m", "fsdptrain", "run", str(tmp_path / "recipe.yaml"), "optim.lr=1e-4",
     ]  # fmt: skip
-    assert "--exclusive" not in slurm_script(job, ["--cpus-per-task=8"])
-    assert "--gpus-per-node" not in slurm_script(job_of(tmp_path, gpus=0), [])
+    for option in ("--cpus-per-task=8", "-c8"):
+        assert not {"--exclusive", "--mem"} & directives_of(slurm_script(job, [option])).keys()
+    assert "--gpus-per-node" not in slurm_script(job_of(tmp_path, gpus=0))
     assert not folder.exists()
 
 
 def test_options_of_sbatch_are_words_of_the_script(tmp_path: Path) -> None:
-    job, options = job_of(tmp_path), ["--comment=it's; $HOME #1", "-C ib", "--signal=B:USR1@600"]
-    lines = [line for line in slurm_script(job, options).splitlines() if line.startswith("#SBATCH ")]
-    assert [shlex.split(line)[1:] for line in lines[-3:]] == [["--comment=it's; $HOME #1"], ["-C", "ib"], [options[2]]]
-    for option in ("--signal=USR1@600", "--signal=B:TERM@600", "--signal USR1", "--signal=B:USR1"):
-        with pytest.raises(RecipeError, match=r"would not reach the script, .* write --sbatch=--signal=B:USR1@300"):
-            slurm_script(job, [option])
-    for option in ("constraint=ib", "--comment=a\nrm -r /"):
-        with pytest.raises(RecipeError, match="is not an option: write it as"):
-            slurm_script(job, [option])
+    given = {
+        "--comment=it's; $HOME #1": "it's; $HOME #1", "-C ib&ssd": "ib&ssd", "--signal=B:USR1@600": "B:USR1@600",
+        "--gpus-per-node=h100:4": "h100:4", "--mem 64G": "64G", "--exclusive=user": "user", "--hold": "",
+        "--gres=lscratch:10": "lscratch:10",
+    }  # fmt: skip
+    found = directives_of(slurm_script(job_of(tmp_path), [*given]))
+    assert {re.split("[ =]", option)[0]: value for option, value in given.items()}.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nodes=4"], "--sbatch: --nodes=4 contradicts what submit sets for the job: use --nodes"),
+        (["-N 4"], "-N 4 contradicts .*: use --nodes"),
+        (["-N4"], "-N4 contradicts .*: use --nodes"),
+        (["--ntasks-per-nod=2"], "contradicts .*: each node has one task, which starts launch.nproc_per_node workers"),
+        (["--output=x"], "the log of all attempts is logs/slurm-JOB.log in output_dir"),
+        (["--no-requeue"], "the job is requeued after its time limit; scancel ends it for good"),
+        (["--time=3:00:00"], "use --time"),
+        (["-t", "3"], "use --time"),
+        (["--gpus-per-node=8"], "use --gpus-per-node, and for a type of GPU also --sbatch=--gpus-per-node=TYPE:NUMBER"),
+        (["--gpus-per-node=h100:8"], "contradicts"),  # the job has 4
+        (["--gres=gpu:h100:4"], "use --gpus-per-node"),
+        (["-J x"], "set the key name"),
+        (["--signal=USR1@600"], r"would not reach the script, .* write --sbatch=--signal=B:USR1@300"),
+        (["--signal=B:TERM@600"], "would not reach the script"),
+        (["--sig USR1"], "would not reach the script"),
+        (["--signal=B:USR1"], "would not reach the script"),
+        (["constraint=ib"], "is not an option: write it as --sbatch=--NAME=VALUE"),
+        (["--comment=a\nrm -r /"], "is not an option"),
+        (["--exclusive --nodes=4"], "is not an option"),
+        (["-C ib", "-C ssd"], "-C is given twice, as 'ib' and as 'ssd'"),
+    ],
+)
+def test_options_of_sbatch_that_contradict_the_job_are_refused(options: list[str], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        take_stop_signal(parse_options(options, gpus_per_node=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), ("1:00", 60), ("1:01", 120), ("1:00:00", 3600), ("2-0", 172_800), ("1-1:30", 91_800),
+        ("1-1:30:01", 91_860), ("UNLIMITED", math.inf), ("0", math.inf),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float) -> None:
+    assert time_limit_s(text) == seconds
+
+
+def test_times_that_leave_none_for_the_last_checkpoint_are_refused(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    for limit in ("1:00", "6"):
+        with pytest.raises(
+            RecipeError, match=rf"--time: {limit} is . min, and the stop signal comes 300 s before that"
+        ):
+            slurm_script(job, limit=limit)
+    assert slurm_script(job, ["--signal=B:USR1@60"], limit="3") and slurm_script(job, limit="7")
+    with pytest.raises(RecipeError, match="--time: 'tomorrow' is not minutes, hours:minutes:seconds"):
+        slurm_script(job, limit="tomorrow")
+    job = job_of(tmp_path, "launch.grace_s=300")
+    with pytest.raises(RecipeError, match=r"launch.grace_s: 300 s is not less than .* --sbatch=--signal=B:USR1@360"):
+        slurm_script(job)
+    assert slurm_script(job, ["--signal=B:USR1@360"])
+
+
+def test_options_of_another_kind_of_job_are_refused() -> None:
+    check_kind("slurm", {"--time": "3:00", "--image": None, "--hosts": None})
+    with pytest.raises(RecipeError) as refused:
+        check_kind("hosts", {"--time": "3:00", "--sbatch": ["--hold"], "--image": None, "--hosts": ""})
+    assert str(refused.value).splitlines() == [
+        "--time: 3:00 has no effect with --on hosts: remove it, or use --on slurm",
+        "--sbatch: --hold has no effect with --on hosts: remove it, or use --on slurm",
+        "--hosts: is empty: give a value, or remove it",
+    ]
+    with pytest.raises(RecipeError, match="--on: 'pbs' is not one of slurm, k8s, hosts"):
+        check_kind("pbs", {})
 
 
 def test_the_manifest_has_the_published_schema(tmp_path: Path) -> None:
@@ -142,10 +233,32 @@ def test_the_manifest_has_the_published_schema(tmp_path: Path) -> None:
     assert train["metadata"]["name"] == config["metadata"]["name"] == "my-run-1"
 
 
+@given(st.text() | st.from_regex(r"[a-z0-9 -]{40,70}", fullmatch=True), st.integers(1, 5000))
+@example("70b-sft", 2)
+@example("a" * 46 + "-" + "b" * 20, 2)
+@example("", 1)
+def test_a_job_has_a_name_that_kubernetes_accepts(name: str, nnodes: int) -> None:
+    """The patterns are those of Kubeflow's TrainJob, and of JobSet for the pods of the replicated job `node`."""
+    label = kubernetes_name(name, nnodes)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", label)
+    assert len(f"{label}-node-0-{nnodes - 1}-abcde") <= 63
+    if re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name) and "--" not in name:
+        assert label == name
+
+
+@given(st.text(st.characters(codec="utf-8")))
+@example("name: a\n\n# a comment that is not folded\nmodel: {id: org/name}   \n\tx\n")
+def test_a_text_in_a_manifest_is_read_as_it_was(text: str) -> None:
+    assert yaml.safe_load(dumped([{"data": text}])) == {"data": text}
+
+
 def test_the_manifest_of_a_job(tmp_path: Path) -> None:
     job = job_of(tmp_path, "optim.lr=1e-4", on="k8s", output_dir="/data/run", data__path="org/name")
-    config, train = yaml.safe_load_all(manifest(job, "org/image:1", "claim:/data", "torch-distributed"))
-    assert config["data"]["recipe.yaml"] == (tmp_path / "recipe.yaml").read_text()
+    text = manifest(job, "org/image:1", "claim:/data", "torch-distributed")
+    config, train = yaml.safe_load_all(text)
+    recipe = (tmp_path / "recipe.yaml").read_text()
+    assert config["data"]["recipe.yaml"] == recipe
+    assert f"  recipe.yaml: |\n{textwrap.indent(recipe, '    ')}---\n" in text
     trainer = train["spec"]["trainer"]
     assert trainer == {
         "image": "org/image:1", "numNodes": 2, "resourcesPerNode": {"limits": {"nvidia.com/gpu": "4"}},
@@ -168,7 +281,7 @@ def test_a_run_in_an_object_store_needs_no_volume_and_its_log_is_here(tmp_path: 
     _, train = yaml.safe_load_all(manifest(job, "org/image:1", None, "torch-distributed"))
     (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert [volume["name"] for volume in pods["template"]["spec"]["template"]["spec"]["volumes"]] == ["recipe"]
-    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(job, [])
+    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(job)
     local = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run")
     with pytest.raises(RecipeError, match=r"data\.path: .* is not on the volume: add --volume CLAIM:/PATH"):
         manifest(local, "org/image:1", None, "torch-distributed")
@@ -185,13 +298,26 @@ def test_the_commands_of_hosts_form_one_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     (alone,) = host_commands(job_of(tmp_path, on="hosts", nodes=1, gpus=0), ["a"])
     assert "launch." not in alone
-    with pytest.raises(RecipeError, match="--hosts: give the 2 hosts"):
+    with pytest.raises(RecipeError, match="--hosts names 1 host, but the job has 2 nodes: --hosts a,b"):
         host_commands(job, ["a"])
+
+
+def test_the_names_of_hosts(tmp_path: Path) -> None:
+    assert host_names(" a, b.lab ,10.0.0.3") == ["a", "b.lab", "10.0.0.3"]
+    commands = host_commands(job_of(tmp_path, on="hosts", gpus=0), host_names("me@a, me@b"))
+    assert [shlex.split(command)[1] for command in commands] == ["me@a", "me@b"]
+    assert all("launch.rdzv_endpoint=a:29500" in command for command in commands)
+    for text in ("a,", "a, ,b", "a b", "-oProxyCommand=x,b", "a:22", "me@"):
+        with pytest.raises(RecipeError, match="is not the name of a host"):
+            host_names(text)
+    for text in ("a,b,a", "me@a,you@a"):
+        with pytest.raises(RecipeError, match="--hosts: a is named twice"):
+            host_names(text)
 
 
 def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(tmp_path: Path) -> None:
     job = job_of(tmp_path, "launch.nnodes=1:2", nodes=None)
-    assert "#SBATCH --nodes=2\n" in slurm_script(job, [])
+    assert "#SBATCH --nodes=2\n" in slurm_script(job)
     assert job.range_note() == "launch.nnodes: 1:2: this job is for 2 nodes; --nodes chooses another number"
     assert job_of(tmp_path, "launch.nnodes=1:2", nodes=1).plan.topology.nnodes == 1
     with pytest.raises(RecipeError, match=r"launch\.nnodes: 1:2 contradicts this job, which has 4"):
@@ -207,8 +333,6 @@ def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(t
     [
         (["launch.nnodes=4"], {}, "launch.nnodes: 4 contradicts this job, which has 2"),
         ([], {"gpus": 3}, "train.global_batch_size: 8 sequences do not divide over 6 ranks"),
-        ([], {"gpus": None}, "--gpus-per-node is not set"),
-        ([], {"on": "pbs"}, "--on: 'pbs' is not one of slurm, k8s, hosts"),
         (["output_dir=/"], {}, "output_dir: / is the root or home folder"),
     ],
 )
@@ -220,12 +344,61 @@ def test_a_job_that_would_fail_is_not_submitted(
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "given", "gpus"),
+    [
+        (None, 4, 4), (None, 0, 0), ("8xh100", None, 8), ("4xa100-40gb", None, 4), ("16xh100", 16, 16),
+        ("h100", 2, 2), ("cpu", None, 0), ("cpu", 0, 0),
+    ],
+)  # fmt: skip
+def test_the_gpus_of_a_node(hardware: str | None, given: int | None, gpus: int) -> None:
+    assert gpus_of_node(parse_hardware(hardware) if hardware else None, given) == gpus
+
+
+@pytest.mark.parametrize(
+    ("hardware", "given", "says"),
+    [
+        (None, None, "--gpus-per-node is not set: give the GPUs of a node"),
+        ("h100", None, "does not say how many GPUs a node has: write --hardware 8xh100-80gb, or add --gpus-per-node 8"),
+        ("memory=8e10,flops=1e15,intra_bw=1e11,inter_bw=1e10", None, "a node has: add --gpus-per-node 8"),
+        ("64xh100", None, "64xh100-80gb says that each node has 64 GPUs: write 8xh100-80gb and --nodes 8, or add"),
+        ("8xh100", 4, "--gpus-per-node: 4 contradicts --hardware 8xh100-80gb"),
+        ("h100", 0, "--gpus-per-node: 0 contradicts --hardware h100-80gb"),
+        ("2xcpu", None, "cpu has no GPUs"),
+        ("cpu", 2, "cpu has no GPUs"),
+    ],
+)
+def test_gpus_of_a_node_that_are_unknown_or_contradictory_are_refused(
+    hardware: str | None, given: int | None, says: str
+) -> None:
+    with pytest.raises(RecipeError, match=says):
+        gpus_of_node(parse_hardware(hardware) if hardware else None, given)
+
+
+def test_a_job_that_sbatch_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    job = job_of(tmp_path, output_dir=str(tmp_path / "runs" / "one"))
+    before = {*tmp_path.rglob("*")}
+    for _ in range(2):
+        with pytest.raises(RecipeError, match="sbatch refused the job: invalid partition"):
+            submit_to_slurm(job, slurm_script(job))
+        assert {*tmp_path.rglob("*")} == before
+        (tmp_path / "runs" / "one").mkdir(parents=True, exist_ok=True)  # an empty folder of the user stays
+        before = {*tmp_path.rglob("*")}
+    sbatch.write_text("#!/bin/bash\necho '12;cluster'\n")
+    assert submit_to_slurm(job, slurm_script(job)) == "12" and (tmp_path / "runs/one/logs").is_dir()
+
+
 def test_the_command_refuses_what_does_not_fit_and_prints_what_does(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, launch={"nproc_per_node": "auto"})
-    words = ["submit", recipe, "--nodes", 2, "--dry-run", "--time", "1:00", "train.global_batch_size=16"]
+    words = ["submit", recipe, "--nodes", 2, "--dry-run", "--time", "1:00:00", "train.global_batch_size=16"]
     done = fsdptrain(*words, "--hardware", "8xh100-80gb")
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --gpus-per-node=8\n" in done.stdout and "#SBATCH --time=1:00\n" in done.stdout
+    assert "#SBATCH --gpus-per-node=8\n" in done.stdout and "#SBATCH --time=1:00:00\n" in done.stdout
     assert done.stderr.strip().startswith("fits 16×H100-80GB")
     small = fsdptrain(*words, "--gpus-per-node", 8, "--hardware", "memory=1e8,flops=1e15,intra_bw=1e11,inter_bw=1e10")
     assert small.returncode == 3 and "#SBATCH" not in small.stdout
