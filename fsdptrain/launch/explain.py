@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_recor
 from fsdptrain.launch.collectives import waited_for
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import ranks_text
+
+ALIVE_S, STAMPS_PER_S = 5.0, 100  # how often each rank says that it is alive; how often all ranks together
+
+
+MISSED = 3  # such intervals, after which a rank is silent
 
 
 def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
@@ -45,6 +51,25 @@ def hung_ranks(rundir: RunDir, world: int, since: float) -> list[int]:
         return False
 
     return [rank for rank in range(world) if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
+
+
+def alive_every_s(world: int) -> float:
+    """Return the seconds between two signs of life of a rank: one file system may get those of all ranks."""
+    return max(ALIVE_S, world / STAMPS_PER_S)
+
+
+def silent_ranks(rundir: RunDir, world: int) -> list[int]:
+    """Return the ranks whose process has given no sign of life for some time, while others have.
+
+    The sign is the modification time of the file for stack dumps (see `train.watchdog`). These times are compared with
+    each other, because the clock of this machine may differ.
+    """
+    stamps: dict[int, float] = {}
+    for rank in range(world):
+        with contextlib.suppress(OSError), rundir.stack_dump(rank).open("rb") as file:  # opened: NFS asks its server
+            stamps[rank] = os.fstat(file.fileno()).st_mtime
+    oldest = max(stamps.values(), default=0.0) - MISSED * alive_every_s(world)
+    return [rank for rank, stamp in stamps.items() if stamp < oldest]
 
 
 def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> str:

@@ -23,7 +23,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, first_line
 from fsdptrain.events import STEP_EVENTS, Record, Tail
-from fsdptrain.launch.explain import explain_hang, hung_ranks
+from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.ownership import is_marked
@@ -32,7 +32,7 @@ from fsdptrain.processes import STOP_SIGNAL
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import ETA_STEPS
-from fsdptrain.text import counted, duration, rate, wrapped
+from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
 
 REFRESH_S = 1.0
 
@@ -43,13 +43,16 @@ LOCKS = Path("/proc/locks")  # every lock on this machine that this process may 
 CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has caught up
 
 
+LATE_STEPS, LATE_S = 10, 5.0  # a run is late if its next record is overdue by so many steps, and at least so long
+
+
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
 
 
 FACTS = (  # all that `facts` returns
-    "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "attempts",
-    "last_record_age_s", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu",
-    "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
+    "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "hosts", "attempts",
+    "last_record_age_s", "late", "silent_ranks", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s",
+    "positions_per_s", "mfu", "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
 )  # fmt: skip
 
 
@@ -68,7 +71,15 @@ class Waiting:
         if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
             why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
         known = {"state": "waiting", "why": why, "run_dir": self.rundir.place}
-        none = {"attempts": 0, "step": 0, "unsaved_steps": 0, "hung_ranks": []}
+        none = {
+            "attempts": 0,
+            "step": 0,
+            "unsaved_steps": 0,
+            "hosts": [],
+            "late": False,
+            "silent_ranks": [],
+            "hung_ranks": [],
+        }
         return dict.fromkeys(FACTS) | known | none
 
 
@@ -100,26 +111,31 @@ class Observer:
         total, made = start.get("total_steps"), self._steps_made()
         newest = max((record["at"] for record in last.values()), default=None)
         silent_s = None if newest is None else max(0.0, now - newest)
-        state, why = self._state(made, total, silent_s)
+        here = is_locked(self.rundir)
+        state, why = self._state(made, total, silent_s, here)
         running = state == "running"
-        checkpoint = self._checkpoint(now)
+        late = running and (here or self.rundir.url is None) and self._is_late(silent_s)
+        checkpoint, world = self._checkpoint(now), self._newest_plan.topology.world_size
         return {
             "state": state,
             "why": why,
             "name": self.plan.recipe.name,
             "run_dir": self.rundir.place,
-            "ranks": self._newest_plan.topology.world_size,
+            "ranks": world,
             "nodes": self._newest_plan.topology.nnodes,
             "nodes_allowed": [*node_range(self.plan.recipe.launch.nnodes)] if self.plan.topology.is_elastic else None,
             "source": self.plan.topology.source or None,
             "host": start.get("host"),
+            "hosts": self._hosts(),
             "attempts": self._attempts,
             "last_record_age_s": silent_s,
+            "late": late,
+            "silent_ranks": silent_ranks(self.rundir, world) if late or state == "silent" else [],
             "stage": self._stage() if running else None,
             "step": made,
             "total_steps": total,
             **{name: step.get(name) for name in ("loss", "lr", "grad_norm", "step_s", "positions_per_s", "mfu")},
-            "eta_s": self._eta_s(made, total) if running else None,
+            "eta_s": self._eta_s(made, total) if running and not late else None,
             "eval": {name: last["eval"][name] for name in ("step", "loss")} if "eval" in last else None,
             "checkpoint": checkpoint,
             "unsaved_steps": max(0, made - (checkpoint["step"] if checkpoint else 0)),
@@ -161,9 +177,8 @@ class Observer:
         """Return the number of the last step that is not undone."""
         return max(int(self._last.get(kind, {}).get("step") or 0) for kind in ("step", "resume"))
 
-    def _state(self, made: int, total: int | None, silent_s: float | None) -> tuple[str, str]:
-        """Return the state in one word, and what it is derived from."""
-        here = is_locked(self.rundir)
+    def _state(self, made: int, total: int | None, silent_s: float | None, here: bool) -> tuple[str, str]:
+        """Return the state in one word, and what it is derived from. `here`: its lock is held on this machine."""
         if self._is_finished(made, total):
             return "finished", f"all {counted(made, 'step')} are trained"
         if self.rundir.url is not None and not here:
@@ -188,6 +203,14 @@ class Observer:
             f"nothing was recorded for {duration(silent_s)}, longer than launch.timeout_s ({limit} s): it ran {where} "
             "and was killed there, or cannot write to this folder"
         )
+
+    def _is_late(self, silent_s: float | None) -> bool:
+        """Return whether a running run should have recorded something: a step, if it makes steps."""
+        stage, limit = self._stage(), float(self.plan.recipe.launch.timeout_s)
+        if self._step_times and (stage is None or stage["total"] > 1):  # else it does work of unknown length
+            steps = LATE_STEPS + self.plan.recipe.log.every
+            limit = max(LATE_S, steps * statistics.fmean(self._step_times))
+        return silent_s is not None and silent_s > limit
 
     def _state_in_store(self) -> tuple[str, str]:
         """Return the state of a run in an object store, which has the records of the newest upload."""
@@ -332,6 +355,7 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         "stage": _stage_text(facts),
         "eval": facts["eval"] and f"held-out loss {facts['eval']['loss']:.4f} at step {facts['eval']['step']:,}",
         "saved": _checkpoint_text(facts),
+        "late": _late_text(facts),
         "slow": _straggler_text(facts),
         "export": facts["export"],
     }
@@ -372,8 +396,19 @@ def _checkpoint_text(facts: dict[str, Any]) -> str:
     return f"step {checkpoint['step']:,}, {duration(checkpoint['age_s'])} ago{unsaved}"
 
 
+def _late_text(facts: dict[str, Any]) -> str:
+    ranks, parts = facts["silent_ranks"], []
+    if facts["late"]:
+        usual = "no step yet" if facts["step_s"] is None else f"a step took {facts['step_s']:.2f} s"
+        parts.append(f"nothing was recorded for {duration(facts['last_record_age_s'])} ({usual})")
+    if ranks:
+        verb = "does" if len(ranks) == 1 else "do"
+        parts.append(f"{ranks_text(ranks, facts['hosts'])} {verb} not respond")
+    return "; ".join(parts)
+
+
 def _straggler_text(facts: dict[str, Any]) -> str:
     if not (found := facts["straggler"]):
         return ""
-    cost = f"about {found['cost']:.0%} of each step"
-    return f"rank {found['rank']}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"
+    cost, who = f"about {found['cost']:.0%} of each step", ranks_text([found["rank"]], facts["hosts"])
+    return f"{who}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"

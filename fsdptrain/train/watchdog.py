@@ -4,6 +4,8 @@ The rank calls `Watchdog.beat` after every unit of work: a micro-batch, a tensor
 `launch.timeout_s` seconds without a beat the stacks of all threads go to the rank's log, its last collectives to a file
 beside it, and its place to `logs/hang-rank-N.json`, of which the launcher makes one paragraph. Native code that holds
 the interpreter lock stops this thread as well: then faulthandler's own thread writes the stacks.
+
+Another thread sets the modification time of the file for these stacks again and again: a sign of life for `status`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.files import write_atomically
+from fsdptrain.launch.explain import alive_every_s
 from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.train.patches import collective_of, recorded_collectives
 
@@ -50,7 +53,7 @@ class Watchdog:
     """Reports a hang of this rank. It does nothing until it is entered; `beat` may be called before."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self._rundir, self._rank = plan.rundir, rank
+        self._rundir, self._rank, self._alive_every_s = plan.rundir, rank, alive_every_s(plan.topology.world_size)
         self._timeout = float(plan.recipe.launch.timeout_s)
         self._warm = False
         self._deadline = float("inf")  # there is none before the first beat: preparing data may take any time
@@ -64,6 +67,8 @@ class Watchdog:
         self._rundir.stack_dump(self._rank).unlink(missing_ok=True)
         self._dump = self._rundir.stack_dump(self._rank).open("w")
         self._thread.start()
+        stamped = os.dup(self._dump.fileno())
+        threading.Thread(target=self._show_alive, args=(stamped,), name="alive", daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -101,6 +106,16 @@ class Watchdog:
             if self._deadline < float("inf") and now - armed > min(5.0, self._timeout / 4):
                 armed = now
                 faulthandler.dump_traceback_later(self._deadline - now + 1, file=self._dump)
+
+    def _show_alive(self, stamped: int) -> None:
+        """Set the modification time of an open file again and again, until the watchdog has ended.
+
+        Nothing waits for this thread, because a shared folder may not answer.
+        """
+        while not self._ended.wait(self._alive_every_s):
+            with contextlib.suppress(OSError):
+                os.utime(stamped)
+        os.close(stamped)
 
     def _report(self) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -31,7 +31,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
-from fsdptrain.launch.explain import explain, explain_hang
+from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
@@ -152,6 +152,23 @@ def test_a_rank_of_a_lost_host_does_not_report_to_the_next_attempt(tmp_path: Pat
         while not collectives.exists() and time.monotonic() < end:
             time.sleep(0.05)
     assert collectives.exists() and dump.exists() and not plan.rundir.hang_report(0).exists()
+
+
+def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdptrain.train.watchdog.alive_every_s", lambda world: 0.05)
+    plan = plan_for(tmp_path, 1)
+    dump = plan.rundir.stack_dump(0)
+    with Watchdog(plan, 0):
+        for _ in range(2):
+            os.utime(dump, (0, 0))
+            end = time.monotonic() + 30
+            while not dump.stat().st_mtime:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert not dump.stat().st_size and hung_ranks(plan.rundir, 1, since=0.0) == []
+    assert not dump.exists()
 
 
 def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None:
