@@ -165,7 +165,7 @@ def run(
     written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
     from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
     from fsdptrain.config.plan import make_plan
-    from fsdptrain.config.topology import find_topology
+    from fsdptrain.config.topology import check_name, find_topology
     from fsdptrain.config.versions import untested_versions
     from fsdptrain.events import cut_partial_lines
     from fsdptrain.forecast.allocator import default_settings
@@ -182,6 +182,7 @@ def run(
     os.environ.update(worker_variables(launched))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = plan.rundir
+    check_name(topology, os.environ)
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
         # A finished run is not trained again, so its second start only shows where the model is.
@@ -247,9 +248,14 @@ def validate(
     """Check a recipe without training. Covers plan, machine, data, model, memory, communication and time."""
     try:
         written = _load_recipe(recipe, overrides)
-        dry_run_only = (hardware, plot, advise, no_build, verbose, price is not None, mtbf_hours is not None)
-        if here and any(dry_run_only):
-            raise RecipeError("--here: cannot be combined with options of the dry run, except --json")
+        given = {
+            "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
+            "--price-per-gpu-hour": price is not None, "--mtbf-hours": mtbf_hours is not None, "--verbose": verbose,
+            "--no-build": no_build,
+        }  # fmt: skip
+        if here and any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise RecipeError(f"--here: cannot be combined with {names}, which the dry run has: leave out one of them")
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
         from fsdptrain.validate.client import make_request
@@ -298,9 +304,11 @@ def _run_dry_run(request: Request) -> Outcome:
 def _check_here(request: Request) -> Outcome:
     """Check the nodes of a run, as their command or as one of their workers. All but the first of them exit here."""
     from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
+    from fsdptrain.config.topology import check_name
 
     launched = find_launcher(os.environ)
     os.environ.update(worker_variables(launched))
+    check_name(request.plan.topology, os.environ)
     if request.plan.topology.joined:
         from fsdptrain.validate.here import check_ranks
 

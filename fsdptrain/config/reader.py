@@ -55,6 +55,9 @@ MAX_PROBLEMS = 50  # reported at once
 UNKNOWN = "unknown key"
 
 
+COMMAND_LINE = "command line"  # where an override is written
+
+
 # Part of a PyYAML message → what to do about it.
 YAML_HINTS = {
     "'\\t'": "indent with spaces, not with tabs",
@@ -90,7 +93,7 @@ class LoadedRecipe:
     """A recipe with the place of every value that was set explicitly: all other values are defaults."""
 
     recipe: Recipe
-    where: dict[str, str]  # dotted path → "file:line" or "command line"
+    where: dict[str, str]  # dotted path → "file:line" or COMMAND_LINE
     text: str  # of the file
     folder: Path  # of the file
 
@@ -162,9 +165,9 @@ def _override_secrets(overrides: list[str]) -> Iterator[Problem]:
     """Yield a problem for each override that seems to contain a secret, and one if they are too long together."""
     for number, word in enumerate(overrides, 1):
         if SECRET.search(word):
-            yield Problem(f"override {number} {_SECRET_MESSAGE}", where="command line")
+            yield Problem(f"override {number} {_SECRET_MESSAGE}", where=COMMAND_LINE)
     if sum(map(len, overrides)) > MAX_RECIPE_BYTES:
-        yield Problem(f"the overrides have more than {MAX_RECIPE_BYTES:,} characters", where="command line")
+        yield Problem(f"the overrides have more than {MAX_RECIPE_BYTES:,} characters", where=COMMAND_LINE)
 
 
 def _sections(problem: Problem) -> Iterator[str | None]:
@@ -277,10 +280,10 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
     for word in overrides:
         path, equals, text = word.partition("=")
         if not equals or not path:
-            problems.append(Problem(f"{word!r} is not an override; write key=value", where="command line"))
+            problems.append(Problem(f"{word!r} is not an override; write key=value", where=COMMAND_LINE))
             continue
         if not _is_key(path):
-            problems.append(Problem(_not_a_key_message(path), path, "command line"))
+            problems.append(Problem(_not_a_key_message(path), path, COMMAND_LINE))
             continue
         try:
             message, _ = next(unsupported_yaml(text), (None, 0))
@@ -290,9 +293,9 @@ def _leaves_of_overrides(overrides: list[str], problems: list[Problem]) -> list[
         except yaml.YAMLError:
             message, value = None, text  # not YAML: the text itself, which may be what a string key needs
         if message:
-            problems.append(Problem(message, path, "command line"))
+            problems.append(Problem(message, path, COMMAND_LINE))
         else:
-            leaves.append(Leaf(path, canonical_spelling(path, value), "command line"))
+            leaves.append(Leaf(path, canonical_spelling(path, value), COMMAND_LINE))
     return leaves
 
 

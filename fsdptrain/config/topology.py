@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Literal
 from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.launchers import Launched, find_launcher
+from fsdptrain.config.network import address_of
 from fsdptrain.config.schema import Recipe, node_range, value_at
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import counted
@@ -19,6 +22,11 @@ NO_ENDPOINT = (
     "several nodes need a rendezvous: set launch.rdzv_endpoint to host:port of the first node, or start the command on "
     "every node with srun"
 )
+
+
+# Seconds in which the name of the first node may become known: name servers have pauses, and in Kubernetes a pod gets
+# its name when it starts, maybe later than this one.
+NAME_S, POD_NAME_S, NAME_POLL_S = 3.0, 60.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,20 @@ class Topology:
     def origin(self) -> str:
         """The source as an addition to the numbers: ` (from Slurm job 12)`; empty without one."""
         return f" (from {self.source})" if self.source else ""
+
+    @property
+    def meeting_place(self) -> str:
+        """The endpoint, with what determines it: `n1:20037 (from Slurm job 1)`."""
+        return f"{self.endpoint}{self.origin or ' (launch.rdzv_endpoint)'}"
+
+    def endpoint_fault(self, fault: str, way_out: str, variable: str = "MASTER_ADDR") -> RecipeError:
+        """Return the error of an endpoint at which the nodes cannot meet; `variable` is what replaces a launcher's."""
+        if not self.source:
+            return RecipeError(f"launch.rdzv_endpoint: {self.endpoint}: {fault}; choose {way_out}")
+        name = f"PET_{variable}" if self.source == "Kubeflow" else variable
+        return RecipeError(
+            f"{self.endpoint}, where {self.source} lets its nodes meet: {fault}; set {name} to {way_out}"
+        )
 
 
 def writes_run_dir(topology: Topology) -> bool:
@@ -106,7 +128,7 @@ def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str
         "launch.rdzv_endpoint": launched.endpoint,
     }
     problems = [
-        Problem(f"{wanted} contradicts {launched.source}, which has {found}: remove this key", path)
+        Problem(f"{wanted} contradicts {launched.source}, which has {found}: {_way_out(path, found)}", path)
         for path, found in known.items()
         if path in explicit and found is not None and (wanted := value_at(recipe, path)) not in (None, "auto", found)
     ]
@@ -114,10 +136,38 @@ def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str
         raise RecipeError(problems)
 
 
+def _way_out(path: str, found: object) -> str:
+    """Return how to remove a contradiction; a shipped recipe can be overridden only."""
+    return "remove this key" if path == "launch.rdzv_endpoint" else f"set {path}={found}, or remove this key"
+
+
 def check_endpoint(topology: Topology) -> None:
     """Raise RecipeError if the workers of several nodes have no place to meet."""
     if topology.nnodes > 1 and topology.endpoint is None:
         raise RecipeError([Problem(NO_ENDPOINT, "launch.nnodes")])
+
+
+def check_name(topology: Topology, env: Mapping[str, str]) -> None:
+    """Raise RecipeError if this machine does not know the name of the first node, and did not learn it in some seconds.
+
+    Without this check torch would try for a minute, and then say that the nodes did not meet.
+    """
+    if topology.nnodes == 1 or topology.endpoint is None:
+        return
+    host = host_of(topology.endpoint)
+    end = time.monotonic() + (POD_NAME_S if "KUBERNETES_SERVICE_HOST" in env else NAME_S)
+    while address_of(host) is None:
+        if time.monotonic() > end:
+            raise topology.endpoint_fault(
+                f"{host} cannot be resolved on {socket.gethostname()}", "a host that every node can resolve"
+            )
+        time.sleep(NAME_POLL_S)
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of HOST:PORT, of [IPv6]:PORT, or of a HOST without a port."""
+    host, _, port = endpoint.rpartition(":")
+    return (host if host and port.isdigit() else endpoint).strip("[]")
 
 
 def _check_machine(topology: Topology, gpus: int) -> None:
@@ -128,10 +178,11 @@ def _check_machine(topology: Topology, gpus: int) -> None:
         raise RecipeError([Problem(message, "launch.nproc_per_node")])
 
 
-def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topology:
+def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridden: Collection[str] = ()) -> Topology:
     """Return the processes of a run on other machines: one on each of `count` cards, else what `launch` sets.
 
-    Raises RecipeError for a `count` that does not fill whole nodes.
+    Raises RecipeError for a `count` that does not fill whole nodes, or that contradicts the keys of `launch` that the
+    command line sets, `overridden`; those of the file are replaced.
     """
     device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
     launch = recipe.launch
@@ -144,7 +195,25 @@ def topology_of(recipe: Recipe, count: int | None, hardware: Hardware) -> Topolo
         raise RecipeError(
             f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
         )
+    _check_overrides(recipe, count, hardware, overridden)
     return Topology(device, count // nproc, nproc)
+
+
+def _check_overrides(recipe: Recipe, count: int, hardware: Hardware, overridden: Collection[str]) -> None:
+    nproc = min(count, hardware.gpus_per_node)
+    found = {"launch.nnodes": count // nproc, "launch.nproc_per_node": nproc}
+    least, most = node_range(recipe.launch.nnodes)
+    allowed = {
+        "launch.nnodes": least <= found["launch.nnodes"] <= most,
+        "launch.nproc_per_node": recipe.launch.nproc_per_node in ("auto", nproc),
+    }
+    wrong = [f"{path}={value_at(recipe, path)}" for path in found if path in overridden and not allowed[path]]
+    if wrong:
+        raise RecipeError(
+            f"--hardware: {count} × {hardware.name} are {counted(found['launch.nnodes'], 'node')} with "
+            f"{counted(nproc, 'worker')} each, which contradicts {' and '.join(wrong)}: leave out one of them, or the "
+            "number of cards"
+        )
 
 
 def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:

@@ -339,8 +339,8 @@ class Attempt:
             raise WorkerLost(f"the launcher's agent was killed by {name} {self._when()}; the workers ended with it")
         if code and not self._met:
             raise NotMet(
-                f"{nodes_allowed(self.plan)} nodes did not meet at {self.plan.topology.endpoint} "
-                "(launch.rdzv_endpoint): start the command on each; if that host was lost, start the command there "
+                f"{nodes_allowed(self.plan)} nodes did not meet at {self.plan.topology.meeting_place}: "
+                "start the command on each; if that host was lost, start the command there "
                 f"again, or on all nodes with the address of another one; log: {self.rundir.launcher_log}"
             )
         if code:

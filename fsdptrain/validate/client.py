@@ -22,8 +22,8 @@ from pathlib import Path
 from fsdptrain.config.hardware import Hardware, parse_hardware
 from fsdptrain.config.network import address_of, is_loopback
 from fsdptrain.config.plan import Plan, draft_plan
-from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.topology import check_endpoint, find_topology, topology_of
+from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
+from fsdptrain.config.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.config.versions import untested_versions
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
 from fsdptrain.launch.heading import nodes_allowed
@@ -73,7 +73,8 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
     """
     target = parse_hardware(hardware) if hardware is not None else None
     if target:
-        topology = topology_of(loaded.recipe, target.count, target.hardware)
+        overridden = {path for path, where in loaded.where.items() if where == COMMAND_LINE}
+        topology = topology_of(loaded.recipe, target.count, target.hardware, overridden)
     else:  # `elsewhere`, because the levels report everything that this machine lacks
         topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
@@ -135,7 +136,7 @@ def check_here(request: Request, screen: Screen) -> Outcome:
     topology = request.plan.topology
     check_endpoint(topology)
     if topology.endpoint:
-        _check_name(topology.endpoint.rpartition(":")[0])
+        _check_name(host_of(topology.endpoint))
     if topology.nnodes == 1 and request.problems:  # no other node waits for this one
         raise RecipeError([Problem(problem) for problem in request.problems])
     with _scratch_folder() as scratch:
@@ -172,8 +173,9 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
             log = rundir.launcher_log
             if log.exists() and "elastic.rendezvous.api.Rendezvous" in log.read_text(encoding="utf-8"):
                 raise WorkerError(
-                    f"the {nodes_allowed(plan)} nodes did not meet at {topology.endpoint}: start the same command on "
-                    f"each, and check that the address leads to the first from all others (name, firewall); log: {log}"
+                    f"the {nodes_allowed(plan)} nodes did not meet at {topology.meeting_place}: start the same command "
+                    "on each, and check that the address leads to the first from all others (name, firewall); log: "
+                    f"{log}"
                 ) from None
             raise
         if stop.count:

@@ -77,9 +77,11 @@ def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainErr
     if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
     if facts["rendezvous"]["state"] in ("in use", "unknown host"):
-        yield RecipeError(
-            f"launch.rdzv_endpoint: {facts['rendezvous']['endpoint']}: {facts['rendezvous']['state']}; choose a "
-            "host that every node can resolve, and a free port on it"
+        unknown = facts["rendezvous"]["state"] == "unknown host"
+        yield plan.topology.endpoint_fault(
+            facts["rendezvous"]["state"],
+            "a host that every node can resolve" if unknown else "a free port",
+            "MASTER_ADDR" if unknown else "MASTER_PORT",
         )
 
 
@@ -112,13 +114,16 @@ def attention_available(kernel: str) -> bool:
 
 
 def rendezvous(plan: Plan) -> dict[str, str]:
-    """Return the rendezvous endpoint and its state: free, in use, another machine, or unknown host.
+    """Return the rendezvous endpoint and its state: free, in use, another machine, or unknown host; on other
+    machines, what sets it.
 
     Raise RecipeError for an endpoint that is not host:port.
     """
     topology, endpoint = plan.topology, plan.topology.endpoint
-    if endpoint is None:
+    if topology.nnodes == 1 and endpoint is None:
         return {"endpoint": "loopback", "state": "any free port"}
+    if endpoint is None:
+        return {"endpoint": "the first node", "state": "from the launcher, or launch.rdzv_endpoint"}
     if topology.joined:  # a store of torchrun may listen there already
         return {"endpoint": endpoint, "state": f"from {topology.source}"}
     try:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import write_recipe
 
+from fsdptrain.config import topology as topologies
 from fsdptrain.config.launchers import (
     FIRST_PORT,
     PORTS,
@@ -28,7 +29,7 @@ from fsdptrain.config.launchers import (
 )
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology, find_topology
+from fsdptrain.config.topology import Topology, check_name, find_topology, host_of
 from fsdptrain.errors import RecipeError
 
 RECORDED: dict[str, list[dict[str, str]]] = json.loads((Path(__file__).parent / "launchers.json").read_text())
@@ -187,7 +188,7 @@ def test_the_same_recipe_becomes_the_run_that_its_launcher_started(tmp_path: Pat
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["launch.nnodes=4"], "launch.nnodes: 4 contradicts Slurm job 2, which has 2"),
+        (["launch.nnodes=4"], "launch.nnodes: 4 contradicts Slurm job 2, which has 2: set launch.nnodes=2, or"),
         (["launch.nnodes=1"], "launch.nnodes: 1 contradicts"),
         (["launch.nproc_per_node=8"], "launch.nproc_per_node: 8 contradicts Slurm job 2, which has 2"),
         (
@@ -223,6 +224,40 @@ def test_a_launcher_with_a_number_of_nodes_in_the_range_is_accepted(nnodes: str,
 def test_a_launcher_with_a_number_of_nodes_outside_the_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"launch\.nnodes: 3:4 contradicts Slurm job 1, which has 2"):
         topology(tmp_path, RECORDED["srun -N2 --ntasks-per-node=1"][0], "launch.nnodes=3:4")
+
+
+def test_a_name_of_the_first_node_that_stays_unknown_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[str | None] = [None, None]
+    monkeypatch.setattr(topologies, "address_of", lambda host: answers.pop() if answers else "10.0.0.1")
+    monkeypatch.setattr(topologies, "NAME_POLL_S", 0.0)
+    slurm = topology(tmp_path, {**RECORDED["srun -N2 --ntasks-per-node=1"][1], "SLURM_STEP_NODELIST": "gpu-a[08-09]"})
+    kubeflow = topology(tmp_path, PET)
+    hosts = topology(tmp_path, {}, "launch.nnodes=2", "launch.rdzv_endpoint=a:1")
+    check_name(slurm, {})  # known at the third look: the name of a pod that has just started
+    assert not answers
+    for name in ("NAME_S", "POD_NAME_S"):
+        monkeypatch.setattr(topologies, name, -1.0)
+    for each, says in {
+        slurm: "gpu-a08:20037, where Slurm job 1 lets its nodes meet: gpu-a08 cannot be resolved on .*; set MASTER",
+        kubeflow: "Kubeflow lets its nodes meet: job-node-0-0.job cannot be resolved on .*; set PET_MASTER_ADDR",
+        hosts: "launch.rdzv_endpoint: a:1: a cannot be resolved on .*; choose a host that every node can resolve",
+    }.items():
+        answers.append(None)
+        with pytest.raises(RecipeError, match=says):
+            check_name(each, {})
+    answers.append(None)
+    check_name(topology(tmp_path, {}), {})  # one node needs none
+    assert answers
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [("a:1", "a"), ("[fd00::1]:29400", "fd00::1"), ("fd00::a", "fd00::a"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_the_host_of_an_endpoint(endpoint: str, host: str) -> None:
+    assert host_of(endpoint) == host
 
 
 def test_a_resume_does_not_depend_on_the_launcher(tmp_path: Path) -> None:

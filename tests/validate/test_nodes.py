@@ -221,5 +221,14 @@ def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:
-    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100")
-    assert done.returncode == 2 and "--here: cannot be combined" in done.stderr
+    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100", "--mtbf-hours", "5")
+    assert done.returncode == 2 and "--here: cannot be combined with --hardware, --mtbf-hours" in done.stderr
+
+
+def test_a_first_node_whose_name_is_unknown_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    done = fsdptrain("run", recipe, "launch.nnodes=2", "launch.rdzv_endpoint=gpu-0.invalid:29400")
+    assert (
+        done.returncode == 2 and f"gpu-0.invalid cannot be resolved on {socket.gethostname()}; choose a" in done.stderr
+    )
+    assert not (tmp_path / "run").exists()

@@ -31,6 +31,7 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
 from fsdptrain.page import Page
 from fsdptrain.validate import machine
+from fsdptrain.validate.client import make_request
 from fsdptrain.validate.data import length_facts
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
@@ -163,6 +164,25 @@ def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.md"]
 
 
+@pytest.mark.parametrize(
+    ("count", "override", "says"),
+    [
+        (8, "launch.nnodes=2", r"8 × h100-80gb are 1 node with 8 workers each, .* contradicts launch\.nnodes=2: leave"),
+        (16, "launch.nproc_per_node=4", r"are 2 nodes with 8 workers each, .* contradicts launch\.nproc_per_node=4"),
+    ],
+)
+def test_the_number_of_cards_replaces_what_the_file_says_and_not_the_command_line(
+    count: int, override: str, says: str, tmp_path: Path
+) -> None:
+    written = write_recipe(tmp_path, launch={"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "a:1"})
+    hardware = f"{count}xh100"
+    assert make_request(load(written), hardware, False).plan.topology.world_size == count
+    more = ["launch.nnodes=1:4", "launch.max_restarts=1"]  # does not contradict
+    assert make_request(load(written, more), hardware, False).plan.topology.world_size == count
+    with pytest.raises(RecipeError, match=says):
+        make_request(load(written, [override]), hardware, False)
+
+
 def test_the_state_of_the_rendezvous(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -176,7 +196,9 @@ def test_the_state_of_the_rendezvous(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"launch\.rdzv_endpoint"):
         machine.rendezvous(plan)
     plan, _ = draft(recipe, "launch.nnodes=2")
-    problems = map(str, machine.machine_problems(plan, machine.machine_facts(plan)))
+    facts = machine.machine_facts(plan)
+    assert "; rendezvous on the first node (from the launcher, or launch.rdzv_endpoint)" in machine.machine_line(facts)
+    problems = map(str, machine.machine_problems(plan, facts))
     assert any("launch.nnodes: several nodes need a rendezvous" in problem for problem in problems)
 
 
