@@ -55,13 +55,12 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # One request: Slurm sends SIGUSR1 before the time limit, and twice SIGTERM at the limit or for scancel. When it
-        # preempts a job, it sends SIGTERM, and then SIGUSR1, because the grace time is a time limit.
+        # Slurm sends SIGUSR1 before the time limit, and twice SIGTERM at the limit or for scancel: one request.
         now, before = time.monotonic(), self.name
         again = number == signal.SIGTERM and self.count > 0 and now - self._last <= SAME_REQUEST_S
         if not again:
             self._last = now
-            self.count += {signal.Signals(number).name, before} != {"SIGTERM", "SIGUSR1"}
+            self.count += not (number == signal.SIGTERM and before == "SIGUSR1")
         self.name = signal.Signals(number).name
 
     @property

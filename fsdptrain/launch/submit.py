@@ -15,7 +15,6 @@ import math
 import re
 import shlex
 import shutil
-import string
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -235,8 +234,10 @@ while wait "$step"; code=$?; [ "$code" -gt 128 ] && kill -0 "$step" 2>/dev/null;
 # A job whose signal comes at once, because its time limit is too short, would be requeued for ever.
 [ "$SECONDS" -gt {shortest_s} ] || time_is_over=
 
-# The step of a preempted job gets SIGTERM, as with scancel. In the record of the job they differ.
-is_preempted() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING .* PreemptTime=[0-9]'; }}
+# The step of a preempted job gets SIGTERM, as with scancel. In the record of the job they differ; SIGNALING is RUNNING.
+is_preempted() {{
+  scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE ' JobState=(RUNNING|SIGNALING) .* PreemptTime=[0-9]'
+}}
 
 if [ "$code" -eq {stopped} ] && {{ [ -n "$time_is_over" ] || is_preempted; }}; then
   trap - TERM
@@ -376,7 +377,7 @@ def host_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return a command for each host; all of them must be started at about the same time."""
     nodes = job.plan.topology.nnodes
     if len(hosts) != nodes:
-        example = ",".join(string.ascii_lowercase[:nodes])
+        example = ",".join("abc"[:nodes]) + (",…" if nodes > 3 else "")
         raise RecipeError(
             f"--hosts names {counted(len(hosts), 'host')}, but the job has {counted(nodes, 'node')}: --hosts {example}"
         )

@@ -58,6 +58,7 @@ RECORD = "JobState={} Reason=None PreemptEligibleTime=2026-11-23T00:03:50 Preemp
 RUNNING = RECORD.format("RUNNING", "None")
 CANCELLED = RECORD.format("CANCELLED", "None")
 PREEMPTED = RECORD.format("RUNNING", "2026-11-23T00:04:26")
+PREEMPTED_JUST_NOW = PREEMPTED.replace("RUNNING", "SIGNALING")
 CANCELLED_LATER = RECORD.format("CANCELLED", "2026-11-23T00:04:26")  # scancel within the grace time of a preemption
 
 
@@ -109,6 +110,7 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
         (0, signal.SIGUSR1, 100, RUNNING, 0, ["USR1"]),  # it was finished just then
         (75, signal.SIGTERM, 100, CANCELLED, 75, ["TERM"]),
         (75, None, 0, PREEMPTED, -15, ["scontrol requeue 12"]),  # the step alone got SIGTERM
+        (75, None, 0, PREEMPTED_JUST_NOW, -15, ["scontrol requeue 12"]),
         (0, None, 100, PREEMPTED, 0, []),  # it was finished just then
         (75, signal.SIGTERM, 100, CANCELLED_LATER, 75, ["TERM"]),
     ],
