@@ -123,8 +123,8 @@ def time_limit_s(text: str) -> float:
 
 def directives(options: Mapping[str, str]) -> list[str]:
     """Return a line of the script for each option, with a value that Slurm reads as one word."""
-    equals = {True: "=", False: " "}
-    return [
-        f"#SBATCH {name}" + (f"{equals[name.startswith('--')]}{shlex.quote(value)}" if value else "")
-        for name, value in options.items()
-    ]
+    lines = []
+    for name, value in options.items():
+        separator = "=" if name.startswith("--") else " "
+        lines.append(f"#SBATCH {name}{separator}{shlex.quote(value)}" if value else f"#SBATCH {name}")
+    return lines

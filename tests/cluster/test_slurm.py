@@ -17,6 +17,8 @@ from injection import differences, last_step, small_recipe, valid_steps
 from slurm import NODES, Slurm, missing, private_slurm
 from support import TESTS, environment, events, fsdptrain, python_path
 
+from fsdptrain.launch.sbatch import time_limit_s
+
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 HYBRID: dict[str, Any] = {"fsdp__strategy": "HYBRID_SHARD", "launch__nproc_per_node": 2}
@@ -97,6 +99,15 @@ def test_scancel_saves_and_does_not_come_back(slurm: Slurm, whole: Path, tmp_pat
     slurm.wait(second, "COMPLETED")
     assert f"resumes after step {stop['step']}" in log_of(run, second)
     assert differences(run, whole) == []
+
+
+@pytest.mark.parametrize("text", ["90", "1:00", "1:01", "1:00:00", "2-0", "1-1:30", "1-1:30:01", "UNLIMITED", "0"])
+def test_a_time_limit_is_that_of_the_job(text: str, slurm: Slurm) -> None:
+    held = ("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true")
+    job = slurm.call(*held, f"--time={text}").strip()
+    limit = slurm.facts(job)["TimeLimit"]  # as [DAYS-]HOURS:MINUTES:SECONDS, or UNLIMITED
+    slurm.call("scancel", job)
+    assert time_limit_s(text) == time_limit_s(limit)
 
 
 def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
