@@ -37,6 +37,7 @@ model:
   tokenizer: {{train: 2048}}
   init: random
 data: {{path: {SHIPPED}/tinyshakespeare.txt, seq_len: 512}}
+fsdp: {{mixed_precision: {{param_dtype: {common.compute_dtype()}}}}}
 train: {{steps: {STEPS}, global_batch_size: 8, micro_batch_size: 2}}
 checkpoint: {{every: null}}
 export: {{at_end: false}}

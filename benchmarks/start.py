@@ -2,10 +2,11 @@
 
     python benchmarks/start.py [--rounds 5]
 
-The run is a Llama of 22 million parameters on two gloo ranks with bfloat16 compute, from `fsdptrain run` to the `step`
-event of its first step. `cold` has an empty cache; `warm` has the tokenizer and the tokens in the cache. The bare
-script is started as one process a rank, without a launcher. It imports what every such trainer needs, and makes the
-same first step of the same model on random tokens, without recipe, data, checkpoints or any file written.
+The run is a Llama of 22 million parameters on two gloo ranks, from `fsdptrain run` to the `step` event of its first
+step; it computes in bfloat16 if the CPU has instructions for it, else in float32. `cold` has an empty cache; `warm` has
+the tokenizer and the tokens in the cache. The bare script is started as one process a rank, without a launcher. It
+imports what every such trainer needs, and makes the same first step of the same model on random tokens, without recipe,
+data, checkpoints or any file written.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ model:
   tokenizer: {{train: {SHAPE["vocab_size"]}}}
   init: random
 data: {{path: {common.ROOT}/recipes/data/tinyshakespeare.txt, seq_len: {LENGTH}}}
+fsdp: {{mixed_precision: {{param_dtype: {common.compute_dtype()}}}}}
 train: {{steps: 1, global_batch_size: {ROWS * WORLD}, micro_batch_size: {ROWS}}}
 checkpoint: {{every: null}}
 export: {{at_end: false}}
@@ -142,7 +144,7 @@ def bare_rank() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, common.compute_dtype()), reduce_dtype=torch.float32)
     for block in model.model.layers:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
