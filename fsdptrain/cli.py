@@ -255,7 +255,9 @@ def validate(
         }  # fmt: skip
         if here and any(given.values()):
             names = ", ".join(name for name, is_given in given.items() if is_given)
-            raise RecipeError(f"--here: cannot be combined with {names}, which the dry run has: leave out one of them")
+            raise RecipeError(
+                f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
+            )
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.page import Page
         from fsdptrain.validate.client import make_request

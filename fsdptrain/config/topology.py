@@ -211,8 +211,8 @@ def _check_overrides(recipe: Recipe, count: int, hardware: Hardware, overridden:
     if wrong:
         raise RecipeError(
             f"--hardware: {count} × {hardware.name} are {counted(found['launch.nnodes'], 'node')} with "
-            f"{counted(nproc, 'worker')} each, which contradicts {' and '.join(wrong)}: leave out one of them, or the "
-            "number of cards"
+            f"{counted(nproc, 'worker')} each, which contradicts {' and '.join(wrong)}: leave this out, or the number "
+            "of cards"
         )
 
 
