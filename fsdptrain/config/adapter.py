@@ -99,7 +99,7 @@ def _folder_problems(folder: Path, found: dict[str, Any], recipe: Recipe) -> Ite
                 "adapter.from",
             )
     if recipe.adapter.kind == "qlora" and found.get("use_dora"):
-        reason = f"{folder} has DoRA, which is not possible with quantised weights: use kind: lora"
+        reason = f"{folder} has DoRA, which needs the norms of the unquantised weights: use adapter.kind: lora"
         yield Problem(reason, "adapter.from")
     if _is_merged_into(str(recipe.model.id), folder, found):
         yield Problem(

@@ -120,7 +120,8 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
             )
     if adapter.kind == "qlora" and adapter.use_dora:
         yield Problem(
-            "is not possible with quantised weights, whose lengths it needs: use kind: lora", "adapter.use_dora"
+            "DoRA needs the norms of the unquantised weights: use adapter.kind: lora, or remove use_dora",
+            "adapter.use_dora",
         )
     if adapter.kind and adapter.from_ is not None:
         for path in (path for name in FROM_FOLDER if (path := f"adapter.{name}") in where):

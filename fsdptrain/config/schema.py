@@ -79,7 +79,7 @@ class Adapter:
         forms=("all-linear", list[str]),
     )
     modules_to_save: list[str] = key([], "modules that are trained as a whole beside the adapters, by name or its end")
-    use_dora: bool = key(False, "DoRA: also train the length of every weight vector")
+    use_dora: bool = key(False, "DoRA: also train the norm of every weight vector")
     use_rslora: bool = key(False, "multiply by alpha / √r instead of alpha / r")
     from_: str | None = key(
         None, "folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`"

@@ -40,10 +40,15 @@ def wrong_type_message(path: str, value: Any) -> str:
             f"{value_text(value)} does not give {_expected(path)}: ${{key}} refers to another key of the recipe, not "
             "to an environment variable (~ is your home folder)"
         )
+    if value == [] and list[str] in forms_of(path):
+        words = [form for form in forms_of(path) if isinstance(form, str)]
+        return f"[] is empty: name at least one{''.join(f', or use {word}' for word in words)}"
     near = next((meant for meant in _candidates(path, value) if accepts(path, meant)), None)
     hint = ""
     if isinstance(near, (int, float)) and isinstance(value, str) and _number(value) == near:
         hint = f"; did you mean {value.strip().replace(',', '')}, a number without quotes?"
+    elif value is None and near == []:
+        hint = "; use [] for none"
     elif near is not None:
         hint = f"; did you mean {yaml_text(near)}?"
     return f"{value_text(value)} is not {_expected(path)}{hint}"
@@ -65,6 +70,8 @@ def _candidates(path: str, value: Any) -> Iterator[Any]:
         yield [value]
     if isinstance(value, int):
         yield bool(value)
+    if value is None and _expected(path) == "a list" and value_at(Recipe(), path) == []:
+        yield []
     if isinstance(value, float) and value.is_integer():
         yield int(value)
     for form in forms_of(path):

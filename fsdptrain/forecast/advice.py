@@ -90,8 +90,8 @@ def commands(advice: Advice) -> list[tuple[str, list[str]]]:
     found = [(f"plan {n}:", override_words(o.overrides)) for n, o in enumerate(shown(advice.options), 1) if not o.own]
     return found + [
         (
-            f"with {leaner.kind.name}, which {leaner.kind.effect}, this would fit "
-            f"({size(leaner.option.needed_bytes)}, {leaner.option.step_s:.3g} s a step):",
+            f"fits with {leaner.kind.name} ({size(leaner.option.needed_bytes)}, {leaner.option.step_s:.3g} s a step); "
+            f"{leaner.kind.effect}:",
             override_words(leaner.option.overrides),
         )
         for leaner in advice.leaner

@@ -47,7 +47,7 @@ def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **j
     if all(overrides.get("fsdp.cpu_offload", plan.recipe.fsdp.cpu_offload) for overrides, _ in fitting):
         for kind, overrides in changes_of_kind(plan, offload=False):
             for fit in _fitting(plan, [overrides], hardware, request, deadline, job):
-                lines += [f"with {kind.name}, which {kind.effect}:", _line(fit)]
+                lines += [f"fits with {kind.name}; {kind.effect}:", _line(fit)]
     return lines
 
 

@@ -145,14 +145,22 @@ def _trainable(model: Any, patterns: list[str]) -> list[nn.Parameter]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Return whether a dotted name is `pattern`, is below it, ends with it, or matches it as a pattern."""
-    if any(character in pattern for character in "*?["):
-        return fnmatchcase(name, pattern)
-    return f".{pattern}." in f".{name}."
+    return fnmatchcase(name, pattern) if _is_pattern(pattern) else f".{pattern}." in f".{name}."
+
+
+def _is_pattern(text: str) -> bool:
+    return bool(set("*?[") & set(text))
 
 
 def _nearest(pattern: str, names: Any) -> str:
-    """Return a hint with the names nearest to a pattern: whole ones, or their last words."""
+    """Return a hint with the names nearest to a pattern: whole ones, or their last words without block numbers."""
+    wider = next(
+        (p for p in (f"*{pattern}", f"{pattern}*", f"*{pattern}*") if any(_matches(n, p) for n in names)), None
+    )
+    if wider and _is_pattern(pattern):
+        return f": a pattern must match the whole name; did you mean {wider!r}?"
     ends = [name.removesuffix(".weight").rpartition(".")[2] for name in names]
+    ends = [end for end in ends if not end.isdigit()]
     near = get_close_matches(pattern, dict.fromkeys([*ends, *names]), n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(set(ends))[:12])}"
 
@@ -285,7 +293,7 @@ def _set_targets(model: Any, targets: list[str], adapter: Adapter) -> None:
         # peft computes with `weight + B A` there: the same function, but for dropout, which it cannot apply.
         config.target_parameters = [f"{name}.weight" for name in by_weight]
         config.lora_dropout = 0.0
-    plain = adapter.target != "all-linear" and not any(set("*?[") & set(name) for name in adapter.target)
+    plain = adapter.target != "all-linear" and not any(map(_is_pattern, adapter.target))
     exact = plain and not by_weight and not _more_than(model, adapter.target, targets)
     config.target_modules = set(adapter.target if exact else targets) - set(by_weight)
 
@@ -372,11 +380,13 @@ def _modules_to_save(model: Any, adapter: Adapter) -> list[str]:
     for wanted in adapter.modules_to_save:
         matched = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
         if not matched:
+            allowed = [name for name in names if _saved_fault(name, model.get_submodule(name)) is None]
             raise RecipeError(
-                f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, names)}"
+                f"adapter.modules_to_save: {wanted!r} is no module of {type(model).__name__}{_nearest(wanted, allowed)}"
             )
         for name in matched:
-            _check_saved(name, model.get_submodule(name))
+            if fault := _saved_fault(name, model.get_submodule(name)):
+                raise RecipeError(f"adapter.modules_to_save: {fault}")
         found += matched
     if shared := _shared(model, found):
         raise RecipeError(
@@ -386,15 +396,14 @@ def _modules_to_save(model: Any, adapter: Adapter) -> list[str]:
     return found
 
 
-def _check_saved(name: str, module: nn.Module) -> None:
-    """Raise RecipeError for a module that has nothing to train, or that peft does not open."""
+def _saved_fault(name: str, module: nn.Module) -> str | None:
+    """Return why a module has nothing to train, or would not be opened by peft; None if it can be trained."""
     if next(module.parameters(), None) is None:
-        raise RecipeError(f"adapter.modules_to_save: {name} has no parameters to train: leave it out")
+        return f"{name} has no parameters to train: leave it out"
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise RecipeError(
-            f"adapter.modules_to_save: {name} is a list of modules, which peft cannot open: name modules in it, "
-            f"such as {name}.{next(module.named_children())[0]}"
-        )
+        first = next(module.named_children())[0]
+        return f"{name} is a list of modules, which peft cannot open: name modules in it, such as {name}.{first}"
+    return None
 
 
 def _check_opened_in_nf4(model: Any, whole: list[str], recipe: Recipe) -> None:
@@ -418,15 +427,15 @@ def _check_targets(model: Any, targets: list[str], recipe: Recipe) -> None:
     highest = max(_highest_rank(model.get_submodule(name)) for name in targets)
     if recipe.adapter.r > highest:
         raise RecipeError(
-            f"adapter.r: {recipe.adapter.r} is more than a layer with an adapter has inputs or outputs: use at most "
-            f"{highest}, or train the layers without adapters by model.trainable"
+            f"adapter.r: {recipe.adapter.r} exceeds the smaller dimension of every adapted layer: use at most {highest}"
         )
     head = model.get_output_embeddings()
     names = [name for name in targets if model.get_submodule(name) is head]
     if names and recipe.train.loss == "chunked":
+        pattern = next(pattern for pattern in recipe.adapter.target if _matches(names[0], pattern))
         raise RecipeError(
-            f"adapter.target: {names[0]} is the head, whose adapter train.loss: chunked does not compute: use "
-            "train.loss: plain, or train the whole head with adapter.modules_to_save"
+            f"adapter.target: {pattern!r} includes the head ({names[0]}); train.loss: chunked does not support an "
+            f"adapter on it: use target: all-linear, train.loss: plain, or modules_to_save: [{names[0]}]"
         )
 
 

@@ -139,6 +139,14 @@ def test_flash_attention_takes_packed_documents_a_row_at_a_time(tmp_path: Path) 
         assert micro_batches(plan) == ([1] if plan.recipe.data.packing != "none" else [1, 2, 4, 8, 16, 32])
 
 
+def test_an_empty_list_and_null_have_ways_out(tmp_path: Path) -> None:
+    messages = [
+        refused(tmp_path, BASE, "adapter.kind=lora", word)[0].message
+        for word in ("adapter.target=[]", "adapter.modules_to_save=null")
+    ]
+    assert messages == ["[] is empty: name at least one, or use all-linear", "null is not a list; use [] for none"]
+
+
 # --- versions --------------------------------------------------------------------------------------------------------
 
 

@@ -537,8 +537,8 @@ def test_out_of_memory_of_a_plan_that_should_fit_points_to_other_processes(tmp_p
 def test_out_of_memory_names_other_kinds_of_training_where_all_else_needs_offload(tmp_path: Path) -> None:
     plan = pretrained_plan(tmp_path)
     lines = relief_lines(plan, H100_START, ForecasterOfKinds(state=6000, activations=1))
-    titles = [line for line in lines if line.startswith("with ") and "which" in line]
-    assert [title.split(",")[0] for title in titles] == [f"with {name}" for name in KINDS]
+    titles = [line for line in lines if line.startswith("fits with ")]
+    assert [title.split(";")[0] for title in titles] == [f"fits with {name}" for name in KINDS]
     assert not any("which" in line for line in relief_lines(plan, H100_START, ForecasterOfKinds(activations=400)))
 
 

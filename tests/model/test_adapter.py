@@ -371,7 +371,7 @@ def test_an_adapter_of_peft_determines_the_other_keys(tmp_path: Path) -> None:
     assert not problems and found.adapter.use_dora
     dora.adapter.kind = "qlora"
     _, [problem] = with_adapter_of_folder(dora)
-    assert problem.field == "adapter.from" and "has DoRA, which is not possible with quantised" in problem.message
+    assert problem.field == "adapter.from" and "has DoRA, which needs the norms of" in problem.message
 
 
 def test_the_base_is_compared_again_before_the_adapter_is_merged(recipe: Path, tmp_path: Path) -> None:
@@ -500,8 +500,15 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
     ("kind", "adapter", "message"),
     [
         ("llama", {"target": ["q_porj"]}, "'q_porj' matches no layer of LlamaForCausalLM; did you mean q_proj"),
+        ("llama", {"target": ["layers.*.q_proj"]}, "match the whole name; did you mean '*layers.*.q_proj'?"),
+        ("llama", {"target": ["*"]}, "'*' includes the head (lm_head); train.loss: chunked does not support"),
+        (
+            "llama", {"modules_to_save": ["foo"]},
+            "'foo' is no module of LlamaForCausalLM; there are down_proj, embed_tokens, gate_proj, input_layernorm, "
+            "k_proj, lm_head, mlp, model, norm, o_proj, post_attention_layernorm, q_proj",
+        ),
         ("llama", {"target": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot get an adapter: name"),
-        ("llama", {"target": ["lm_head"]}, "lm_head is the head, whose adapter train.loss: chunked does not compute"),
+        ("llama", {"target": ["lm_head"]}, "'lm_head' includes the head (lm_head); train.loss: chunked does not"),
         ("tied", {"target": ["embed_tokens"]}, "model.embed_tokens shares its weight with lm_head"),
         ("tied", {"modules_to_save": ["lm_head"]}, "adapter.modules_to_save: lm_head shares its weight with"),
         ("llama", {"modules_to_save": ["head"]}, "'head' is no module of LlamaForCausalLM; did you mean lm_head"),
@@ -518,7 +525,7 @@ def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...]
             "llama", {"kind": "qlora", "modules_to_save": ["layers.1"]},
             "model.layers.1 has linear layers (model.layers.1.self_attn.q_proj), which peft cannot open beside a base",
         ),
-        ("llama", {"r": 65}, "adapter.r: 65 is more than a layer with an adapter has inputs or outputs: use"),
+        ("llama", {"r": 65}, "adapter.r: 65 exceeds the smaller dimension of every adapted layer: use at most 64"),
         ("mixtral", {"target": ["experts"]}, "the weights of experts are one tensor, which peft cannot adapt"),
         ("deepseek_v3", {"use_dora": True}, "peft could not open an adapter with DoRA on model.layers.0.mlp.gate_proj"),
         ("llama", None, "model.trainable: 'layer.1' matches no parameter; there are"),
