@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
@@ -36,7 +37,7 @@ from fsdptrain.checkpoint.manifest import (
     reject_external_symlinks,
     resume_problems,
 )
-from fsdptrain.checkpoint.save import Checkpointer, save_tensors
+from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
@@ -65,6 +66,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 
 MAX_FILE_BYTES = 5 * 10**9
+DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files: BF16, …
 
 
 def names_by_block(model: PreTrainedModel) -> list[list[str]]:
@@ -102,49 +104,74 @@ def stored_tensors(
 
 
 class SafetensorsWriter:
-    """Collects tensors into safetensors files of at most 5 GB."""
+    """Writes tensors into safetensors files of at most 5 GB, each at once to its place: it keeps none in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.bytes = 0
-        self._held: Tensors = {}
-        self._held_bytes = 0
-        self._files: list[list[str]] = []
+    def __init__(self, folder: Path, expected: Tensors) -> None:
+        """Write the headers of the files. `expected` are the tensors to come, on the meta device, by name in a file."""
+        self._wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()}
+        self._missing = set(expected)
+        self._places: dict[str, tuple[Path, int]] = {}
+        files = _in_files(expected)
+        numbered = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        self._paths = [folder / name for name in (numbered if len(files) > 1 else [WEIGHTS])]
+        for path, tensors in zip(self._paths, files, strict=True):
+            self._places |= {name: (path, place) for name, place in _write_header(path, tensors).items()}
+        self.bytes = sum(tensor.nbytes for tensor in expected.values())
+        if len(files) > 1:
+            weight_map = {name: self._places[name][0].name for name in sorted(expected)}
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def add(self, tensors: Tensors) -> None:
-        """Add tensors, under their names in the file."""
+        """Write tensors, under their names in the file. Raises CheckpointError if one is not as expected."""
         for name, tensor in tensors.items():
-            tensor = tensor.contiguous()
-            if self._held and self._held_bytes + tensor.nbytes > MAX_FILE_BYTES:
-                self._flush()
-            self._held[name] = tensor
-            self._held_bytes += tensor.nbytes
+            found, wanted = (tuple(tensor.shape), tensor.dtype), self._wanted.get(name)
+            if found != wanted:
+                raise CheckpointError(f"{name}: expected {wanted}, found {found}")
+            path, place = self._places[name]
+            with path.open("r+b") as file:
+                file.seek(place)
+                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            self._missing.discard(name)
 
     def finish(self) -> None:
-        """Write the remaining tensors, name the files as transformers does, and write the index of several files."""
-        self._flush()
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._files, 1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
-            self._path(number).rename(self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(weight_map.items()))}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        """Wait for the disk. Raises CheckpointError if a tensor was not added."""
+        if self._missing:
+            raise CheckpointError(f"{len(self._missing)} tensors are missing: {min(self._missing)}")
+        for path in self._paths:
+            fsync(path)
 
-    def _flush(self) -> None:
-        if not self._held:
-            return
-        self._files.append(list(self._held))
-        path = self._path(len(self._files))
-        save_tensors(self._held, path, {"format": "pt"})
-        fsync(path)
-        self.bytes += self._held_bytes
-        self._held, self._held_bytes = {}, 0
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"part-{number:05d}.safetensors"
+def _in_files(tensors: Tensors) -> list[Tensors]:
+    """Return the same tensors for each file, in their order."""
+    files: list[Tensors] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    return files
+
+
+def _write_header(path: Path, tensors: Tensors) -> dict[str, int]:
+    """Write the beginning of a safetensors file; return where the bytes of each tensor belong.
+
+    The format: https://huggingface.co/docs/safetensors. As in files of its library, wide numbers are first, so that all
+    are aligned.
+    """
+    begins, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+        tensor, begins[name] = tensors[name], end
+        end += tensor.nbytes
+        dtype = DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: 8 + len(text) + begin for name, begin in begins.items()}
 
 
 @dataclass(frozen=True)
@@ -184,7 +211,7 @@ def write_folder(
         config.dtype = getattr(torch, dtype)
         config.save_pretrained(scratch)
         # One group at a time is cast, converted to the layout of files, and written.
-        writer = SafetensorsWriter(scratch)
+        writer = SafetensorsWriter(scratch, tensors_in_files(wanted))
         for done, group in enumerate(tensors, 1):
             cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
             writer.add(revert_weight_conversion(unsharded, cast))
@@ -217,13 +244,19 @@ def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps
     return ExportResult(count, files, kept)
 
 
+def tensors_in_files(model: PreTrainedModel) -> Tensors:
+    """Return the state of a skeleton as the files of an export have it, on the meta device: name → tensor."""
+    state = {name: tensor.to("meta") for name, tensor in saved_state(model).items()}
+    expected: Tensors = revert_weight_conversion(model, state)
+    return expected
+
+
 def check_export(folder: Path, wanted: PreTrainedModel) -> None:
     """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the layout of files.
 
     Its configurations and its tokenizer must agree on the special tokens.
     """
-    state = {name: tensor.to("meta") for name, tensor in saved_state(wanted).items()}
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in revert_weight_conversion(wanted, state).items()}
+    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_in_files(wanted).items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:

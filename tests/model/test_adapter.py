@@ -222,6 +222,13 @@ def every_strategy(case: str, world: int) -> dict[str, list[str]]:
     return {f"{case} × {name}": words for name, words in strategies(world).items()}
 
 
+def test_a_hybrid_mesh_agrees_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
+    """On two copies of two ranks: peft takes a rank's rows for the whole weight there, if it is sharded already."""
+    parity = Parity(recipe, CASES, steps=2)
+    parity.train("adapted", 4, {"LoRA × HYBRID_SHARD": strategies(4)["HYBRID_SHARD"]}, tmp_path)
+    parity.finish()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_every_strategy_agrees_with_a_plain_peft_loop(case: str, recipe: Path, tmp_path: Path) -> None:

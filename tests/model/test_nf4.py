@@ -246,6 +246,30 @@ def test_export_and_forecast_quantise_the_layers_that_training_quantises(recipe:
     }
 
 
+def test_no_rank_holds_the_model(tmp_path: Path) -> None:
+    """Neither in 16 bits nor in 32: when a rank quantises its rows, and when the adapter is merged and written.
+
+    The small model is for what is imported and kept once.
+    """
+    variants, sizes = {}, {}
+    for name, layers in {"small": 1, "large": 20}.items():
+        shape = TINY | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": layers}
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name)
+        sizes[name] = sum(param.nbytes for param in model.parameters())
+        variants[name] = [f"model.id={tmp_path / name}", f"output_dir={tmp_path}/run-{name}"]
+    recipe = write_recipe(
+        tmp_path, model={"id": "unset", "tokenizer": {"train": 512}, "dtype": "bfloat16"},
+        adapter={"kind": "qlora", "r": 2}, export={"adapter": "merged", "dtype": "bfloat16", "compare": False},
+    )  # fmt: skip
+    found = [rank["large"] for rank in on_ranks(2, "memory", tmp_path / "ranks", recipe=str(recipe), variants=variants)]
+    print(sizes, found)
+    size = sizes["large"]
+    for rank in found:
+        assert rank["held"] < 0.2 * size  # half of it in 4 bits, and the adapters
+        assert rank["load"] < rank["held"] + 0.15 * size and rank["export"] < 0.6 * size
+
+
 OTHERS = {  # other ways to keep, gather and reduce, beside every strategy
     "QLoRA × recomputed in part": ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.activation_checkpointing=selective"],
     "QLoRA × held": ["fsdp.accumulation=hold"],

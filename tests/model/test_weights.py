@@ -17,8 +17,7 @@ from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import export
-from fsdptrain.checkpoint import save as checkpoint
-from fsdptrain.checkpoint.export import check_export, names_by_block, write_folder
+from fsdptrain.checkpoint.export import SafetensorsWriter, check_export, names_by_block, write_folder
 from fsdptrain.checkpoint.verify import INDEX
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import CheckpointError, RecipeError
@@ -139,6 +138,31 @@ def test_an_incomplete_folder_is_never_reported_as_exported(tmp_path: Path, monk
             check_export(out, bare)
 
 
+def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of any shape and width, in any order, on several files; nothing else, and nothing less."""
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 100)
+    tensors = {
+        "odd": torch.arange(7, dtype=torch.bfloat16), "wide": torch.randn(3, 5), "scalar": torch.tensor(3),
+        "none": torch.zeros(0, 4), "transposed": torch.randn(4, 6).T, "flag": torch.tensor([True]),
+    }  # fmt: skip
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    writer = SafetensorsWriter(tmp_path, meta)
+    for name in reversed(tensors):
+        with pytest.raises(CheckpointError, match="tensors are missing: "):
+            writer.finish()
+        writer.add({name: tensors[name]})
+    writer.finish()
+    files = [load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [sorted(file) for file in files] == [["none", "odd", "scalar", "wide"], ["flag", "transposed"]]
+    found = files[0] | files[1]
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    for other in ({"wide": torch.randn(5, 3)}, {"wide": torch.randn(3, 5).double()}, {"other": torch.ones(1)}):
+        with pytest.raises(CheckpointError, match=f"{next(iter(other))}: expected .*, found "):
+            writer.add(other)
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
 def test_every_file_of_an_export_has_the_permissions_that_the_umask_leaves(
     umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +184,7 @@ def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: py
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(SafetensorsWriter, "add", full)
     tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
     with pytest.raises(CheckpointError, match="no space: needs"):
         write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
