@@ -180,7 +180,7 @@ def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["adapter.use_dora=true"], "adapter.use_dora: is not possible with quantised weights"),
+        (["adapter.use_dora=true"], "adapter.use_dora: DoRA needs the norms of the unquantised weights"),
         (["export.merge_base=dequantized"], "export.merge_base: has no effect without adapter.kind: qlora and"),
         (
             ["adapter.kind=lora", "export.adapter=both", "export.merge_base=dequantized"],
