@@ -5,7 +5,9 @@ Other processes forecast the plans (`forecast.client`), from shallow copies of t
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import json
 import math
 import queue
@@ -53,9 +55,6 @@ TYPICAL = Weight((4096, 4096))
 
 
 MAX_NODES = 64  # up to which the cards that a kind of training needs are counted
-
-
-UNSHARDED = 0.9  # of what is not state: on more cards it is at least this share, because there are fewer fragments
 
 
 MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
@@ -224,7 +223,8 @@ def _cards_needed(
     """Return the least number of cards for each kind of training, in nodes of `node` cards.
 
     Nothing is offloaded, blocks are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
-    out.
+    out. The memory of a card does not grow with their number, so few numbers are tried: the first that can hold the
+    state, then twice as far in the list each time, then between the last two.
     """
     node = trials.plan.topology.nproc_per_node if trials.plan.topology.nnodes > 1 else node
     sizes = [2**i for i in range(node.bit_length()) if 2**i < node] + [
@@ -234,15 +234,18 @@ def _cards_needed(
     def least(choice: tuple[Kind, Plan]) -> int | None:
         _, plan = choice
         state = state_bytes(plan, least_counts(plan, counts))
-        unsharded = 0.0
-        for cards in sizes:
-            if state / cards + unsharded > trials.memory:
-                continue
-            forecast = trials.estimate(_on_cards(plan, cards, node))
-            if forecast.fits:
-                return cards
-            unsharded = UNSHARDED * (forecast.needed_bytes - state / cards)
-        return None
+        possible = [cards for cards in sizes if state / cards <= trials.memory]
+
+        @functools.cache
+        def fits(cards: int) -> bool:
+            return trials.estimate(_on_cards(plan, cards, node)).fits
+
+        end = 1
+        while end < len(possible) and not fits(possible[end - 1]):
+            end *= 2
+        end = min(end, len(possible))
+        place = bisect.bisect_left(possible, True, end // 2, end, key=fits)
+        return possible[place] if place < len(possible) else None
 
     def tried(choice: tuple[Kind, Plan]) -> dict[str, int | None]:
         try:

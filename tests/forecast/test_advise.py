@@ -287,6 +287,8 @@ def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
     assert "full 16, adamw_8bit 8, bfloat16 master weights 8, LoRA 4, QLoRA 1" in wrapped(
         table.cards_line(found, "h100-80gb"), 200
     )
+    more = advice(plan, ask, 1, count_cards=True)
+    assert more.cards == found.cards, "more than the state may be divided over the cards"
     adapters = advice(
         pretrained_plan(tmp_path, "adapter.kind=lora", "export.adapter=both", ranks=8), ask, 750, count_cards=True
     )
