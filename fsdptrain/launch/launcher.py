@@ -159,6 +159,7 @@ class Attempt:
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._killed_because = ""  # why this process killed the workers, if it did
+        self._said_stop = False
 
     def run(self) -> None:
         """Start the workers and watch them to their end; raise what `launch` raises."""
@@ -258,7 +259,7 @@ class Attempt:
                 return
             if self.stop.count and stopped_at == float("inf"):
                 stopped_at = time.monotonic()
-                self.screen.say(f"{self.stop.by}: {self._stop_notice()}")
+                self._say_stop()
                 agent.terminate()
             if self.stop.count > 1:
                 self._killed_because = f"at once by a second {self.stop.by}"
@@ -286,6 +287,11 @@ class Attempt:
         while time.monotonic() < end and len(self._hung_ranks()) < self.plan.topology.world_size:
             time.sleep(POLL_S)
         return bool(self._hung_ranks())  # none, if the whole machine was only paused for a while
+
+    def _say_stop(self) -> None:
+        if not self._said_stop:
+            self.screen.say(f"{self.stop.by}: {self._stop_notice()}")
+        self._said_stop = True
 
     def _stop_notice(self) -> str:
         """Return what the first stop signal does, and what a second one would lose."""
@@ -331,6 +337,7 @@ class Attempt:
             when = f"after step {step}, with a checkpoint" if step else "before the first step; nothing was lost"
             raise Stopped(f"stopped by {by} {when}; run the same command to continue")
         if unprepared:
+            self._say_stop()  # not said yet if the signal ended the agent at once
             raise Stopped(
                 f"stopped by {self.stop.by} before the first step; nothing was lost; run the same command to continue"
             )

@@ -181,14 +181,17 @@ def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan, stop = plan_for(tmp_path, 1), StopRequest()
-    attempt = Attempt(plan, plan.rundir, Screen(quiet=True), stop)
+    attempt = Attempt(plan, plan.rundir, Screen(), stop)
     with pytest.raises(errors.WorkerLost, match=f"agent was killed by {number.name}"):
         attempt._raise_failure(-number, {})  # nobody has asked for a stop
     stop.count, stop.name = 1, number.name
     with pytest.raises(errors.Stopped, match="before the first step; nothing was lost"):
         attempt._raise_failure(-number, {})
+    assert f"{stop.by}: stopping; no step has been trained yet" in capsys.readouterr().out
     with pytest.raises(errors.WorkerLost, match="agent was killed by SIGKILL"):
         attempt._raise_failure(-signal.SIGKILL, {})
 
