@@ -33,7 +33,7 @@ from fsdptrain.config.schema import (
     section_of,
     type_words,
 )
-from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml
+from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
 from fsdptrain.config.values import (
     accepts,
     below_open_mapping,
@@ -42,7 +42,6 @@ from fsdptrain.config.values import (
     same_kind,
     value_text,
     wrong_type_message,
-    yaml_text,
 )
 from fsdptrain.errors import Problem, RecipeError, first_line
 

@@ -29,7 +29,7 @@ from fsdptrain.config.schema import (
     type_words,
     value_at,
 )
-from fsdptrain.config.syntax import RecipeLoader
+from fsdptrain.config.syntax import RecipeLoader, yaml_text
 from fsdptrain.errors import Problem
 
 
@@ -113,11 +113,6 @@ def accepts(path: str, value: Any) -> bool:
         )
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError, RecursionError):
         return False
-
-
-def yaml_text(value: Any) -> str:
-    """Return a value as one line of YAML."""
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def same_kind(written: Any, read: Any) -> bool:

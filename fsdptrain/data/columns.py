@@ -9,9 +9,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import yaml
-
 from fsdptrain.config.schema import FORMAT_FIELDS, Data
+from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.readers import BATCH_ROWS, Source, type_name
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
@@ -113,11 +112,6 @@ def guess_format(available: list[str]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def columns_as_yaml(columns: dict[str, Any]) -> str:
-    """Return `data.columns` as written in a recipe: `{prompt: [instruction, input], completion: output}`."""
-    return yaml.safe_dump(columns, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9).strip()
-
-
 def _missing_column_message(missing: str, available: list[str], data: Data) -> str:
     """Return the message for a missing column: the columns there are, and how they could be read."""
     message = f"no column {shortened(missing)!r}, which format {data.format} needs; columns: {listed(available)}. "
@@ -126,7 +120,7 @@ def _missing_column_message(missing: str, available: list[str], data: Data) -> s
         fields = [field for field, names in columns_of(data).items() if missing in names]
         return f"{message}Name the column in data.columns: {{{fields[0]}: …}}"
     form, columns = likely
-    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {columns_as_yaml(columns)}"] * bool(columns)
+    keys = [f"format: {form}"] * (form != data.format) + [f"columns: {yaml_text(columns)}"] * bool(columns)
     return f"{message}They fit data: {{{', '.join(keys)}}}"
 
 

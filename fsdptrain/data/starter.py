@@ -7,12 +7,11 @@ import os
 import re
 from pathlib import Path
 
-import yaml
-
 from fsdptrain.config.paths import find_data, model_name_fault, path_fault
 from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
-from fsdptrain.data.columns import column_names, columns_as_yaml, describe_columns, guess_format, peek
+from fsdptrain.config.syntax import yaml_text
+from fsdptrain.data.columns import column_names, describe_columns, guess_format, peek
 from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
 from fsdptrain.storage import url_fault
 
@@ -71,11 +70,11 @@ def starter_recipe(data: str, model: str, dest: Path) -> str:
     return RECIPE.format(
         dest=dest,
         name=_run_name(model, data),
-        model=_yaml_scalar(model),
-        path=_yaml_scalar(_path_from_recipe(data, found, dest)),
+        model=yaml_text(model),
+        path=yaml_text(_path_from_recipe(data, found, dest)),
         form=form,
         fields=_one_line(describe_columns(found, read_as)),
-        columns=f"  columns: {columns_as_yaml(columns)}\n" if columns else "",
+        columns=f"  columns: {yaml_text(columns)}\n" if columns else "",
         seq_len=_sequence_length(model),
         long_rows=long_row_treatment(read_as),
         strategy=DEFAULT_STRATEGY,
@@ -102,10 +101,6 @@ def _sequence_length(model: str, usual: int = 2048) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         return usual
     return min(usual, limit) if isinstance(limit, int) and limit >= 8 else usual
-
-
-def _yaml_scalar(text: str) -> str:
-    return yaml.safe_dump(text, allow_unicode=True, width=10**9).removesuffix("...\n").strip()
 
 
 def _one_line(text: str) -> str:

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdptrain.config.hardware import HardwareChoice
 from fsdptrain.config.launchers import Launched
 from fsdptrain.config.paths import expanded
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import node_range
+from fsdptrain.config.syntax import yaml_documents
 from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import Problem, RecipeError, Stopped
 from fsdptrain.launch.claim import check_run_dir
@@ -289,23 +288,7 @@ def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> s
     ]
     if outside:
         raise RecipeError(outside)
-    return dumped(train_job(job, image, claim, mount, runtime))
-
-
-def dumped(parts: Sequence[dict[str, Any]]) -> str:
-    """Return documents as YAML in which no line is folded."""
-    return yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, behind a `|`."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Return the node of a string."""
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
+    return yaml_documents(train_job(job, image, claim, mount, runtime))
 
 
 def kubernetes_name(name: str, nnodes: int) -> str:

@@ -28,7 +28,6 @@ from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_
 from fsdptrain.launch.submit import (
     Job,
     check_kind,
-    dumped,
     gpus_of_node,
     host_commands,
     host_names,
@@ -246,12 +245,6 @@ def test_a_job_has_a_name_that_kubernetes_accepts(name: str, nnodes: int) -> Non
     assert len(f"{label}-node-0-{nnodes - 1}-abcde") <= 63
     if re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name) and "--" not in name:
         assert label == name
-
-
-@given(st.text(st.characters(codec="utf-8")))
-@example("name: a\n\n# a comment that is not folded\nmodel: {id: org/name}   \n\tx\n")
-def test_a_text_in_a_manifest_is_read_as_it_was(text: str) -> None:
-    assert yaml.safe_load(dumped([{"data": text}])) == {"data": text}
 
 
 def test_the_manifest_of_a_job(tmp_path: Path) -> None:
