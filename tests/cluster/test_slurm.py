@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from injection import differences, last_step, small_recipe, valid_steps
-from slurm import NODES, Slurm, missing, private_slurm
+from slurm import Slurm, missing, private_slurm
 from support import TESTS, environment, events, fsdptrain, python_path
 
 from fsdptrain.launch.sbatch import time_limit_s
@@ -59,11 +59,11 @@ def wait_for_step(run: Path, step: int, timeout: float = 600) -> None:
         time.sleep(0.2)
 
 
-def test_a_submitted_job_trains_on_both_nodes(whole: Path) -> None:
+def test_a_submitted_job_trains_on_both_nodes(slurm: Slurm, whole: Path) -> None:
     plan = json.loads((whole / "plan.json").read_text())
     assert (plan["topology"]["nnodes"], plan["replicas"], plan["shard_size"]) == (2, 2, 2)
     (start,) = events(whole, "start")
-    assert start["world_size"] == 4 and start["host"] in NODES
+    assert start["world_size"] == 4 and start["host"] in {node.name for node in slurm.nodes}
     (log,) = whole.glob("logs/slurm-*.log")
     text = log.read_text()
     assert f"4 × cpu on 2 nodes (from {plan['topology']['source']})" in text
@@ -82,6 +82,24 @@ def test_a_task_for_each_rank(slurm: Slurm, whole: Path, tmp_path: Path) -> None
     command = [sys.executable, "-m", "fsdptrain", "run", small_recipe(tmp_path, **HYBRID)]
     output = slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *command)
     assert output.count("step 12/12") == 1 and differences(tmp_path / "run", whole) == []
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_nodes_are_compared_before_a_run(tasks: int, slurm: Slurm, tmp_path: Path) -> None:
+    launcher = ("srun", "--nodes=2", f"--ntasks-per-node={tasks}", sys.executable, "-m", "fsdptrain")
+    command = (*launcher, "validate", "--here", "--json", small_recipe(tmp_path, **HYBRID))
+    found = json.loads(slurm.call(*command))
+    assert found["verdict"] == "2 nodes, 4 ranks: ready" and not found["problems"] and not (tmp_path / "run").exists()
+    for node in slurm.nodes:
+        facts = found["nodes"][node.name]
+        assert (facts["ranks"], facts["gloo"], facts["shares_output"]) == (2, ["eth0", node.address], True)
+        assert facts["between_bw"] > 0 and facts["inside_bw"] > 0
+
+    refused = slurm.run(*command, GLOO_SOCKET_IFNAME="lo")
+    problems = json.loads(refused.stdout)["problems"]
+    assert refused.returncode == 2 and len(problems) == 2
+    for node, problem in zip(slurm.nodes, problems, strict=True):
+        assert f"gloo of {node.name} listens on lo" in str(problem)
 
 
 def test_scancel_saves_and_does_not_come_back(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
