@@ -11,11 +11,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+CABLE = Path(__file__).with_name("cable.py")
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
 NAMESPACES = ("--mount", "--net", "--uts", "--pid")
 HEADER_BYTES = 14 + 20 + 32  # of Ethernet, IPv4, and TCP with timestamps
@@ -71,23 +73,40 @@ class Host:
         """Connect this host to the switch (`up`), or cut its cable (`down`)."""
         call(*inside(self._switch), "ip", "link", "set", self.name, state)
 
-    def slow_down(self, megabits: int) -> str:
-        """Let this host send so many megabits in a second, each packet 20 ms late if the kernel can; return what it is.
+    @contextlib.contextmanager
+    def slow(self, megabits: int) -> Iterator[str]:
+        """Let so many megabits a second pass in each direction, each packet 20 ms late; yield what does it.
 
-        A kernel without netem can limit the rate only.
+        That is the kernel's netem, or a process that carries the packets where the kernel has none.
         """
-        netem, rate = f"netem delay 20ms rate {megabits}mbit", f"tbf rate {megabits}mbit burst 64kb latency 1s"
-        for words in (netem, rate):
-            done = subprocess.run(
-                [*self.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", *words.split()], capture_output=True
-            )
-            if done.returncode == 0:
-                return words
-        raise OSError(f"tc: {done.stderr.decode().strip()}")
+        ends = [(self.prefix, "eth0"), (inside(self._switch), self.name)]
+        words = f"netem delay 20ms rate {megabits}mbit"
+        set_up = [[*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split()] for at, device in ends]
+        if all(subprocess.run(each, capture_output=True).returncode == 0 for each in set_up):
+            yield words
+            for at, device in ends:
+                call(*at, "tc", "qdisc", "delete", "dev", device, "root")
+        else:
+            with self._cable("--megabits", str(megabits), "--delay", "0.02"):
+                yield f"a process, delay 20ms rate {megabits}mbit"
 
-    def full_speed(self) -> None:
-        """Undo `slow_down`."""
-        call(*self.prefix, "tc", "qdisc", "delete", "dev", "eth0", "root")
+    @contextlib.contextmanager
+    def _cable(self, *words: str) -> Iterator[None]:
+        """Put `cable.py` between this host and the switch."""
+        at, near, far = inside(self._switch), f"{self.name}-near", f"{self.name}-far"
+        call(*at, "ip", "link", "add", near, "up", "type", "veth", "peer", "name", far)
+        call(*at, "ip", "link", "set", far, "master", "switch", "up")
+        call(*at, "ip", "link", "set", self.name, "nomaster")
+        # nsenter waits for its command, which is to end with it
+        command = [*at, "setpriv", "--pdeathsig", "KILL", sys.executable, CABLE, self.name, near, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+                yield
+            finally:
+                process.kill()
+                call(*at, "ip", "link", "delete", near)
+                call(*at, "ip", "link", "set", self.name, "master", "switch")
 
     def sent(self) -> Sent:
         """Return what this host has sent to others."""
