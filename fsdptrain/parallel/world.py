@@ -100,8 +100,6 @@ class World:
             # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
             store = store or wait_for_ranks(plan, rank, timeout, stop)
-            # Else each rank asks for the address of each other in each group, and the store answers n² times.
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
