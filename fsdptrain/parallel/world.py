@@ -100,6 +100,8 @@ class World:
             # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
             store = store or wait_for_ranks(plan, rank, timeout, stop)
+            # A rank gets all addresses in one request: else rank 0's store, or its agent's, answers n² in each group.
+            os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,

@@ -175,6 +175,6 @@ def test_a_job_continues_after_its_time_limit(slurm: Slurm, whole: Path, tmp_pat
     facts = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     (stop,) = events(run, "stop")
-    assert stop["signal"] == "SIGUSR1" and 3 <= stop["step"] < 12
+    assert 3 <= stop["step"] < 12
     assert [event["step"] for event in events(run, "resume")] == [stop["step"]]
     assert differences(run, whole) == []
