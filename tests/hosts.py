@@ -83,9 +83,11 @@ class Host:
         words = f"netem delay 20ms rate {megabits}mbit"
         set_up = [[*at, "tc", "qdisc", "replace", "dev", device, "root", *words.split()] for at, device in ends]
         if all(subprocess.run(each, capture_output=True).returncode == 0 for each in set_up):
-            yield words
-            for at, device in ends:
-                call(*at, "tc", "qdisc", "delete", "dev", device, "root")
+            try:
+                yield words
+            finally:
+                for at, device in ends:
+                    call(*at, "tc", "qdisc", "delete", "dev", device, "root")
         else:
             with self._cable("--megabits", str(megabits), "--delay", "0.02"):
                 yield f"a process, delay 20ms rate {megabits}mbit"
