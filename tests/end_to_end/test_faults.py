@@ -6,14 +6,12 @@ the gradient norm and the samples of every step, the last checkpoint, the export
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,11 @@ from typing import Any
 
 import pytest
 from conftest import FaultTable
+from hosts import Host, switched_hosts
+from hosts import missing as hosts_missing
 from injection import (
     EVERY,
     STEPS,
-    Inside,
     Running,
     curve,
     differences,
@@ -494,70 +493,28 @@ def test_a_disk_without_space_for_two_checkpoints_is_refused_before_the_run(
     assert not record_try(fault_table, "disk full before the run", problems)
 
 
-# --- cut -------------------------------------------------------------------------------------------------------------
-
-CUT_S = 10  # launch.timeout_s
+# --- two nodes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[list[Inside]]:
-    """Create two network namespaces, `node-0` and `node-1`, with a cable between them; skip if not allowed.
-
-    As on Debian, each node resolves its own name to 127.0.1.1, where the other cannot reach it.
-    """
-    for n in range(2):
-        names = ["127.0.0.1 localhost", f"127.0.1.1 node-{n}", f"10.77.0.{2 - n} node-{1 - n}"]
-        (tmp_path / f"hosts-{n}").write_text("\n".join(names) + "\n")
-    if os.getuid() != 0:
-        pytest.skip("only root can connect two network namespaces")
-    with contextlib.ExitStack() as stack:
-        try:
-            nodes = [
-                stack.enter_context(
-                    holder(
-                        "--mount", "--net", "--uts",
-                        script=f"hostname node-{n}; mount --bind {tmp_path}/hosts-{n} /etc/hosts; ip link set lo up",
-                    )
-                )
-                for n in range(2)
-            ]  # fmt: skip
-        except PermissionError as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        there = nodes[1].pid
-        cable = f"ip link add cable type veth peer name cable netns {there}".split()
-        subprocess.run([*nodes[0].prefix, *cable], check=True)
-        for n, node in enumerate(nodes):
-            subprocess.run([*node.prefix, "ip", "address", "add", f"10.77.0.{n + 1}/24", "dev", "cable"], check=True)
-            set_cable(node, "up")
+def two_nodes(tmp_path: Path) -> Iterator[list[Host]]:
+    if why := hosts_missing():
+        pytest.skip(why)
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    with switched_hosts(folder, 2) as nodes:
         yield nodes
-
-
-def set_cable(node: Inside, state: str) -> None:
-    """Connect (`up`) or cut (`down`) the cable at this node."""
-    subprocess.run([*node.prefix, "ip", "link", "set", "cable", state], check=True)
-
-
-@contextlib.contextmanager
-def started_on(nodes: list[Inside], recipe: Path) -> Iterator[list[Running]]:
-    """Run the command on every node, slowly enough to cut the cable in the middle; kill it at the end."""
-    pace = {"where": BATCH, "do": "sleep", "rank": 0, "times": None, "how": {"seconds": 0.2}}
-    commands = [Running(recipe, pace, prefix=node.prefix) for node in nodes]
-    try:
-        yield commands
-    finally:
-        for command in commands:
-            command.process.kill()
 
 
 def recipe_of_two(tmp: Path, **changes: Any) -> Path:
     """Write the recipe of this suite for two nodes with one worker each."""
     return small_recipe(
-        tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="node-0:29400", launch__timeout_s=CUT_S,
+        tmp, launch__nnodes=2, launch__nproc_per_node=1, launch__rdzv_endpoint="host-0:29400", launch__timeout_s=10,
         **changes,
     )  # fmt: skip
 
 
-def check_nodes(nodes: list[Inside], recipe: Path, **extra: str) -> tuple[int, dict[str, Any]]:
+def check_nodes(nodes: list[Host], recipe: Path, **extra: str) -> tuple[int, dict[str, Any]]:
     """Run `validate --here` on every node; return the exit code and the facts, which are the same on all."""
     words = [sys.executable, "-m", "fsdptrain", "validate", str(recipe), "--here", "--json"]
     commands = [
@@ -570,16 +527,16 @@ def check_nodes(nodes: list[Inside], recipe: Path, **extra: str) -> tuple[int, d
 
 
 @pytest.mark.soak
-def test_the_nodes_are_checked_before_a_run(tmp_path: Path, two_nodes: list[Inside]) -> None:
+def test_the_nodes_are_checked_before_a_run(tmp_path: Path, two_nodes: list[Host]) -> None:
     recipe = recipe_of_two(tmp_path)
     code, facts = check_nodes(two_nodes, recipe)
     assert (code, facts["problems"], facts["verdict"]) == (0, [], "2 nodes, 2 ranks: ready")
-    assert any(note.startswith("node-1 resolves its own name to 127.0.1.1") for note in facts["notes"])
-    for n in range(2):
-        found = facts["nodes"][f"node-{n}"]
-        assert found["gloo"] == ["cable", f"10.77.0.{n + 1}"] and found["between_bw"] > 1e6
+    assert any(note.startswith("host-1 resolves its own name to 127.0.1.1") for note in facts["notes"])
+    for node in two_nodes:
+        found = facts["nodes"][node.name]
+        assert found["gloo"] == ["eth0", node.address] and found["between_bw"] > 1e6
     code, facts = check_nodes(two_nodes, recipe, GLOO_SOCKET_IFNAME="lo")
-    assert code == 2 and "gloo of node-1 listens on lo (127.0.0.1)" in facts["problems"][1]
+    assert code == 2 and "gloo of host-1 listens on lo (127.0.0.1)" in facts["problems"][1]
     assert not (tmp_path / "run").exists()
 
 
@@ -587,11 +544,11 @@ def test_the_nodes_are_checked_before_a_run(tmp_path: Path, two_nodes: list[Insi
 @pytest.mark.parametrize("victim", ["command", "agent", "self"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_process_killed_on_one_node_ends_both(
-    victim: str, node: int, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
+    victim: str, node: int, tmp_path: Path, two_nodes: list[Host], fault_table: FaultTable
 ) -> None:
     recipe, mark = recipe_of_two(tmp_path, train__steps=5000), tmp_path / "killed"
     fault = kill(UPDATE, rank=node, call=5, mark=mark, how={"to": victim})
-    commands = [Running(recipe, fault, prefix=inside.prefix) for inside in two_nodes]
+    commands = [Running(recipe, fault, prefix=host.prefix) for host in two_nodes]
     ended = [command.wait() for command in commands]
     codes = [5, 5]
     codes[node] = -9 if victim == "command" else 5
@@ -605,7 +562,7 @@ def test_a_process_killed_on_one_node_ends_both(
 @pytest.mark.soak
 @pytest.mark.parametrize(("do", "within"), [("send", MAX_MISSED + 10.0), ("fail", 10.0)])
 def test_a_node_that_is_lost_before_it_connects_ends_the_others(
-    do: str, within: float, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
+    do: str, within: float, tmp_path: Path, two_nodes: list[Host], fault_table: FaultTable
 ) -> None:
     way: dict[str, Any] = {"where": "fsdptrain.data.corpus:prepare", "rank": 1}
     faults = [
@@ -613,34 +570,12 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
         {**way, "do": "sleep", "how": {"seconds": 5}, "mark": str(tmp_path / "slow")},
     ]
     recipe = recipe_of_two(tmp_path)
-    commands = [Running(recipe, *faults, prefix=inside.prefix) for inside in two_nodes]
+    commands = [Running(recipe, *faults, prefix=host.prefix) for host in two_nodes]
     other, lost = (command.wait() for command in commands)
     problems = lost.problems(5, "rank 1 (was killed|failed)") + other.problems(
-        5, r"node 1 \(node-1\) stopped responding", within=within
+        5, r"node 1 \(host-1\) stopped responding", within=within
     )
     assert not record_try(fault_table, f"node lost before the nodes met ({do})", problems, [other.notice])
-
-
-@pytest.mark.soak
-def test_a_cut_link_ends_both_nodes_and_they_resume(
-    reference: Path, tmp_path: Path, two_nodes: list[Inside], fault_table: FaultTable
-) -> None:
-    recipe, run = recipe_of_two(tmp_path), tmp_path / "run"
-    problems, notice = [], []
-    with started_on(two_nodes, recipe) as commands:
-        while last_step(run) < 5 and all(command.process.poll() is None for command in commands):
-            time.sleep(0.1)
-        set_cable(two_nodes[1], "down")
-        cut = time.time()
-        for command in commands:
-            problems += command.wait(timeout=CUT_S + 120).problems(5)
-            notice.append(time.time() - cut)
-    problems += [f"ended after {s:.0f} s" for s in notice if s > CUT_S + 15]
-    set_cable(two_nodes[1], "up")
-    with started_on(two_nodes, recipe) as commands:
-        for command in commands:
-            problems += command.wait().problems(0)
-    assert not record_try(fault_table, "link between two nodes cut", problems + differences(run, reference), notice)
 
 
 # --- stopped ---------------------------------------------------------------------------------------------------------
