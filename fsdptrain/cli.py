@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -106,13 +107,24 @@ def main() -> None:
         with _os_errors_as_fsdptrain_errors():
             app()
     except FsdptrainError as error:
-        message = f"fsdptrain: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
+        message = f"{_own_name()}: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
         print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as stop:
         if stop.code or sys.argv[1:2] == ["run"]:  # the result of a run is its folder, not what it prints
             raise
         exit_after_printing(0)
+
+
+def _own_name() -> str:
+    """Return `fsdptrain`; `fsdptrain on HOST` if a launcher has started the command on several, with one output."""
+    from fsdptrain.config.launchers import find_launcher
+
+    with contextlib.suppress(RecipeError):  # of variables that contradict each other
+        launched = find_launcher(os.environ)
+        if launched and launched.nnodes > 1:
+            return f"fsdptrain on {socket.gethostname()}"
+    return "fsdptrain"
 
 
 @contextlib.contextmanager
@@ -150,8 +162,8 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
 
 def _problems_text(problems: Sequence[object]) -> str:
     if len(problems) == 1:
-        return f"fsdptrain: {problems[0]}"
-    return f"fsdptrain: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
+        return f"{_own_name()}: {problems[0]}"
+    return f"{_own_name()}: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
 @app.command()

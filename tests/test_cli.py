@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +54,16 @@ print(json.dumps([shown, sorted(heavy)]))
     for command in COMMANDS:
         assert "Usage:" in shown[f"{command} -h".strip()] == shown[f"{command} --help".strip()]
     assert shown["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
+
+
+@pytest.mark.parametrize("command", ["srun -N2 --ntasks-per-node=1", "srun -N1 -n3"])
+def test_a_message_names_its_host_if_a_launcher_started_the_command_on_several(tmp_path: Path, command: str) -> None:
+    env = json.loads((ROOT / "tests/config/launchers.json").read_text())[command][-1]
+    name = f"fsdptrain on {socket.gethostname()}" if "-N2" in command else "fsdptrain"
+    recipe = tmp_path / "recipe.yaml"
+    assert re.match(rf"{name}: .*recipe.yaml", fsdptrain("run", recipe, **env).stderr)  # there is no such file
+    recipe.write_text("model: {}\n")
+    assert fsdptrain("run", recipe, **env).stderr.startswith(f"{name}: 3 problems\n")
 
 
 @pytest.mark.parametrize("command", ["run", "validate"])

@@ -54,6 +54,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the termin
 TRAINING = ("progress", "start", "step", "save", "eval", "export")  # events of workers that have met
 
 
+LATE_S = 60.0  # so long a node waits for the others before it says so
+
+
 MEET_S = 600.0  # with a range of nodes: a node gives up if it hears nothing of the others for so long, as torchrun does
 
 
@@ -159,7 +162,7 @@ class Attempt:
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.time()
         self._killed_because = ""  # why this process killed the workers, if it did
-        self._said_stop = False
+        self._said_stop = self._said_late = False
 
     def run(self) -> None:
         """Start the workers and watch them to their end; raise what `launch` raises."""
@@ -225,6 +228,17 @@ class Attempt:
             self.screen.say(nodes_text(self.plan))
         self._show_start()
 
+    def _say_late(self) -> None:
+        """Say once what to look for if nodes do not come; a range of nodes starts without them."""
+        topology = self.plan.topology
+        if self._met or self._said_late or topology.is_elastic or time.time() - self._started < LATE_S:
+            return
+        self._said_late = True
+        self.screen.say(
+            f"still waiting for all {topology.nnodes} nodes at {topology.endpoint}: start the command on each; "
+            "a node whose command has ended has printed why"
+        )
+
     def _show_new_records(self) -> None:
         records = [record for tail in self._tails for record in tail.read()]
         for record in sorted(records, key=lambda record: float(record.get("at", 0))):
@@ -253,6 +267,7 @@ class Attempt:
         looked = 0.0  # for reports of hangs
         while agent.poll() is None:
             self._note_meeting()
+            self._say_late()
             self._show_new_records()
             if self.stop.count and not self._met:  # there are no workers to wait for
                 self._killed_because = f"by {self.stop.by}"

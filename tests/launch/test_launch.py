@@ -180,6 +180,23 @@ def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None
         attempt._raise_failure(0, {})  # there is no record of the stop
 
 
+def test_a_node_says_once_that_others_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meeting = {"launch__rdzv_endpoint": "127.0.0.1:29400", "launch__max_restarts": 1}
+    for nnodes, says in ((2, 1), ("1:2", 0)):
+        plan = plan_for(tmp_path, 1, launch__nnodes=nnodes, **meeting)
+        attempt = Attempt(plan, plan.rundir, Screen(), StopRequest())
+        attempt._say_late()
+        assert "waiting" not in capsys.readouterr().out
+        with monkeypatch.context() as later:
+            later.setattr("fsdptrain.launch.launcher.LATE_S", 0.0)
+            attempt._say_late()
+            attempt._say_late()
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("still waiting for all 2 nodes at 127.0.0.1:29400: start the command on each") == says
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
