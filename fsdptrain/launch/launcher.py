@@ -236,7 +236,7 @@ class Attempt:
         self._said_late = True
         self.screen.say(
             f"still waiting for all {topology.nnodes} nodes at {topology.endpoint}: start the command on each; "
-            "a node whose command has ended has printed why"
+            "where it has ended, its output says why"
         )
 
     def _show_new_records(self) -> None:
