@@ -200,7 +200,10 @@ class Plan:
     def total_steps(self, blocks: int) -> int:
         """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
         train = self.recipe.train
-        return train.steps or max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+        if train.steps is not None:
+            return train.steps
+        assert train.epochs is not None  # a recipe without both is refused
+        return max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
 
     def step_positions(self, step: int) -> range:
         """Return the positions in the endless data stream of the global batch of `step` (from 0)."""

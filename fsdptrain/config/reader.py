@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.config.names import REPLACEMENTS, leading_key, nearest_foreign_name, replacement_message, replacement_of
-from fsdptrain.config.rules import cross_field_problems
+from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems
 from fsdptrain.config.schema import (
     Recipe,
     all_fields,
@@ -108,7 +108,9 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     # Secrets come first and alone: other messages could repeat the line that contains one.
     if problems := [*_secrets(text, path.name), *_override_secrets(overrides)]:
         raise RecipeError(problems)
-    leaves = [*_leaves_of_file(text, path.name, problems), *_leaves_of_overrides(overrides, problems)]
+    written, overriding = _leaves_of_file(text, path.name, problems), _leaves_of_overrides(overrides, problems)
+    replaced = {ALTERNATIVES.get(leaf.path) for leaf in overriding if leaf.value is not None}
+    leaves = [*(leaf for leaf in written if leaf.path not in replaced), *overriding]
     where = {leaf.path: leaf.where for leaf in leaves}
     recipe = _assemble(leaves, problems)
     problems += range_problems(recipe, where)

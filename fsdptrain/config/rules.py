@@ -22,6 +22,9 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem
 
+# Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
+ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+
 
 def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
@@ -35,8 +38,10 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _data_problems(recipe, where)
     yield from _fsdp_problems(recipe, where)
     yield from _optim_problems(recipe, where)
-    if recipe.train.steps is not None and "train.epochs" in where:
+    if recipe.train.steps is not None and recipe.train.epochs is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
     if recipe.train.on_nonfinite == "stop" and "train.max_skipped" in where:
         yield Problem("has no effect with train.on_nonfinite: stop", "train.max_skipped")
     if recipe.schedule.name == "constant" and "schedule.min_lr" in where:

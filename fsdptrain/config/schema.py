@@ -237,7 +237,7 @@ class Schedule:
 class Train:
     """How long to train, and in what batches."""
 
-    epochs: float = key(1.0, "passes over the data", above=0)
+    epochs: float | None = key(1.0, "passes over the data; null: train.steps says how long", above=0)
     steps: int | None = key(None, "optimizer steps; replaces epochs", at_least=1)
     global_batch_size: int = key(64, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int = key(1, "sequences that a rank computes at a time", at_least=1)

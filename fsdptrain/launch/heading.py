@@ -119,8 +119,8 @@ def _describe_factors(plan: Plan) -> str:
 
 def _describe_schedule(plan: Plan) -> str:
     train, schedule = plan.recipe.train, plan.recipe.schedule
-    epochs = f"{train.epochs:g} epoch" + ("" if train.epochs == 1 else "s")
-    return f"{plan.recipe.optim.lr:g}, {schedule.name}; {counted(train.steps, 'step') if train.steps else epochs}"
+    length = counted(train.steps, "step") if train.steps else f"{train.epochs:g} epoch{'s' * (train.epochs != 1)}"
+    return f"{plan.recipe.optim.lr:g}, {schedule.name}; {length}"
 
 
 def short_path(path: Path) -> str:

@@ -740,7 +740,7 @@ def allows_null(path: str) -> bool:
 
 @pytest.mark.parametrize("path", all_paths())
 def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: str) -> None:
-    if path in ("model.id", "data.path"):
+    if path in ("model.id", "data.path", "train.epochs"):
         assert allows_null(path)
         assert path in [p.field for p in refused(tmp_path, BASE, f"{path}=null")]  # by a cross-field check
     elif allows_null(path):
@@ -806,6 +806,7 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         ),
         (["train.max_skipped=2"], "train.max_skipped", "no effect with train.on_nonfinite: stop"),
         (["train.steps=10", "train.epochs=2"], "train.epochs", "no effect if train.steps is set"),
+        (["train.epochs=null"], "train.epochs", "set one of the two"),
         (
             ["schedule.name=constant", "schedule.min_lr=0.1"],
             "schedule.min_lr",
@@ -840,6 +841,7 @@ def test_a_combination_that_cannot_be_honoured_is_refused(
         ["fsdp.strategy=SHARD_GRAD_OP", "fsdp.forward_prefetch=2"],
         ["train.steps=10"],
         ["train.epochs=0.5", "train.steps=null"],
+        ["train.epochs=null", "train.steps=10"],
         ["schedule.name=constant"],
         ["eval.every=10", "data.eval={fraction: 0.1}"],
         ["checkpoint.every=null"],
@@ -864,6 +866,17 @@ def test_an_override_wins_over_the_file_and_the_last_over_the_first(tmp_path: Pa
     written = read(tmp_path, BASE + "optim: {lr: 1e-3}\n", "optim.lr=1e-4", "optim.lr=1e-5")
     assert written.recipe.optim.lr == 1e-5
     assert written.where["optim.lr"] == "command line"
+
+
+@pytest.mark.parametrize(("given", "other", "value"), [("epochs", "steps", 5), ("steps", "epochs", 2)])
+def test_an_override_replaces_the_alternative_that_the_file_sets(
+    tmp_path: Path, given: str, other: str, value: int
+) -> None:
+    text = BASE + f"train: {{{given}: 3}}\n"
+    written = read(tmp_path, text, f"train.{other}={value}")
+    assert getattr(written.recipe.train, other) == value and f"train.{given}" not in written.where
+    assert flat(written.recipe)[f"train.{given}"] == flat(Recipe())[f"train.{given}"]
+    assert refused(tmp_path, BASE + f"train: {{{given}: 3, {other}: {value}}}\n")[0].field == "train.epochs"
 
 
 def test_an_override_reverses_a_switch_of_the_file(tmp_path: Path) -> None:
