@@ -29,6 +29,7 @@ from fsdptrain.errors import (
     first_line,
     is_disk_full,
 )
+from fsdptrain.files import shipped
 from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
@@ -643,10 +644,7 @@ def _load_recipe(recipe: str, overrides: list[str] | None) -> LoadedRecipe:
 
 
 def _shipped_recipes() -> list[Path]:
-    """Return the shipped recipes, which are in the installed package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    folder = next(f for f in (package / "recipes", package.parent / "recipes") if f.is_dir())
-    return sorted(folder.glob("*.yaml"))
+    return sorted(shipped("recipes").glob("*.yaml"))
 
 
 def _find_shipped(name: str) -> Path:

@@ -16,6 +16,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     temporary.replace(path)
 
 
+def shipped(*parts: str) -> Path:
+    """Return a file or folder that ships with fsdptrain: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    installed, checkout = package.joinpath(*parts), package.parent.joinpath(*parts)
+    return installed if installed.exists() else checkout
+
+
 def unused_name(path: Path) -> Path:
     """Return the path if it does not exist, else the first of NAME-2, NAME-3, … that does not."""
     number, unused = 1, path

@@ -12,6 +12,10 @@ from typing import Any
 
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.strategy import Strategy
+from fsdptrain.files import shipped
+
+TABLES = "docs/from-fsdp1.md"  # ships with the package; messages name where it is
+
 
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
 
@@ -122,8 +126,8 @@ FOREIGN_NAMES = {
         "tokenized_path buffer_size dataloader_* remove_unused_columns"
     ),
     # fsdp
-    "fsdp: docs/from-fsdp1.md lists what each of its keys is called here": "fsdp_config",
-    "fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; docs/from-fsdp1.md lists the rest": (
+    f"fsdp: {TABLES} lists what each of its keys is called here": "fsdp_config",
+    f"fsdp: ZeRO stage 3 is fsdp.strategy: FULL_SHARD, stage 2 is SHARD_GRAD_OP; {TABLES} lists the rest": (
         "deepspeed deepspeed_config deepspeed_plugin zero_optimization zero_stage"
     ),
     "fsdp.strategy": (
@@ -317,4 +321,5 @@ def leading_key(text: str) -> str | None:
 def replacement_message(text: str) -> str:
     """Return a text of `FOREIGN_NAMES` as the predicate of a sentence whose subject is the foreign name."""
     key = leading_key(text)
+    text = text.replace(TABLES, str(shipped(*TABLES.split("/"))))
     return f"is {text}" if key is None else f"is called {key} here{text.removeprefix(key)}"

@@ -277,6 +277,14 @@ def test_a_name_of_another_tool_gets_its_name_here(tmp_path: Path, section: str)
         assert [p.where for p in problems] == [f"recipe.yaml:{first + i}" for i in range(len(some))]
 
 
+def test_a_document_that_a_message_names_is_installed_with_the_package(tmp_path: Path) -> None:
+    [problem] = refused(tmp_path, BASE + "fsdp_config: {}\n")
+    named = [Path(word) for word in problem.message.split() if word.endswith(".md")]
+    assert named == [DOCUMENT] and DOCUMENT.is_file()
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"][str(DOCUMENT.relative_to(ROOT))] == f"fsdptrain/{DOCUMENT.relative_to(ROOT)}"
+
+
 def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
     known = {*all_paths(), *(path.partition(".")[0] for path in all_paths())}
     for text in FOREIGN_NAMES:
