@@ -15,11 +15,11 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# Two processes on the CPU, even if the machine has GPUs.
+# Two processes on the CPU, even if the machine has GPUs. A short form: make demo OVERRIDES=train.steps=8
 demo: export CUDA_VISIBLE_DEVICES =
 demo: install
-	$(BIN)/fsdptrain run shakespeare
-	$(BIN)/fsdptrain run gsm8k-sft
+	$(BIN)/fsdptrain run shakespeare $(OVERRIDES)
+	$(BIN)/fsdptrain run gsm8k-sft $(OVERRIDES)
 	$(BIN)/python recipes/generate.py runs/shakespeare/export "ROMEO:\n"
 	$(BIN)/python recipes/generate.py runs/gsm8k-sft/export "Tom has 3 boxes of 12 pencils. How many pencils has he?\n"
 
