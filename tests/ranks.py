@@ -36,6 +36,7 @@ from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.plan import make_plan, varied
 from fsdptrain.config.reader import load
+from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
 from fsdptrain.model import loss, nf4, varlen, weights
@@ -50,7 +51,7 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources
-from fsdptrain.train.optim import learning_rate, make_optimizer, set_step, start_state
+from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer

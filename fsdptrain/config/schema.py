@@ -206,7 +206,8 @@ class Optim:
     nesterov: bool = key(False, "sgd and muon: Nesterov's momentum; muon: by default true")
     weight_decay: float = key(
         0.1,
-        "decay of matrices, none for norms, biases and embeddings; decoupled, but sgd adds it to the gradient",
+        "decay of matrices and of all matrices of adapters, none for norms, biases and embeddings; decoupled, but sgd "
+        "adds it to the gradient",
         at_least=0,
     )
     max_grad_norm: float | None = key(1.0, "clip the global gradient norm to this; null: never", above=0)
@@ -228,7 +229,10 @@ class Schedule:
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape after the warm-up")
     warmup: float = key(
-        0.03, "length of the warm-up: a fraction of all steps if below 1, else a number of steps", at_least=0
+        0.03,
+        "length of the warm-up: a fraction of all steps if below 1, else a number of steps; if it is longer than the "
+        "run, the rate does not reach optim.lr",
+        at_least=0,
     )
     min_lr: float = key(0.1, "lowest learning rate, as a fraction of optim.lr", at_least=0, at_most=1)
 

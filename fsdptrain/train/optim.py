@@ -1,8 +1,7 @@
-"""The optimizer, and the learning rate as a pure function of the step."""
+"""The optimizer over the shards of a model."""
 
 from __future__ import annotations
 
-import math
 import pkgutil
 from collections.abc import Callable
 from typing import cast
@@ -14,11 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
-from fsdptrain.config.schema import Optim, Recipe, Schedule
+from fsdptrain.config.schema import Optim, Recipe
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.parallel.patches import adopt_parameters
-
-WSD_DECAY = 0.2  # the last fifth of a warm-up–stable–decay schedule decays
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
@@ -66,28 +63,6 @@ def ranks_of_shards(param: torch.Tensor) -> DeviceMesh | None:
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, in the same memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def learning_rate(step: int, total: int, optim: Optim, schedule: Schedule) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `total`.
-
-    Linear warm-up, then constant, linear or cosine decay to `min_lr`·lr at the last step, or WSD: constant, then
-    linear decay over the last 20% (Hägele et al., arXiv:2405.18392).
-    """
-    warmup = warmup_steps(total, schedule)
-    if step < warmup:
-        return optim.lr * (step + 1) / warmup
-    if schedule.name == "constant":
-        return optim.lr
-    first = max(warmup, round(total * (1 - WSD_DECAY))) if schedule.name == "wsd" else warmup
-    decayed = min(1.0, max(0.0, (step - first) / max(1, total - 1 - first)))  # from 0 to 1
-    shape = 0.5 * (1 + math.cos(math.pi * decayed)) if schedule.name == "cosine" else 1 - decayed
-    return optim.lr * (schedule.min_lr + (1 - schedule.min_lr) * shape)
-
-
-def warmup_steps(total: int, schedule: Schedule) -> int:
-    """Return the length of the warm-up in steps; a setting below 1 is a fraction of `total`."""
-    return min(total, round(schedule.warmup * total) if schedule.warmup < 1 else round(schedule.warmup))
 
 
 def start_state(optimizer: torch.optim.Optimizer) -> None:

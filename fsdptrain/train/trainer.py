@@ -14,6 +14,7 @@ import torch
 from fsdptrain.checkpoint.compare import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
+from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
 from fsdptrain.parallel.pulse import Pulse
 from fsdptrain.parallel.replicas import check_replicas
@@ -21,7 +22,6 @@ from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.train.failure import exit_from_thread
 from fsdptrain.train.nonfinite import find_sources
-from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.setup import (
     Inputs,

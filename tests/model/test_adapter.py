@@ -30,6 +30,7 @@ from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.plan import Counts, Plan, make_plan, varied
 from fsdptrain.config.reader import load
+from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import value_text
@@ -45,7 +46,6 @@ from fsdptrain.model.skeleton import skeleton
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.train import setup
-from fsdptrain.train.optim import learning_rate
 from fsdptrain.train.preflight import prepare_model
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import check_model

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
+from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.train.optim import learning_rate
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}

@@ -20,10 +20,11 @@ from support import GSM8K, TINY, events, fsdptrain, on_ranks, write_recipe
 
 from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.schedule import learning_rate, length_note, warmup_note, warmup_steps
 from fsdptrain.config.schema import Model, Optim, Recipe, Schedule
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.train.optim import assert_dtypes, learning_rate, make_optimizer, set_step, start_state, warmup_steps
+from fsdptrain.train.optim import assert_dtypes, make_optimizer, set_step, start_state
 
 OPTIM = Optim(lr=1.0)
 TABLES_OF_VALUES = ("qmap1", "qmap2")  # of bitsandbytes
@@ -135,7 +136,14 @@ def test_warm_up_is_linear_and_counts_fractions_or_steps() -> None:
     assert rates(10, name="constant", warmup=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
     assert rates(10, name="constant", warmup=0.4) == rates(10, name="constant", warmup=4)
     assert rates(3, name="constant", warmup=0) == [1, 1, 1]
-    assert rates(2, name="cosine", warmup=8) == [0.5, 1]
+
+
+def test_a_warm_up_longer_than_the_run_keeps_its_slope_and_is_said() -> None:
+    long = Schedule(warmup=8)
+    assert rates(2, name="cosine", warmup=8) == [1 / 8, 2 / 8]
+    note = warmup_note(2, OPTIM, long)
+    assert note and "8 steps and the run 2" in note and "0.25" in note
+    assert warmup_note(8, OPTIM, long) is None and warmup_note(5, OPTIM, Schedule(warmup=0.9)) is None
 
 
 def test_decay_ends_at_min_lr() -> None:
@@ -143,6 +151,23 @@ def test_decay_ends_at_min_lr() -> None:
         curve = rates(101, name=name, warmup=0, min_lr=0.1)
         assert curve[0] == 1 and curve[-1] == pytest.approx(0.1)
         assert curve == sorted(curve, reverse=True)
+
+
+@given(st.integers(2, 60), st.sampled_from(["linear", "cosine", "wsd"]), st.floats(0, 59), st.floats(0, 0.9))
+def test_every_decay_reaches_its_end_however_short_the_run(total: int, name: str, warmup: float, floor: float) -> None:
+    curve = rates(total, name=name, warmup=warmup, min_lr=floor)
+    if warmup_steps(total, Schedule(warmup=warmup)) < total:
+        assert curve[-1] == pytest.approx(floor)
+        assert max(curve) == 1
+    assert rates(1, name=name, warmup=0, min_lr=0) == [1]
+
+
+def test_a_run_that_gets_longer_says_that_its_rate_jumps() -> None:
+    schedule = Schedule(name="cosine", warmup=0, min_lr=0)
+    note = length_note(100, 100, 200, OPTIM, schedule)
+    assert note and "from 0.00e+00 in step 100 to 4.96e-01 in the next" in note
+    assert length_note(100, 100, 200, OPTIM, Schedule(name="constant", warmup=0)) is None
+    assert length_note(50, 100, 100, OPTIM, schedule) is None and length_note(0, 100, 200, OPTIM, schedule) is None
 
 
 def test_linear_cosine_and_wsd_have_their_shapes() -> None:
