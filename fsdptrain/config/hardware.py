@@ -1,8 +1,9 @@
 """What a card and its links can do: published peaks, and the shares of them that training reaches.
 
 Each card says what its figures for time are based on. FLOP/s and memory bandwidths are from NVIDIA's data sheets and,
-for the RTX 3090 and A6000, from its GA102 white paper. `product_share` of the A100 and of the H100 is fitted to
-published runs by `benchmarks/calibrate.py`; docs/calibration.md has the errors. It is the only figure that is fitted.
+for GeForce cards, the A6000 and the RTX PRO 6000, from the white papers on their chips. `product_share` of the A100 and
+of the H100 is fitted to published runs by `benchmarks/calibrate.py`; docs/calibration.md has the errors. It is the only
+figure that is fitted.
 """
 
 from __future__ import annotations
@@ -124,16 +125,23 @@ KNOWN = {
         _hopper(
             "b200-192gb", 178.3, 2.25e15, 75e12, 8.0e12, 650e9, 45e9, product_share=0.65, attention_share=BLACKWELL,
         ),
+        _hopper(
+            "b300-288gb", 267.0, 2.25e15, 75e12, 8.0e12, 650e9, 90e9, product_share=0.65, attention_share=BLACKWELL,
+        ),
         _hopper(  # nodes of four; between them only the network is counted, although NVLink connects a whole rack
             "gb200-186gb", 184.0, 2.5e15, 80e12, 8.0e12, 650e9, 45e9, pcie_bw=150e9, product_share=0.65,
             attention_share=BLACKWELL, gpus_per_node=4,
         ),
         _hopper("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, product_share=0.85),
         _gpu("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
+        _gpu("rtx-pro-6000-96gb", 95.0, 504e12, 126e12, 1.79e12, 36e9, 10e9, pcie_bw=45e9),
+        _gpu("rtx5090-32gb", 31.4, 210e12, 105e12, 1.79e12, 18e9, 3e9, product_share=0.85, pcie_bw=45e9),
+        _gpu("rtx4080-16gb", 15.6, 97.5e12, 48.7e12, 717e9, 9e9, 3e9, product_share=0.85),
         _gpu("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
         _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
         _gpu("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
         _gpu("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
+        Hardware("t4-16gb", int(14.6 * GIB), 8.1e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
         Hardware("v100-32gb", int(31.7 * GIB), 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
     )
 }  # fmt: skip
@@ -149,7 +157,7 @@ CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
 
 
 # Words of a name that do not distinguish cards.
-FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?")
+FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?|blackwell|workstation|server|edition")
 
 
 OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")

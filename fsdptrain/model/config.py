@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -159,7 +160,7 @@ def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "mod
             raise RecipeError(f"{field}.{name}: {WITHOUT_EFFECT[name]}")
         if name in OLD_ROPE and name not in vars(known) and hasattr(known, "rope_parameters"):
             continue
-        if not hasattr(known, name):
+        if not hasattr(known, name) and not _is_read(known, name):
             near = get_close_matches(name, known.to_dict(), n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise RecipeError(f"{field}.{name}: {known.model_type} has no such key{hint}")
@@ -170,6 +171,18 @@ def translate_overrides(overrides: dict[str, Any], known: Any, field: str = "mod
     if old or isinstance(found.get("rope_parameters"), dict):
         found["rope_parameters"] = _rope_parameters(old, found.get("rope_parameters"), known, field)
     return found
+
+
+def _is_read(known: Any, name: str) -> bool:
+    """Return whether the architecture's code in transformers reads a key that its configuration does not declare.
+
+    `head_dim` is such a key in some fifty architectures: a published config.json has it, and the code asks for it.
+    """
+    code = importlib.util.find_spec(type(known).__module__.replace("configuration_", "modeling_"))
+    if code is None or code.origin is None:
+        return False
+    asks = rf'getattr\(\s*(self\.)?config,\s*"{re.escape(name)}"'
+    return re.search(asks, Path(code.origin).read_text(encoding="utf-8")) is not None
 
 
 def _rope_parameters(old: dict[str, Any], new: dict[str, Any] | None, known: Any, field: str) -> dict[str, Any]:

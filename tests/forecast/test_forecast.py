@@ -57,6 +57,8 @@ SHALLOW = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
      ("RTX 4090", None, "rtx4090-24gb"), ("GeForce RTX 4090 24GB", None, "rtx4090-24gb"), ("L40S", None, "l40s-48gb"),
      ("L4", None, "l4-24gb"), ("4xA10G", 4, "a10g-24gb"),
      ("A10", None, "a10-24gb"), ("H100 PCIe", None, "h100-pcie-80gb"), ("RTX A6000", None, "a6000-48gb"),
+     ("T4", None, "t4-16gb"), ("8xB300", 8, "b300-288gb"), ("RTX 5090", None, "rtx5090-32gb"),
+     ("4080", None, "rtx4080-16gb"), ("RTX PRO 6000 Blackwell", None, "rtx-pro-6000-96gb"),
      ("gb200", None, "gb200-186gb"), ("B200", None, "b200-192gb"), ("H20", None, "h20-96gb"),
      ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
      ("a100 40g", None, "a100-40gb"), ("A100-SXM4-80GB", None, "a100-80gb"), ("8xa100", 8, "a100-80gb")],
@@ -112,7 +114,7 @@ def test_a_count_must_fill_whole_nodes() -> None:
 def test_a_visible_card_is_identified_by_name_and_memory() -> None:
     found = card("NVIDIA A100-SXM4-40GB", 40 * GIB)
     assert found and found.name == "a100-40gb" and found.memory == 40 * GIB
-    for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA RTX 6000 Ada Generation", "Tesla T4"):
+    for unknown in ("NVIDIA GeForce GTX 1080", "NVIDIA RTX 6000 Ada Generation", "Tesla P4"):
         assert card(unknown, 8 * GIB) is None
     for name, memory, wanted in (
         ("NVIDIA H100 PCIe", 79, "h100-pcie-80gb"), ("NVIDIA H100 NVL", 93, "h100-nvl-94gb"),
@@ -120,6 +122,9 @@ def test_a_visible_card_is_identified_by_name_and_memory() -> None:
         ("NVIDIA L40", 44, "l40-48gb"), ("NVIDIA A10", 22, "a10-24gb"), ("NVIDIA A100-PCIE-40GB", 39, "a100-40gb"),
         ("NVIDIA H200", 140, "h200-141gb"), ("NVIDIA H20", 95, "h20-96gb"),
         ("NVIDIA GB200", 184, "gb200-186gb"), ("NVIDIA L40S", 44, "l40s-48gb"), ("NVIDIA A10G", 22, "a10g-24gb"),
+        ("Tesla T4", 14, "t4-16gb"), ("NVIDIA GeForce RTX 5090", 31, "rtx5090-32gb"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 95, "rtx-pro-6000-96gb"),
+        ("NVIDIA B300", 268, "b300-288gb"),
         ("Tesla V100-SXM2-16GB", 16, "v100-32gb"), ("NVIDIA GeForce RTX 3090", 23, "rtx3090-24gb"),
     ):  # fmt: skip
         found = card(name, memory * GIB)

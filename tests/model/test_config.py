@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,6 +49,25 @@ def test_rope_keys_of_older_files_mean_the_same_as_in_transformers(old: dict[str
     assert config_of(tmp_path, scratch).rope_parameters == wanted
     plain = saved(tmp_path / "model", "llama", max_position_embeddings=1024)
     assert config_of(tmp_path, {"id": plain, "config": old, "tokenizer": {"train": 512}}).rope_parameters == wanted
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2", "granite", "olmo2"])
+def test_a_head_size_that_the_model_reads_is_accepted(kind: str, tmp_path: Path) -> None:
+    """Qwen3-30B-A3B, for one, has heads of another size than hidden_size / heads, in a key that is not declared."""
+    folder = saved(tmp_path / "model", kind)
+    assert not hasattr(AutoConfig.for_model(kind), "head_dim")
+    config = config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}, "tokenizer": {"train": 512}})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.model.layers[0].self_attn.q_proj.out_features == TINY["num_attention_heads"] * 24
+    config.save_pretrained(folder)
+    assert json.loads((Path(folder) / "config.json").read_text())["head_dim"] == 24
+
+
+def test_a_head_size_that_the_model_does_not_read_is_rejected(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "gpt2")
+    with pytest.raises(RecipeError, match=r"model.config.head_dim: gpt2 has no such key"):
+        config_of(tmp_path, {"id": folder, "config": {"head_dim": 24}, "tokenizer": {"train": 512}})
 
 
 def test_rope_keys_change_only_what_they_name(tmp_path: Path) -> None:
