@@ -240,7 +240,9 @@ def validate(
     hardware: Annotated[
         str | None, typer.Option(help="plan for other machines: 8xh100-80gb, or memory=…,flops=…")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="plot the memory of one step to this .svg or .png")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="plot the memory of one step to this .svg or .png; needs fsdptrain[plot]")
+    ] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     price: Annotated[
         float | None,

@@ -20,7 +20,11 @@ def memory_lines(forecast: Forecast) -> list[str]:
     """Return the peak, its moment, and the memory that torch does not allocate."""
     lines = [f"{size(forecast.peak_bytes)} allocated at the peak, in the {forecast.moment}"]
     if forecast.reserved_bytes > forecast.peak_bytes:
-        lines.append(f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included")
+        least = size(forecast.peak_bytes + forecast.overhead_bytes)
+        lines.append(
+            f"{size(forecast.reserved_bytes)} reserved by the caching allocator, fragments included; a card with less "
+            f"memory releases them, down to {least} with what is outside torch, and takes longer for a step"
+        )
     lines.append(
         f"{size(forecast.overhead_bytes)} outside torch: "
         + ("the process and its libraries" if forecast.hardware == "cpu" else "the CUDA context and NCCL")
@@ -160,6 +164,8 @@ def verdict(step: Mapping[str, Any], plan: Plan) -> str:
     needed, capacity = size(step["needed_bytes"]), size(step["memory_bytes"])
     number, unit = needed.split()
     share = f"{number if capacity.endswith(unit) else needed} of {capacity} a {_unit(plan)}"
+    if plan.recipe.fsdp.cpu_offload and step.get("host_bytes"):
+        share += f" and {size(step['host_bytes'])} of host memory"
     if not step["fits"]:
         return f"does not fit {where}: {share}"
     parts = [f"fits {where}{', but only just' if step.get('tight') else ''}: {share}"]

@@ -122,17 +122,18 @@ class Advice:
 def search(
     plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], counts: Counts,
     config: Mapping[str, Any] | None = None, progress: SearchProgress = lambda *_: None,
-    count_cards: bool = False, **job: Any,
+    count_cards: bool = False, so_far: Callable[[Advice], None] = lambda _: None, **job: Any,
 ) -> Advice:  # fmt: skip
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
     `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
     or if its blocks are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
-    of training needs. `job` is passed on with every request.
+    of training needs. `so_far` gets the plans that are known whenever one more is forecast. `job` is passed on with
+    every request.
     """
     if hardware.is_cpu:
         requests = requests[:1]  # rates are measured during the forecast: two at a time would disturb each other
-    trials = _Trials(plan, hardware, own, requests, job)
+    trials = _Trials(plan, hardware, own, requests, job, so_far)
     found = [trials.own]
     with ThreadPoolExecutor(len(requests)) as threads:
         if "config_dir" not in job:  # the configuration of a folder cannot be changed
@@ -144,17 +145,21 @@ def search(
             found += _climb_all(_ladders(plan, offload), trials, counts, threads, progress)
             found += _with_shards_held(found, trials, threads)
             found = _with_finalists_simulated(found, trials, threads)
-        fitting = ranked(option for option in found if option.fits)
+        best_first = _best_first(found)
         # Other kinds of training are for the user to decide on: they are tried where all that fits is slow.
         leaner = []
-        if all(option.cpu_offload for option in fitting):
-            offloads = (False,) if fitting or hardware.is_cpu else (False, True)
+        if all(option.cpu_offload for option in best_first if option.fits):
+            offloads = (False,) if best_first[0].fits or hardware.is_cpu else (False, True)
             leaner = _leaner_plans(trials, counts, threads, offloads)
         cards = {}
         if count_cards and not hardware.is_cpu:
             cards = _cards_needed(trials, counts, threads, hardware.gpus_per_node, progress)
-    options = fitting + [o for o in found if o.own and not o.fits]
-    return Advice(options, leaner, cards, len(trials.tried), trials.failed)
+    return Advice(best_first, leaner, cards, len(trials.tried), trials.failed)
+
+
+def _best_first(options: Iterable[Option]) -> list[Option]:
+    """Return the options that fit, the best first, and the recipe's own plan: last if it does not fit."""
+    return ranked(option for option in options if option.fits or option.own)
 
 
 def ranked(options: Iterable[Option]) -> list[Option]:
@@ -395,13 +400,16 @@ class _Trials:
     """Forecasts of plans, requested from several threads, and a record of them."""
 
     def __init__(
-        self, plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], job: dict[str, Any]
-    ) -> None:
-        self.plan, self._hardware, self._job = plan, hardware, job
+        self, plan: Plan, hardware: Hardware, own: Forecast, requests: Sequence[RequestForecast], job: dict[str, Any],
+        so_far: Callable[[Advice], None],
+    ) -> None:  # fmt: skip
+        self.plan, self._hardware, self._job, self._so_far = plan, hardware, job, so_far
         self.own, self.memory = _option(plan, {}, own, exact=True), own.memory_bytes
         self.shallow: Shallow | None = None
         self.tried: list[str] = []
         self.failed: list[str] = []
+        self._found = {"": self.own}  # overrides → the newest forecast of the plan
+        self._lock = threading.Lock()
         self._free: queue.SimpleQueue[RequestForecast] = queue.SimpleQueue()
         for request in requests:
             self._free.put(request)
@@ -415,10 +423,14 @@ class _Trials:
             self.tried.append(command_text(overrides))
         try:
             read = None if full else self.read_off(plan)
-            return _option(plan, overrides, read or self.forecast(plan), exact=read is None)
+            option = _option(plan, overrides, read or self.forecast(plan), exact=read is None)
         except FsdptrainError as error:
             self.failed.append(f"{command_text(overrides)}: {error}")
             return None
+        with self._lock:
+            self._found[command_text(overrides)] = option
+            self._so_far(Advice(_best_first(self._found.values()), [], {}, len(self.tried), [*self.failed]))
+        return option
 
     def read_off(self, plan: Plan) -> Forecast | None:
         """Return the forecast of a plan from shallow copies of its model; None if there are none."""
@@ -477,22 +489,25 @@ def _climb_all(
         found: list[Option] = []
         for ranks in ladder.sizes:
             comfortable = any(option.fits and not option.tight for option in found)
+            tried = 0
             if not comfortable:  # a larger group is slower: it is needed only if a smaller one has too little memory
                 least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
-                options = [] if cannot_fit(least, counts, trials.memory) else _climb(ladder, ranks, micros, trials)
-                found += options
-            count.settle(each)
+                if not cannot_fit(least, counts, trials.memory):
+                    for option in _climb(ladder, ranks, micros, trials):
+                        tried += 1
+                        count.settle(1)
+                        found += [option] if option and not option.own else []
+            count.settle(each - tried)
         return found
 
     return [option for options in threads.map(climb, ladders) for option in options]
 
 
-def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> list[Option]:
+def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> Iterator[Option | None]:
     """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower.
 
-    The recipe's own plan is not among the options returned.
+    Yields each plan that is tried: the recipe's own among them, None for one whose forecast fails.
     """
-    found: list[Option] = []
     best_s = math.inf
     rung = 0
     for micro in micros:
@@ -503,7 +518,7 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> l
         option = None
         while rung < len(RECOMPUTATION):
             option = trials.option(_overrides(trials.plan, ladder, ranks, RECOMPUTATION[rung], micro))
-            found += [option] if option and not option.own else []
+            yield option
             if option and option.fits and not option.tight:
                 break
             rung += 1
@@ -511,7 +526,6 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> l
             best_s = min(best_s, option.step_s)
             if option.compute_s > best_s:  # a larger micro-batch saves communication, not compute
                 break
-    return found
 
 
 def _if_accurate(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Shallow | None:

@@ -114,7 +114,7 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
     except KeyboardInterrupt:
         if so_far is None:
             raise
-        notes = [*so_far.notes, "Ctrl-C stopped the search of --advise: other plans are not listed"]
+        notes = [*so_far.notes, "Ctrl-C stopped the search of --advise: the plans listed are those tried until then"]
         return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
     finally:
         process.kill()

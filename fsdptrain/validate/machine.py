@@ -29,7 +29,7 @@ TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpo
 def check_machine(plan: Plan, findings: Findings) -> None:
     """Record what this machine has, and a problem for each thing that the run needs and it lacks."""
     facts = machine_facts(plan)
-    findings.add_facts("machine", facts, "This machine", machine_line(facts))
+    findings.add_facts("machine", facts, "This machine", *([] if findings.elsewhere else [machine_line(facts)]))
     for error in machine_problems(plan, facts):
         findings.add_problem(error, this_machine_only=True)
     workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]

@@ -27,7 +27,7 @@ from fsdptrain.forecast.render import (
     traffic_rows,
     verdict,
 )
-from fsdptrain.forecast.search import search
+from fsdptrain.forecast.search import Advice, search
 from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import machine_facts
@@ -198,13 +198,23 @@ def advise(
     def progress(settled: int, total: int, what: str = "comparing plans") -> None:
         findings.send_progress(what, settled, total)
 
+    def so_far(advice: Advice) -> None:  # shown if Ctrl-C stops the search
+        show_advice(advice, hardware, findings)
+        findings.send_outcome("so far")
+
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
         advice = search(
-            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=True,
+            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=True, so_far=so_far,
             vocab_size=vocab_size,
         )  # fmt: skip
+    show_advice(advice, hardware, findings)
+
+
+def show_advice(advice: Advice, hardware: Hardware, findings: Findings) -> None:
+    """Add the plans of a search in place of those that were known before."""
     findings.levels["advice"] = dataclasses.asdict(advice)
+    findings.sections.pop(ADVICE, None)
     findings.add_lines(ADVICE, *advice_table.lines(advice))
     if advice.cards:
         findings.add_lines(ADVICE, advice_table.cards_line(advice, hardware.name))

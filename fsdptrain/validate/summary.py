@@ -22,7 +22,10 @@ LONGEST_BAR = 32  # columns of a histogram's bar
 
 
 def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
-    """Print an outcome without its problems. With `verbose`, also why some things were not checked."""
+    """Print an outcome without its problems. With `verbose`, also why some things were not checked.
+
+    On a terminal the verdict comes again last, because what is between scrolls the first line away.
+    """
     page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
     for heading, items in outcome.sections:
         page.say("")
@@ -38,6 +41,9 @@ def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
         page.say("Notes", style="bold")
         for note in notes:
             page.say(note, INDENT)
+    if page.width is not None and not outcome.problems:
+        page.say("")
+        page.say(outcome.verdict, style="bold green")
 
 
 def _text(page: Page, text: str) -> None:

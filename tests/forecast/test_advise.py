@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,16 @@ def test_on_one_gpu_shallow_copies_would_run_with_another_strategy(tmp_path: Pat
     assert shallow is not None and shallow.depths(plan_of(tmp_path)) == (4, 8)
     assert shallow.depths(plan_of(tmp_path, ranks=1)) is None
     assert shallow.depths(plan_of(tmp_path, "fsdp.cpu_offload=true", ranks=1)) == (4, 8)
+
+
+def test_the_plans_known_so_far_are_reported_after_each_forecast(tmp_path: Path) -> None:
+    ask, known, settled = FakeForecaster(activations=300), [], []
+    found = advice(plan_of(tmp_path), ask, so_far=known.append, progress=lambda *each: settled.append(each[:2]))
+    assert len(known[0].options) + len(known[0].failed) == 2  # the recipe's own plan, and the first
+    assert all(each.options == ranked(each.options) for each in known) and len(known) >= found.tried
+    assert known[-1].best == found.best and {"FULL_SHARD", "NO_SHARD"} <= {o.strategy for o in known[-1].options}
+    steps = [after[0] - before[0] for before, after in itertools.pairwise(settled)]
+    assert steps.count(1) >= 5 and settled[-1][0] <= settled[-1][1], "a plan is counted when it is forecast"
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from support import fsdptrain, write_recipe
 from terminal import Terminal
 
-from fsdptrain.config.plan import Plan, draft_plan
+from fsdptrain.config.plan import Plan, draft_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.data import hub
@@ -134,6 +134,12 @@ def test_the_verdict_is_one_line(tmp_path: Path, changes: dict[str, Any], expect
     assert verdict(step, gpu_plan(tmp_path)) == expected
 
 
+def test_the_verdict_of_a_plan_with_offload_has_the_memory_of_the_host(tmp_path: Path) -> None:
+    plan = varied(gpu_plan(tmp_path), {"fsdp.cpu_offload": True})
+    line = verdict(STEP | {"host_bytes": 131 * GIB}, plan)
+    assert line.startswith("fits 8×H100-80GB: 52.4 of 79.1 GiB a GPU and 131.0 GiB of host memory; ")
+
+
 def test_the_first_line_says_how_many_problems_there_are() -> None:
     found = Findings()
     assert found.verdict == "no problems found; memory and time were not forecast"
@@ -164,7 +170,6 @@ def test_a_request_survives_its_json(tmp_path: Path) -> None:
 ELSEWHERE = ("--hardware", "8xh100", "--price-per-gpu-hour", "2.5", "--mtbf-hours", "6000", "train.steps=100000")
 HEADINGS = [
     "Plan",
-    "This machine",
     "Data",
     "Model",
     "Disk",
@@ -187,12 +192,15 @@ def test_on_a_terminal_lines_fit_and_progress_is_shown(tmp_path: Path) -> None:
     shown = [line for line in lines if line.strip()]
     assert shown[0].startswith("fits 8×H100-80GB: ") and "$" in " ".join(shown[:3])
     assert [line for line in shown if line in HEADINGS] == HEADINGS
+    verdict = "".join(shown[: shown.index("Plan")])
+    assert "".join(shown).endswith(verdict), "it comes again last, in sight"
     bars = [line for line in lines if line.startswith("  |")]
     assert len(bars) == 1 and len(bars[0]) == 60, "the memory bar is as wide as the terminal"
     assert f"plotted over the step in {picture}".replace(" ", "") in "".join(lines).replace(" ", "")
     # The terminal breaks a line that is too long, without the indent of a wrapped line.
     start, headings = shown.index("Model"), [*HEADINGS, "Other plans for the same job", "Notes"]
-    broken = [line for line in shown[start:] if line not in headings and not line.startswith("  ")]
+    body = shown[start : -shown.index("Plan")]
+    broken = [line for line in body if line not in headings and not line.startswith("  ")]
     assert [line for line in broken if not str(picture).endswith(line)] == []
 
 
@@ -204,6 +212,7 @@ def test_in_a_pipe_lines_are_whole_and_progress_is_silent(tmp_path: Path) -> Non
     assert [line for line in lines if line in HEADINGS] == HEADINGS
     assert max(map(len, lines)) > 120
     assert sum("not checked here" in line for line in lines) == 1 and "--verbose" in lines[-1]
+    assert sum(line == lines[0] for line in lines) == 1
 
 
 def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
