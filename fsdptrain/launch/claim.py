@@ -82,29 +82,31 @@ def _in_store(plan: Plan) -> Iterator[None]:
             "checkpoint.path to this place"
         )
     store = RunStore(rundir)
-    with claimed(plan):
+    with claimed(plan) as run:
         with _os_errors_as_recipe_errors(rundir):
             rundir.root.mkdir(parents=True, exist_ok=True)
             write_mark(rundir.root)
             with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
                 try_writing(store.root)
+                store.check_claim(run)
                 store.begin()
         try:
             yield
         except BaseException:
             try:
-                _upload_rest(store, plan)
+                _upload_rest(store, plan, run)
             except FsdptrainError as error:  # what ended the run counts
                 print(f"fsdptrain: the newest logs are in {rundir.root} only: {error}", file=sys.stderr)
             raise
-        _upload_rest(store, plan)
+        _upload_rest(store, plan, run)
 
 
-def _upload_rest(store: RunStore, plan: Plan) -> None:
+def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
     """Upload the small files at the end of an attempt; of a node on which rank 0 was not, the logs of its workers."""
     if store.is_writer():
         store.push()
     elif plan.topology.nnodes > 1:  # a single node that does not write any more has lost the run to another machine
+        store.check_claim(run)
         store.push_worker_logs()
 
 
