@@ -37,6 +37,8 @@ def system_errors(path: object) -> Iterator[None]:
         raise
     except OSError as error:
         place = error.filename or path
+        if error.errno == errno.ENAMETOOLONG:  # no file can have this name
+            raise FileNotFoundError(error.errno, error.strerror, place) from None
         raise StorageError(f"{place} cannot be read: {system_reason(error)}; nothing was renamed or removed") from error
 
 

@@ -18,7 +18,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import Problem, RecipeError, StorageError, listed
 from fsdptrain.events import Record, read_history
-from fsdptrain.files import read_if_there, set_aside, write_atomically
+from fsdptrain.files import is_there, read_if_there, set_aside, write_atomically
 from fsdptrain.ownership import read_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -236,7 +236,7 @@ def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
     If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
     """
     recorded, _ = read_export_record(rundir)
-    exists = rundir.export.is_dir() and recorded in ((None, step) if rundir.url is None else (step,))
+    exists = is_there(rundir.export) and recorded in ((None, step) if rundir.url is None else (step,))
     if not plan.recipe.export.at_end or exists:
         return True
     store = RunStore.of(rundir)

@@ -27,8 +27,8 @@ from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, disk_full_error, is_disk_full, listed
-from fsdptrain.files import write_atomically
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, StorageError, disk_full_error, is_disk_full, listed
+from fsdptrain.files import read_if_there, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -259,8 +259,8 @@ def _folder_contents(folder: Path) -> list[Path]:
 def _is_of_earlier_version(rundir: RunDir) -> bool:
     """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
     try:
-        fields = json.loads(rundir.plan.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        fields = json.loads(read_if_there(rundir.plan) or b"")
+    except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
@@ -310,14 +310,20 @@ def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
 
 def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     """Wait until the writing process has written the same plan; raise RecipeError after launch.timeout_s."""
-    timeout, found = plan.recipe.launch.timeout_s, None
+    timeout, found, unreadable = plan.recipe.launch.timeout_s, None, None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        with contextlib.suppress(Exception):  # it does not exist yet, or is of another version
-            found = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
+        try:
+            found = Plan.from_json((read_if_there(rundir.plan) or b"").decode())
             if found.digest() == plan.digest():
                 return
+        except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
+            unreadable = error
+        except Exception:  # it does not exist yet, or is of another version
+            unreadable = None
         time.sleep(POLL_S)
+    if unreadable:
+        raise unreadable
     waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
     apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
     if found is None:

@@ -30,6 +30,7 @@ from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.cli import app
+from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
@@ -37,6 +38,7 @@ from fsdptrain.data.cache import cached_folder, is_intact
 from fsdptrain.errors import StorageError
 from fsdptrain.files import read_if_there
 from fsdptrain.launch.attempts import inspect_earlier_attempts
+from fsdptrain.launch.claim import _wait_for_plan
 from fsdptrain.ownership import read_export_record, write_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -213,3 +215,20 @@ def test_prepared_data_that_cannot_be_read_is_not_made_again(folder: Path, monke
         is_intact(made)
     (made / "rows").chmod(0o644)
     assert is_intact(made)
+
+
+def test_a_model_without_rights_is_neither_missing_nor_a_name_on_the_hub(folder: Path) -> None:
+    model = folder / "closed" / "model"
+    model.mkdir(parents=True)
+    model.parent.chmod(0)
+    for reading in (is_folder, model_name_fault):
+        with as_nobody(), pytest.raises(StorageError, match=rf"{model} cannot be read: .*\(errno 13, EACCES\)"):
+            reading(str(model))
+    assert is_folder(str(model)) and not is_folder("x" * 300) and not is_folder("a\0b")
+
+
+def test_a_plan_that_a_node_cannot_read_is_not_called_missing(run: RunDir) -> None:
+    recipe = load(write_recipe(run.root.parent, launch__timeout_s=1))
+    run.plan.chmod(0)
+    with as_nobody(), pytest.raises(StorageError, match=r"/plan.json cannot be read: .*\(errno 13, EACCES\)"):
+        _wait_for_plan(make_plan(recipe, Topology("cpu", 2, 1, endpoint="host-0:29500")), run)
