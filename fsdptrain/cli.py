@@ -25,15 +25,17 @@ from fsdptrain.errors import (
     OutOfMemory,
     RecipeError,
     Stopped,
+    StorageError,
     disk_full_error,
     first_line,
     is_disk_full,
 )
-from fsdptrain.files import shipped
+from fsdptrain.files import shipped, system_reason
 from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
+    from fsdptrain.config.plan import Plan
     from fsdptrain.config.reader import LoadedRecipe
     from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
@@ -136,7 +138,10 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
     except OSError as error:
         if is_disk_full(error):
             raise disk_full_error(error) from None
-        raise FsdptrainError(f"{error.filename}: {error.strerror}" if error.filename else first_line(error)) from error
+        if error.errno is None:  # of a library
+            raise FsdptrainError(first_line(error)) from error
+        reason = system_reason(error)
+        raise StorageError(f"{error.filename}: {reason}" if error.filename else reason) from error
     except UnicodeEncodeError as error:
         raise RecipeError(
             f"{error.object[:200]!r} cannot be a file name in this locale ({error.encoding}): set LC_ALL=C.UTF-8"
@@ -149,7 +154,8 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
     from fsdptrain.events import record_error
 
     try:
-        yield
+        with _os_errors_as_fsdptrain_errors():
+            yield
     except FsdptrainError as error:
         if not isinstance(error, Stopped):  # the workers have written that they stopped
             with contextlib.suppress(OSError):
@@ -201,7 +207,7 @@ def run(
         # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
             if is_first(launched):
-                _show_finished(rundir, earlier.step)
+                _show_finished(plan, earlier.step)
             return
         # Started by torchrun or as one of several tasks on a node, this process is a worker and does not launch any.
         if topology.joined:
@@ -222,7 +228,7 @@ def run(
         with _errors_recorded(rundir):
             try:
                 launch(plan, screen, earlier)
-                upload_export(rundir, screen)
+                upload_export(plan, screen)
             except OutOfMemory as error:
                 with screen.busy("forecasting what would fit"), Forecaster() as forecaster:
                     start, config = screen.last.get("start"), str(rundir.model)
@@ -546,6 +552,8 @@ def verify(
             show_survey(found, screen)
     if as_json:
         print(json.dumps(found, indent=2))
+    if any(checkpoint["unreadable"] for checkpoint in found["checkpoints"]):
+        raise StorageError(f"{run_dir}: files cannot be read, and may be intact")
     if not found["good"]:
         raise CheckpointError(
             f"{run_dir}: " + ("files are damaged or missing" if found["checkpoints"] else "no checkpoint")
@@ -661,14 +669,15 @@ def _find_shipped(name: str) -> Path:
     raise RecipeError(f"{name}: no such file or shipped recipe{hint}")
 
 
-def _show_finished(rundir: RunDir, step: int) -> None:
+def _show_finished(plan: Plan, step: int) -> None:
     """Print that there is nothing left to train, and how to load the model; upload an export that is here only."""
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.screen import Screen
 
+    rundir = plan.rundir
     with Screen() as screen:
         screen.say(f"the run in {rundir.place} is finished ({step} steps): nothing was trained")
-        upload_export(rundir, screen)
+        upload_export(plan, screen)
     if rundir.export.is_dir():
         screen.last["export"] = {"path": str(rundir.export)}
         screen.summary(0.0)

@@ -12,7 +12,8 @@
     │   └── NotMet            5   the nodes did not meet, so no worker was started
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
-    │   └── StorageError      6   the object store of the checkpoints refuses, or does not answer
+    │   └── StorageError      6   a disk or an object store refuses, or does not answer
+    │       └── RunLost       6   another machine writes the run in the object store, or it was removed from there
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
         └── NodeWaits        75   the workers ended after a checkpoint, so that another node can join them
@@ -108,7 +109,11 @@ class OtherVersion(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The object store of the checkpoints refuses or does not answer, so nothing is known about them."""
+    """A disk or an object store refuses or does not answer: what it holds may be intact."""
+
+
+class RunLost(StorageError):
+    """Another machine writes the run in the object store now, or the run was removed from there."""
 
 
 class NonFiniteError(FsdptrainError):
@@ -154,6 +159,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         CheckpointError,
         OtherVersion,
         StorageError,
+        RunLost,
         NonFiniteError,
         Stopped,
         NodeWaits,

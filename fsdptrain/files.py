@@ -1,12 +1,70 @@
-"""Files: what kind they are, unused names, and changes that are atomic or durable. No torch."""
+"""Files: what kind they are, errors of the system, unused names, changes that are atomic or durable. No torch."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+
+from fsdptrain.errors import StorageError, first_line
+
+NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
+
+
+WAYS_OUT = {
+    errno.EACCES: "give this user the rights to it",
+    errno.EPERM: "give this user the rights to it",
+    errno.EIO: "look for errors of the disk in the kernel's log (dmesg)",
+    errno.ESTALE: "mount its file system again",
+    errno.EMFILE: "raise the number of open files (ulimit -n)",
+    errno.ENFILE: "raise the number of open files of this machine (fs.file-max)",
+}
+
+
+@contextlib.contextmanager
+def system_errors(path: object) -> Iterator[None]:
+    """Raise StorageError for an error of the system about a file or folder: what is there may be intact.
+
+    NOTHING_THERE is raised as it is.
+    """
+    try:
+        yield
+    except NOTHING_THERE:
+        raise
+    except OSError as error:
+        place = error.filename or path
+        if error.errno == errno.ENAMETOOLONG:  # no file can have this name
+            raise FileNotFoundError(error.errno, error.strerror, place) from None
+        raise StorageError(f"{place} cannot be read: {system_reason(error)}; nothing was renamed or removed") from error
+
+
+def system_reason(error: OSError) -> str:
+    """Return why the system refuses, with the number and name of the error and, if known, the way out."""
+    if error.errno is None:
+        return first_line(error)
+    reason = f"{error.strerror} (errno {error.errno}, {errno.errorcode.get(error.errno, 'unknown')})"
+    return f"{reason}: {WAYS_OUT[error.errno]}" if error.errno in WAYS_OUT else reason
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a path exists, through links; raise StorageError if the system cannot tell."""
+    try:
+        with system_errors(path):
+            path.stat()
+    except NOTHING_THERE:
+        return False
+    return True
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """Return the content of a file, or None without one; raise StorageError if the system cannot read it."""
+    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
+        return path.read_bytes()
+    return None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -37,6 +95,12 @@ def set_aside(path: Path) -> None:
     path.rename(unused_name(path.with_name(f"{path.name}.kept")))
 
 
+def openable(path: Path) -> Path:
+    """Return a path that can be opened, for safetensors, which calls every file missing that it cannot open."""
+    with system_errors(path), path.open("rb"):
+        return path
+
+
 class HasStatus(Protocol):
     """A Path, or what stands for one."""
 
@@ -51,8 +115,8 @@ def regular_file_status(path: HasStatus) -> os.stat_result | None:
 
 
 def is_regular_file(path: Path) -> bool:
-    """Return whether the path is a regular file; a link to one is not."""
-    with contextlib.suppress(OSError):
+    """Return whether the path is a regular file; a link to one is not. Raise StorageError if the system cannot tell."""
+    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
         return regular_file_status(path) is not None
     return False
 

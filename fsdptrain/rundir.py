@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.files import is_there, read_if_there
 from fsdptrain.storage import URL, CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
@@ -24,10 +25,14 @@ class RunDir:
 
     @classmethod
     def open(cls, root: Path) -> RunDir:
-        """Return the folder of an earlier run, whose plan says where the checkpoints are."""
+        """Return the folder of an earlier run, whose plan says where the checkpoints are.
+
+        Raises StorageError if the system cannot read that plan.
+        """
         place = url = None
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            recipe = json.loads((root / "plan.json").read_bytes())["recipe"]
+        text = read_if_there(root / "plan.json")
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            recipe = json.loads(text or b"")["recipe"]
             place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
         place = place if isinstance(place, str) and place else None
         return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)
@@ -143,7 +148,7 @@ class RunDir:
 
     def has_run(self) -> bool:
         """Return whether a run was started in this folder, or has checkpoints where this one would store them."""
-        here = any(path.exists() for path in (self.plan, self.metrics, self.checkpoints))
+        here = any(is_there(path) for path in (self.plan, self.metrics, self.checkpoints))
         return here or bool(self.checkpoint_path and self.checkpoint_steps())
 
     def written_paths(self) -> list[Path]:

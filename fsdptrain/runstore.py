@@ -15,20 +15,22 @@ import contextlib
 import json
 import os
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.errors import CheckpointError, Stopped, StorageError
+from fsdptrain.errors import CheckpointError, RunLost, Stopped, StorageError
 from fsdptrain.events import Progress
-from fsdptrain.files import set_aside, write_atomically
+from fsdptrain.files import read_if_there, set_aside, write_atomically
 from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record, write_mark
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
-from fsdptrain.storage import abort_uploads, object_path, store_errors
+from fsdptrain.storage import ObjectPath, abort_uploads, object_path, store_errors
 
 WRITTEN_BY = "written-by.json"
 
@@ -63,6 +65,9 @@ AT_ONCE = 8  # files that are copied at the same time
 POLL_S = 0.25
 
 
+WATCH_S = 20.0  # between two looks for another machine that has taken over the run
+
+
 class RunStore:
     """The files of one run in an object store. Each method raises StorageError if the store refuses."""
 
@@ -92,7 +97,7 @@ class RunStore:
         if theirs and theirs == self._own_name():
             return
         # First in the store: what another machine uploads from now on is refused there, so that nothing is missed.
-        mine = json.dumps({"host": socket.gethostname(), "folder": str(self.rundir.root), "id": uuid.uuid4().hex})
+        mine = json.dumps({**this_process(), "folder": str(self.rundir.root), "id": uuid.uuid4().hex})
         self._write(WRITTEN_BY, mine.encode())
         if theirs:
             self.fetch(self.rundir.root, names)
@@ -100,6 +105,8 @@ class RunStore:
 
     def take(self) -> None:
         """Make the local folder the one that writes, on rank 0 before it writes: of several nodes any may have rank 0.
+
+        `check_claim` comes first, because another machine may have taken over the run.
 
         The plan is left as the launcher of this node has written it.
         """
@@ -110,10 +117,58 @@ class RunStore:
         theirs = self._read(WRITTEN_BY)
         return theirs is not None and theirs == self._own_name()
 
+    def check_writer(self) -> None:
+        """Raise RunLost, which says who writes now, unless the local folder is the one that writes.
+
+        To be called before anything in the store is changed: a machine that was frozen does not know that it is late.
+        """
+        theirs = self._read(WRITTEN_BY)
+        if theirs is None:
+            raise RunLost(
+                f"{self.root}: {WRITTEN_BY} is gone, so this run was removed from the store, or moved, while it was "
+                f"trained here. Nothing more is uploaded: what this machine has of the run is in {self.rundir.root}, "
+                "without checkpoints. The same command renames that folder to ….kept, and starts at step 0"
+            )
+        if theirs != self._own_name():
+            raise self._taken_over(parsed_object(theirs))
+
+    def check_claim(self, run: str | None) -> None:
+        """Raise RunLost if the claim of the run is held by another one; `run` is what the own claim says."""
+        claim = read_claim(self.root / CLAIM)
+        if claim is not None and claim.get("run") != run:
+            raise self._taken_over(claim)
+
+    def _taken_over(self, by: dict[str, Any]) -> RunLost:
+        return RunLost(
+            f"{self.root}: this run was taken over by {described(by)}. This machine ({socket.gethostname()}) uploads "
+            f"nothing more: what it has made since its last upload is in {self.rundir.root} alone, until the same "
+            "command is run here again, which replaces it with what is in the store"
+        )
+
+    @contextlib.contextmanager
+    def watched(self, lost: Callable[[RunLost], None]) -> Iterator[None]:
+        """Inside, call `lost` from a thread when the local folder is not the one that writes any more."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(WATCH_S):
+                try:
+                    self.check_writer()
+                except RunLost as error:
+                    lost(error)
+                    break
+                except StorageError:  # it is tried again, and a save reports it
+                    continue
+
+        thread = threading.Thread(target=watch, name="owner", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
     def _own_name(self) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return (self.rundir.root / WRITTEN_BY).read_bytes()
-        return None
+        return read_if_there(self.rundir.root / WRITTEN_BY)
 
     def fetch(self, folder: Path, names: Collection[str] = SMALL) -> None:
         """Download small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
@@ -135,15 +190,13 @@ class RunStore:
     def push(self) -> None:
         """Upload the small files that are new or have changed since this process uploaded them.
 
-        Raises StorageError also if another machine has taken over the run.
+        Raises RunLost if another machine has taken over the run.
         """
-        if not self.is_writer():
-            by = json.loads(self._read(WRITTEN_BY) or b"{}").get("host", "nobody")
-            raise StorageError(f"{self.root}: this run was taken over by {by}: nothing more is written from here")
+        self.check_writer()
         self._push(_is_copied)
 
     def push_worker_logs(self) -> None:
-        """Upload the logs of this node's workers; for the nodes on which rank 0 is not."""
+        """Upload the logs of this node's workers; for the nodes on which rank 0 is not. `check_claim` comes first."""
         self._push(lambda name: fnmatchcase(name, "logs/rank-*.log"))
 
     def _push(self, is_wanted: Callable[[str], bool]) -> None:
@@ -174,11 +227,13 @@ class RunStore:
     def push_export(self, stop: StopRequest, progress: Progress, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Upload the export of the local folder in place of the one in the store, unless that is of the same step.
 
-        It cannot be opened until it is complete. `meanwhile` is called every POLL_S. Raises Stopped after a signal.
+        It cannot be opened until it is complete. `meanwhile` is called every POLL_S. Raises Stopped after a signal, and
+        RunLost if another machine has taken over the run.
         """
         step, files = read_export_record(self.rundir)
         if step is None or self.exported_step() == step:
             return
+        self.check_writer()
         target, names = self.root / EXPORT, sorted(files)
         last = [name for name in names if name in OPENS_EXPORT]
         old = self._export_record().get("files", {})
@@ -197,17 +252,17 @@ class RunStore:
             progress("uploading the export (MiB)", sent[0] >> 20 if sent[0] < total else whole, whole)
 
         for group in ([name for name in names if name not in last], last):
+            self.check_writer()
             _all(lambda name: self._put(f"{EXPORT}/{name}", count), group, meanwhile)
         found = self.uploaded_sizes()
         if wrong := [name for name in names if found.get(name) != files[name][0]]:
             raise CheckpointError(f"{target / wrong[0]} has not the size of the file that was uploaded: run again")
+        self.check_writer()
         self._put(EXPORT_RECORD)
 
     def _export_record(self) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):
-            found = json.loads(self._read(EXPORT_RECORD) or b"{}")
-            return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}
-        return {}
+        found = parsed_object(self._read(EXPORT_RECORD) or b"")
+        return found if isinstance(found.get("step"), int) else {}
 
     def _listed(self, below: str = "") -> dict[str, int]:
         """Return the names of the objects of the run, and their bytes."""
@@ -243,6 +298,34 @@ class RunStore:
             target = self.root / name
             with contextlib.suppress(FileNotFoundError), store_errors(target):
                 target.fs.rm_file(target.key)
+
+
+def this_process() -> dict[str, Any]:
+    """Return host and number of this process, and the time, as claims name who writes a run since when."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+
+
+def described(by: dict[str, Any]) -> str:
+    """Return what `this_process` returned on another machine, for a message."""
+    return f"{by.get('host')} (process {by.get('process')}), since {by.get('since')}"
+
+
+def read_claim(place: ObjectPath) -> dict[str, Any] | None:
+    """Return the fields of a claim; {} for an object that is none, None if there is no object."""
+    try:
+        with store_errors(place):
+            return parsed_object(place.fs.cat_file(place.key))
+    except FileNotFoundError:
+        return None
+
+
+def parsed_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in the content of a file; {} if it is not one."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(content)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _is_copied(name: str) -> bool:

@@ -8,6 +8,7 @@ and the manifest last, and what has no manifest is no checkpoint.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import io
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.errors import CheckpointError, FsdptrainError, StorageError, first_line, shortened
-from fsdptrain.files import fsync, is_regular_file, set_aside, unused_name
+from fsdptrain.files import NOTHING_THERE, fsync, is_regular_file, set_aside, system_errors, unused_name
 
 MANIFEST_NAME = "manifest.json"
 
@@ -199,7 +200,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def steps(self) -> list[int]:
-        """Return the steps that have a published checkpoint, in ascending order."""
+        """Return the steps that have a published checkpoint, in ascending order; raises StorageError if unknown."""
 
     @abstractmethod
     def staging(self, step: int) -> Path:
@@ -267,7 +268,7 @@ class _LocalStorage(CheckpointStorage):
         return self.root / checkpoint_name(step)
 
     def steps(self) -> list[int]:
-        return _steps(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
+        return _steps(self._names())
 
     def staging(self, step: int) -> Path:
         return self.root / f"{checkpoint_name(step)}.tmp"
@@ -279,7 +280,7 @@ class _LocalStorage(CheckpointStorage):
         self.root.mkdir(parents=True, exist_ok=True)
         for path in self.root.glob("step-*"):
             if UNFINISHED.fullmatch(path.name):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, StorageError):
                     remove_checkpoint(path)
 
     def prepare(self, step: int) -> None:
@@ -301,7 +302,7 @@ class _LocalStorage(CheckpointStorage):
         fsync(target.parent)
 
     def discard(self, step: int) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):
             remove_checkpoint(self.staging(step))
 
     def remove(self, step: int) -> None:
@@ -318,8 +319,9 @@ class _LocalStorage(CheckpointStorage):
         return str(aside)
 
     def other_names(self) -> tuple[list[str], list[str]]:
-        unfinished = [*self.root.glob("step-*.tmp"), *self.root.glob("step-*.old")]
-        return sorted(path.name for path in self.root.glob("step-*.damaged*")), [path.name for path in unfinished]
+        names = self._names()
+        unfinished = [*fnmatch.filter(names, "step-*.tmp"), *fnmatch.filter(names, "step-*.old")]
+        return sorted(fnmatch.filter(names, "step-*.damaged*")), unfinished
 
     def size_of(self, step: int) -> tuple[int, int]:
         sizes = [path.lstat().st_size for path in self.checkpoint(step).rglob("*") if is_regular_file(path)]
@@ -330,6 +332,12 @@ class _LocalStorage(CheckpointStorage):
 
     def bytes_held(self) -> int:
         return sum(self.size_of(step)[0] for step in self.steps())
+
+    def _names(self) -> list[str]:
+        """Return the names in the folder, none if it does not exist; raise StorageError if it cannot be listed."""
+        with contextlib.suppress(*NOTHING_THERE), system_errors(self.root):
+            return os.listdir(self.root)  # noqa: PTH208
+        return []
 
 
 @dataclass(frozen=True)

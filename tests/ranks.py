@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
+from support import as_nobody
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -48,6 +49,7 @@ from fsdptrain.parallel import shard
 from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.processes import StopRequest
+from fsdptrain.storage import open_storage
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources
@@ -228,6 +230,40 @@ def resume(recipe: str, overrides: list[str], steps: int) -> dict[str, Any]:
     first = run.engine.steps_made
     samples = [run.stream.digest(run.plan.step_positions(step)) for step in range(first, steps)]
     return {"first": first, "curve": curve(run, steps, first), "samples": samples}
+
+
+def resume_without_rights(recipe: str) -> dict[str, Any]:
+    """Save steps 2 and 4, and resume when rank 1 may not read, and does not see, the newest checkpoint."""
+    run, found = build(recipe, []), dict[str, Any]()
+    checkpointer, model, optimizer = run.checkpointer, run.engine.model, run.engine.optimizer
+    for step in (2, 4):
+        curve(run, step, step - 2)
+        checkpointer.save(step, model, optimizer, wait=True)
+    folder = checkpointer.rundir.checkpoint(4)
+
+    def refusal() -> str:
+        try:
+            return f"resumed from step {checkpointer.load_newest(model, optimizer)}"
+        except CheckpointError as error:
+            return str(error)
+
+    if run.world.rank == 0:
+        for path in (folder / "rank-00000.safetensors", folder / "rank-00001.safetensors"):
+            path.chmod(0)
+    dist.barrier(run.world.side)
+    with as_nobody() if run.world.rank == 1 else contextlib.nullcontext():
+        found["unreadable"] = refusal()
+    dist.barrier(run.world.side)
+    if run.world.rank == 0:
+        for path in folder.iterdir():
+            path.chmod(0o644)
+    dist.barrier(run.world.side)
+    elsewhere = open_storage(None, checkpointer.rundir.root / "elsewhere")
+    with patch.object(checkpointer, "storage", elsewhere if run.world.rank == 1 else checkpointer.storage):
+        found["not mounted"] = refusal()
+    found["resumed"] = checkpointer.load_newest(model, optimizer)
+    found["names"] = sorted(path.name for path in checkpointer.rundir.checkpoints.iterdir())
+    return found
 
 
 def saved_optimizers(recipe: str, variants: dict[str, list[str]], at: int, steps: int) -> dict[str, Any]:

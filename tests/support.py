@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
@@ -148,6 +151,25 @@ def _run_job(env: dict[str, str], log: Path, job: str, out: Path, arguments: dic
     import ranks
 
     ranks.main(job, out, arguments)
+
+
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Let this thread and those that it starts open files as the user nobody: root may open those without any rights.
+
+    Without root it does nothing. Modules that are imported inside may be out of reach.
+    """
+    libc, user = ctypes.CDLL(None), os.geteuid()
+    if user == 0:
+        libc.setfsuid(NOBODY)  # of the thread, and without an error: asked again, it returns what is set
+        assert libc.setfsuid(NOBODY) == NOBODY, "this root may not be another user"
+    try:
+        yield
+    finally:
+        libc.setfsuid(user)
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -575,6 +575,13 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: 
     with pytest.raises(RecipeError, match=r"holds an export \(6 steps\), but its checkpoints are gone"):
         claim(recipe, *overrides).__enter__()
     assert contents(rundir.root).keys() == before.keys() - {"metrics.jsonl"}
+    for name in ("step-00000004.damaged", "step-00000006.damaged-2"):
+        (rundir.checkpoints / name).mkdir(parents=True)
+    words = (
+        rf"but all its checkpoints are damaged: step-00000004.damaged, step-00000006.damaged-2 in {rundir.checkpoints}"
+    )
+    with pytest.raises(RecipeError, match=words):
+        claim(recipe, *overrides).__enter__()
     shutil.rmtree(rundir.root)
     shutil.rmtree(run_folder_after(recipe, steps=4, total=6).checkpoints)  # a run that ended early
     with claim(recipe, *overrides) as found:

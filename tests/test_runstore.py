@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
+import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,19 +17,21 @@ from support import write_recipe
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
-from object_store import BUCKET, EXPIRED, ObjectStore, serve_here
+from object_store import BUCKET, EXPIRED, FORBIDDEN, ObjectStore, serve_here
 from typer.testing import CliRunner
 
+from fsdptrain import runstore
 from fsdptrain.cli import app
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
-from fsdptrain.errors import RecipeError, Stopped, StorageError
+from fsdptrain.errors import RecipeError, RunLost, Stopped, StorageError
 from fsdptrain.launch.claim import claim_run_dir
 from fsdptrain.ownership import file_stamps, write_export_record
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
+from fsdptrain.train.worker import take_store
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,11 @@ def names_in(store: RunStore) -> set[str]:
     """Return the names of all objects of a run."""
     key = store.root.key
     return {name.removeprefix(f"{key}/") for name in store.root.fs.find(key)}
+
+
+def objects_of(store: RunStore) -> dict[str, bytes]:
+    """Return all objects of a run by their names."""
+    return {name: store.root.fs.cat_file(f"{store.root.key}/{name}") for name in names_in(store)}
 
 
 def with_export(rundir: RunDir, step: int, files: dict[str, bytes]) -> RunDir:
@@ -97,13 +109,68 @@ def test_a_folder_that_has_lost_the_run_writes_nothing_more(tmp_path: Path, url:
     first.push()
     second.begin()
     here.metrics.write_text("1\n2\n")
-    with pytest.raises(StorageError, match=r"this run was taken over by .*: nothing more is written from here"):
-        first.push()
+    host, before = re.escape(socket.gethostname()), objects_of(first)
+    who = (
+        rf"was taken over by {host} \(process {os.getpid()}\), since 20.* UTC\. This machine \({host}\) uploads nothing"
+    )
+    for upload_something in (first.push, lambda: upload(with_export(here, 2, {"config.json": b"2"}))):
+        with pytest.raises(
+            RunLost, match=rf"{who} more: what it has made since its last upload is in {here.root} alone"
+        ):
+            upload_something()
+    assert objects_of(first) == before
     there.metrics.write_text("1\n2'\n")
     (there.logs / "rank-0.log").write_text("new")
     second.push()
     RunStore(here).begin()  # back again: what the other folder has written counts
     assert here.metrics.read_text() == "1\n2'\n"
+
+
+def test_a_run_that_is_removed_from_the_store_while_it_is_trained_is_not_called_taken_over(
+    tmp_path: Path, url: str
+) -> None:
+    here = folder_of(tmp_path / "a", url)
+    store = RunStore(here)
+    store.begin()
+    store.root.fs.rm(store.root.key, recursive=True)
+    with pytest.raises(RunLost, match=rf"this run was removed from the store, or moved, .* is in {here.root}") as lost:
+        store.push()
+    assert "taken over" not in str(lost.value) and names_in(store) == set()
+
+
+def test_a_machine_that_was_frozen_does_not_take_the_run_back_when_its_workers_start_again(
+    tmp_path: Path, url: str
+) -> None:
+    for nodes in ({}, {"launch__nnodes": 2, "launch__rdzv_endpoint": "host-0:29500"}):
+        here, there = folder_of(tmp_path / f"a{len(nodes)}", url), folder_of(tmp_path / f"b{len(nodes)}", url)
+        topology = Topology("cpu", 2, 1, endpoint="host-0:29500") if nodes else Topology("cpu", 1, 2)
+        plan = make_plan(load(write_recipe(tmp_path, output_dir=url, **nodes)), topology)
+        RunStore(here).begin()
+        take_store(RunStore(here), plan)
+        RunStore(there).begin()
+        claim = {"run": "other", "host": "far", "process": 7, "since": "noon"}
+        RunStore(there).root.fs.pipe_file(f"{RunStore(there).root.key}/claim.json", json.dumps(claim).encode())
+        before = objects_of(RunStore(there))
+        with pytest.raises(RunLost, match="was taken over by"):
+            take_store(RunStore(here), plan)
+        assert objects_of(RunStore(there)) == before
+        RunStore(there).root.fs.rm(RunStore(there).root.key, recursive=True)
+
+
+def test_the_worker_notices_within_a_while_that_the_run_was_taken_over(
+    tmp_path: Path, url: str, server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runstore, "WATCH_S", 0.05)
+    here, there = folder_of(tmp_path / "a", url), folder_of(tmp_path / "b", url)
+    RunStore(here).begin()
+    found: queue.Queue[RunLost] = queue.Queue()
+    with RunStore(here).watched(found.put):
+        with server.times(2, FORBIDDEN, "written-by.json"):  # a store that refuses has not lost the run
+            while len(server.requests) < 4:
+                time.sleep(0.01)
+        assert found.empty()
+        RunStore(there).begin()
+        assert "was taken over by" in str(found.get(timeout=30))
 
 
 def test_the_node_that_gets_rank_0_goes_on_with_the_curve_and_keeps_its_plan(tmp_path: Path, url: str) -> None:
@@ -158,6 +225,7 @@ def test_names_that_lead_out_of_the_folder_are_not_fetched(tmp_path: Path, url: 
 def test_an_export_can_be_opened_only_when_it_is_complete(tmp_path: Path, url: str, server: ObjectStore) -> None:
     rundir = with_export(folder_of(tmp_path / "run", url), 2, {"config.json": b"2", "old.safetensors": b"old"})
     store = RunStore(rundir)
+    store.begin()
     upload(rundir)
     assert store.exported_step() == 2 and store.recorded_sizes() == {"config.json": 1, "old.safetensors": 3}
     server.requests.clear()
@@ -173,7 +241,7 @@ def test_an_export_can_be_opened_only_when_it_is_complete(tmp_path: Path, url: s
     upload(rundir)
     order = [request.partition("run/")[2].rstrip("?") for request in server.requests if request.startswith("PUT")]
     assert order[-2:] == ["export/config.json", "export.json"] and store.exported_step() == 4
-    assert names_in(store) == {*(f"export/{name}" for name in store.recorded_sizes()), "export.json"}
+    assert names_in(store) == {*(f"export/{name}" for name in store.recorded_sizes()), "export.json", "written-by.json"}
 
 
 def test_an_upload_that_is_stopped_leaves_nothing_half_written(tmp_path: Path, url: str) -> None:
@@ -181,6 +249,7 @@ def test_an_upload_that_is_stopped_leaves_nothing_half_written(tmp_path: Path, u
         folder_of(tmp_path / "run", url), 2, {"config.json": b"2", "model.safetensors": bytes(120 << 20)}
     )
     store, seen = RunStore(rundir), list[tuple[int, int]]()
+    store.begin()
     with StopRequest() as stop:
 
         def stop_soon(stage: str, done: int, total: int) -> None:
@@ -189,7 +258,7 @@ def test_an_upload_that_is_stopped_leaves_nothing_half_written(tmp_path: Path, u
 
         with pytest.raises(Stopped, match="stopped by SIGTERM while the export was uploaded; run the same command"):
             store.push_export(stop, stop_soon)
-    assert len(seen) == 1 and store.exported_step() is None and names_in(store) == set()
+    assert len(seen) == 1 and store.exported_step() is None and names_in(store) == {"written-by.json"}
     assert not store.root.fs.list_multipart_uploads(BUCKET)
 
 

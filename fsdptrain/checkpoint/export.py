@@ -39,13 +39,13 @@ from fsdptrain.checkpoint.manifest import (
 )
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
-from fsdptrain.checkpoint.verify import INDEX, WEIGHTS
+from fsdptrain.checkpoint.verify import CONFIG, INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
-from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, first_line
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, StorageError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
-from fsdptrain.files import fsync
+from fsdptrain.files import fsync, openable, system_errors
 from fsdptrain.model.adapter import freeze, layers_in_nf4
 from fsdptrain.model.assets import special_token_conflicts
 from fsdptrain.model.nf4 import round_trip
@@ -548,10 +548,13 @@ def _facts(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
 def _read_untrusted_plan(rundir: RunDir) -> Plan:
     """Read the plan of a run folder from any origin; raises CheckpointError when it is not a plan of this version."""
     try:
-        text = rundir.plan.read_text(encoding="utf-8")
+        with system_errors(rundir.plan):
+            text = rundir.plan.read_text(encoding="utf-8")
         if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
             raise ValueError("it contains a ${reference}")
         return Plan.from_json(text)
+    except StorageError:
+        raise
     except Exception as error:  # JSON, OmegaConf and dataclasses raise different classes
         raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
@@ -560,8 +563,9 @@ def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
     """Build the unsharded model that a run folder describes; raises CheckpointError when that fails."""
     try:
         model = replace(plan.recipe.model, attn_implementation="eager")  # nothing is computed, and there may be no GPU
+        openable(rundir.model / CONFIG)  # transformers calls a configuration missing that it cannot open
         return skeleton(AutoConfig.from_pretrained(rundir.model, trust_remote_code=False), model)
-    except RecipeError:
+    except (RecipeError, StorageError):
         raise
     except Exception as error:  # a model's constructor may raise anything over its config
         raise CheckpointError(f"{rundir.model} does not describe a model: {first_line(error)}") from None

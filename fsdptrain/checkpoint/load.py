@@ -15,6 +15,7 @@ from fsdptrain.checkpoint.manifest import read_manifest
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.errors import CheckpointError
+from fsdptrain.files import NOTHING_THERE, system_errors
 from fsdptrain.storage import Location
 
 
@@ -42,8 +43,9 @@ class StoredCheckpoint:
         with contextlib.ExitStack() as stack:
             for name in sorted(read_manifest(folder).files):
                 try:
-                    self._add_file(stack.enter_context(open_tensors(folder / name)))
-                except (SafetensorError, OSError, ValueError, RecursionError) as error:
+                    with system_errors(folder / name):
+                        self._add_file(stack.enter_context(open_tensors(folder / name)))
+                except (SafetensorError, *NOTHING_THERE, ValueError, RecursionError) as error:
                     raise CheckpointError(f"{folder / name} is not a checkpoint file: {error}") from None
             for name in self.shapes:
                 self._reject_gaps(name)

@@ -22,7 +22,7 @@ from typing import Any
 from fsdptrain.config.plan import KEPT, LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError
-from fsdptrain.files import regular_file_status
+from fsdptrain.files import NOTHING_THERE, regular_file_status, system_errors
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import MANIFEST_NAME, Location, checkpoint_name
 
@@ -69,7 +69,7 @@ def with_checksum(body: bytes) -> bytes:
 def read_manifest(folder: Location) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
-    Raises OtherVersion when its format is another version's, StorageError when it cannot be reached, and another
+    Raises OtherVersion when its format is another version's, StorageError when it cannot be read, and another
     CheckpointError when it is missing or differs from what was written.
     """
     path = folder / MANIFEST_NAME
@@ -105,14 +105,13 @@ def parse_object(path: Location, raw: bytes) -> dict[str, Any]:
 def _read_bytes(path: Location) -> bytes:
     """Return a manifest's bytes; raises CheckpointError for links, which lead elsewhere, and pipes, which never end."""
     try:
-        if path.parent.is_symlink() or not regular_file_status(path):
-            raise CheckpointError(f"{path} is not a regular file in a regular folder")
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-    except FileNotFoundError:
+        with system_errors(path):
+            if path.parent.is_symlink() or not regular_file_status(path):
+                raise CheckpointError(f"{path} is not a regular file in a regular folder")
+            with path.open("rb") as stream:
+                raw = stream.read(MAX_BYTES + 1)
+    except NOTHING_THERE:
         raise CheckpointError(f"{path.parent} has no {MANIFEST_NAME}: the checkpoint is not complete") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise CheckpointError(f"{path} is damaged: too large for a manifest (over {MAX_BYTES:,} bytes)")
     return raw
@@ -155,17 +154,16 @@ def file_entry(path: Location) -> dict[str, Any]:
 
 def _file_problem(path: Location, facts: dict[str, Any], checksums: bool) -> str | None:
     try:
-        status = regular_file_status(path)
-        if not status:
-            return f"{path} is not a regular file"
-        if status.st_size != facts["bytes"]:
-            return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
-        if checksums and file_entry(path) != facts:
-            return f"{path} is damaged: its checksum differs from the manifest's"
-    except FileNotFoundError:
+        with system_errors(path):
+            status = regular_file_status(path)
+            if not status:
+                return f"{path} is not a regular file"
+            if status.st_size != facts["bytes"]:
+                return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
+            if checksums and file_entry(path) != facts:
+                return f"{path} is damaged: its checksum differs from the manifest's"
+    except NOTHING_THERE:
         return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
     return None
 
 
@@ -174,7 +172,8 @@ def checkpoint_problems(folder: Location, share: slice = slice(None), checksums:
 
     Without `checksums`, only check that the files exist and have the right sizes. Files are read in parallel, because
     SHA-256 on one core is slower than a disk and hashlib releases the GIL. Raises OtherVersion or StorageError for a
-    checkpoint that is not known to be damaged, but that only another version can read, or that cannot be reached.
+    checkpoint that is not known to be damaged, but that only another version can read, or of which the system or the
+    store cannot read a file.
     """
     try:
         manifest = read_manifest(folder)
@@ -189,11 +188,14 @@ def checkpoint_problems(folder: Location, share: slice = slice(None), checksums:
     return [problem for problem in found if problem]
 
 
-def complete_steps(rundir: RunDir) -> list[int]:
-    """Return the steps of complete checkpoints, ascending; checksums of their files are not compared."""
+def complete_steps(rundir: RunDir, unless: tuple[type[CheckpointError], ...] = (OtherVersion,)) -> list[int]:
+    """Return the steps of complete checkpoints, ascending; checksums of their files are not compared.
+
+    Those that raise an error of `unless` do not count. Raises StorageError for another one that cannot be read.
+    """
     complete = []
     for step in rundir.checkpoint_steps():
-        with contextlib.suppress(OtherVersion):
+        with contextlib.suppress(*unless):
             if not checkpoint_problems(rundir.checkpoint(step), checksums=False):
                 complete.append(step)
     return complete
@@ -202,7 +204,7 @@ def complete_steps(rundir: RunDir) -> list[int]:
 def newest_manifest(rundir: RunDir) -> Manifest | None:
     """Return the manifest of the newest checkpoint whose manifest can be read.
 
-    Raises OtherVersion for a newer one of another version, StorageError if a newer one cannot be reached, and
+    Raises OtherVersion for a newer one of another version, StorageError if a newer one cannot be read, and
     CheckpointError for a link out of the run folder.
     """
     reject_external_symlinks(rundir)
@@ -217,13 +219,17 @@ def newest_manifest(rundir: RunDir) -> Manifest | None:
 
 
 def reject_external_symlinks(rundir: RunDir) -> None:
-    """Raise CheckpointError for a symlink that leads out of the run folder, which may come from someone else."""
+    """Raise CheckpointError for a symlink that leads out of the run folder, which may come from someone else.
+
+    Raises StorageError if the system cannot tell.
+    """
     root = os.path.realpath(rundir.root)
     folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
     within = (path for folder, pattern in folders.items() for path in _matches_inside(folder, pattern))
-    for path in (*rundir.written_paths(), *within):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
+    with system_errors(rundir.root):
+        for path in (*rundir.written_paths(), *within):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
 
 def _matches_inside(folder: Path, pattern: str) -> Iterable[Path]:

@@ -12,8 +12,10 @@ so a checkpoint stores nothing but tensors and the step.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import socket
 import threading
 import time
 import traceback
@@ -42,7 +44,7 @@ from fsdptrain.checkpoint.manifest import (
 from fsdptrain.checkpoint.shards import Shard, shards_of
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, StorageError
-from fsdptrain.files import fsync
+from fsdptrain.files import fsync, is_there
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -69,7 +71,7 @@ class Checkpointer:
 
     def claim(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
-        self._on_rank_zero(f"write checkpoints to {self.storage}", self.storage.claim)
+        self._on_rank_zero(f"write checkpoints to {self.storage}", self._if_writer(self.storage.claim))
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.
@@ -124,7 +126,8 @@ class Checkpointer:
         try:
             size = self._write(step, staged)
             keep = self.plan.recipe.checkpoint.keep
-            self._on_rank_zero("remove old checkpoints", partial(remove_old_checkpoints, self.rundir, step, keep))
+            remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
+            self._on_rank_zero("remove old checkpoints", remove)
             facts = {"step": step, "path": str(target), "bytes": size}
             facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
             self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **facts))
@@ -135,27 +138,41 @@ class Checkpointer:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
-            self._on_rank_zero(action, partial(storage.prepare, step))
+            self._on_rank_zero(action, self._if_writer(partial(storage.prepare, step)))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
             total = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
             needed = storage.bytes_on_disk(total, 1)
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
-            path, deliver = scratch / shard_name(self.world.rank), partial(storage.deliver, step)
+            path, deliver = scratch / shard_name(self.world.rank), self._if_writer(partial(storage.deliver, step))
             write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self._all_gather(entry)))
             manifest = Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files)
             if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
                 self._on_rank_zero(action, self.store.push)
-            publish = partial(storage.publish, step, manifest.sealed())
+            publish = self._if_writer(partial(storage.publish, step, manifest.sealed()))
             self._on_rank_zero(action, with_disk_report(publish))
         except BaseException:
             if self.world.rank == 0:
-                storage.discard(step)
+                with contextlib.suppress(StorageError):
+                    self._if_writer(partial(storage.discard, step))()
             raise
         return sum(facts["bytes"] for facts in files.values())
+
+    def _if_writer(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same work, which raises RunLost instead if another machine has taken over a run in a store.
+
+        Of several nodes, only that of rank 0 is the one that writes.
+        """
+
+        def checked(*arguments: Any) -> Any:
+            if self.store and (self.world.rank == 0 or self.plan.topology.nnodes == 1):
+                self.store.check_writer()
+            return work(*arguments)
+
+        return checked
 
     def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world.size
@@ -226,7 +243,7 @@ class Checkpointer:
             if not problems:
                 self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, self._shards(model, optimizer)))
                 return int(step)
-            self._on_rank_zero(f"set {folder} aside", partial(self._set_aside, step, problems))
+            self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
@@ -237,15 +254,20 @@ class Checkpointer:
     def _verify(self, folder: Location) -> list[str]:
         """Return what is wrong with a checkpoint; every rank reads its share of the files.
 
-        Raises CheckpointError on every rank when another version wrote the checkpoint, or when it cannot be reached.
+        Raises CheckpointError on every rank when another version wrote the checkpoint, or when any rank cannot read it.
         """
-        problems, failure = [], None
-        try:
-            problems = checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
-        except (OtherVersion, StorageError) as error:
-            failure = error
-        self.raise_on_every_rank(failure)
-        return sorted({problem for of_rank in self._all_gather(problems) for problem in of_rank})
+
+        def check() -> list[str]:
+            # A host on which the folder is not mounted must not make it damaged for all.
+            if isinstance(folder, Path) and not is_there(folder):
+                raise StorageError(
+                    f"{folder} does not exist on {socket.gethostname()}, and rank 0 lists it: mount the folder on "
+                    "every host; nothing was renamed or removed"
+                )
+            return checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
+
+        found = self._all_gather(self._on_every_rank(f"check {folder}", check))
+        return sorted({problem for of_rank in found for problem in of_rank})
 
 
 PINNED = partial(torch.empty_like, device="cpu", pin_memory=True)
@@ -350,12 +372,12 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
     """Remove all but the `keep` newest complete checkpoints; damaged ones neither count nor are removed.
 
-    Raises CheckpointError and removes nothing when `newest`, which was just written, is not complete.
+    Older ones that cannot be read are left, too. Raises CheckpointError and removes nothing when `newest`, which was
+    just written, is not complete or cannot be read.
     """
-    steps = complete_steps(rundir)
-    if newest not in steps:
+    if checkpoint_problems(rundir.checkpoint(newest), checksums=False):
         raise CheckpointError(
             f"{rundir.checkpoint(newest)} is not complete, although it was just written: no older one is removed"
         )
-    for step in steps[:-keep]:
+    for step in complete_steps(rundir, unless=(OtherVersion, StorageError))[:-keep]:
         rundir.storage.remove(step)

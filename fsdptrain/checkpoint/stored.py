@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from fsdptrain.errors import CheckpointError
+from fsdptrain.files import openable
 from fsdptrain.storage import READ_BYTES, Location, ObjectPath
 
 MAX_HEADER_BYTES = 10**8  # as in the library
@@ -20,8 +21,10 @@ REQUESTS = 8  # at a time
 
 
 def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:
-    """Open a safetensors file as `safe_open` does; raises what it raises, and ValueError for a wrong header."""
-    return RemoteTensors(path) if isinstance(path, ObjectPath) else safe_open(path, framework="pt")
+    """Open a safetensors file as `safe_open` does; raises what it raises, ValueError for a wrong header, and
+    StorageError if the system or the store cannot read it.
+    """
+    return RemoteTensors(path) if isinstance(path, ObjectPath) else safe_open(openable(path), framework="pt")
 
 
 class RemoteTensors:

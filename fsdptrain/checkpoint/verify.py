@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.checkpoint.manifest import checkpoint_problems, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from fsdptrain.errors import CheckpointError, OtherVersion
-from fsdptrain.files import is_regular_file, regular_file_status
+from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
+from fsdptrain.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
@@ -30,7 +30,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     if rundir.url is not None:
         export = _survey_uploaded(RunStore(rundir))
     else:
-        export = _survey_export(rundir.export) if rundir.export.exists() else None
+        export = _survey_export(rundir.export) if is_there(rundir.export) else None
     found = [*checkpoints, *([export] if export else [])]
     return {
         "run": rundir.place,
@@ -55,10 +55,12 @@ def show_survey(found: dict[str, Any], screen: Screen) -> None:
         screen.say(f"{name}: left over from an interrupted save or removal; the next run removes it")
     if found["resume"] is not None:
         screen.say(f"a resume continues from step {found['resume']}")
-    elif any(checkpoint["other_version"] for checkpoint in found["checkpoints"]):
-        screen.say("a resume is refused: only the version that wrote the newest checkpoint can continue from it")
-    else:
+    elif (newest := _newest_undamaged(found["checkpoints"])) is None:
         screen.say("there is no checkpoint to resume from")
+    elif newest["unreadable"]:
+        screen.say(f"a resume is refused while the checkpoint of step {newest['step']} cannot be read")
+    else:
+        screen.say("a resume is refused: only the version that wrote the newest checkpoint can continue from it")
 
 
 def _row(what: str, part: dict[str, Any]) -> list[str]:
@@ -66,14 +68,15 @@ def _row(what: str, part: dict[str, Any]) -> list[str]:
 
 
 def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
-    folder, other_version = rundir.checkpoint(step), False
-    total, files = rundir.storage.size_of(step)
+    folder, refused, total, files = rundir.checkpoint(step), None, 0, 0
     try:
+        total, files = rundir.storage.size_of(step)
         problems = checkpoint_problems(folder)
-    except OtherVersion as error:
-        problems, other_version = [str(error)], True
-    facts = {"step": step, "path": str(folder), "bytes": total, "files": files}
-    return {**facts, "problems": problems, "other_version": other_version}
+    except (OtherVersion, StorageError) as error:
+        problems, refused = [str(error)], error
+    facts = {"step": step, "path": str(folder), "bytes": total, "files": files, "problems": problems}
+    kinds = {"other_version": OtherVersion, "unreadable": StorageError}
+    return facts | {name: isinstance(refused, kind) for name, kind in kinds.items()}
 
 
 def _size_on_disk(folder: Path) -> dict[str, Any]:
@@ -83,13 +86,15 @@ def _size_on_disk(folder: Path) -> dict[str, Any]:
 
 
 def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:
-    """Return the step that a resume loads: the newest good one, unless a newer one is of another version."""
-    for checkpoint in reversed(checkpoints):
-        if checkpoint["other_version"]:
-            return None
-        if not checkpoint["problems"]:
-            return int(checkpoint["step"])
-    return None
+    """Return the step that a resume loads: the newest good one, unless it is refused because of a newer one."""
+    newest = _newest_undamaged(checkpoints)
+    return None if newest is None or newest["problems"] else int(newest["step"])
+
+
+def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest checkpoint that is good, or that is refused and not known to be damaged."""
+    candidates = (c for c in reversed(checkpoints) if not c["problems"] or c["other_version"] or c["unreadable"])
+    return next(candidates, None)
 
 
 def _survey_export(folder: Path) -> dict[str, Any]:
@@ -117,16 +122,16 @@ def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
 
 def _check_export(folder: Path) -> None:
     """Raise CheckpointError when a part of an export is missing, unreadable, or hidden by older weights."""
-    if os.path.lexists(folder / ADAPTER_CONFIG):  # an adapter by itself
+    if is_there(folder / ADAPTER_CONFIG):  # an adapter by itself
         _check_adapter(folder)
         return
-    if os.path.lexists(folder / ADAPTER_FOLDER / ADAPTER_CONFIG):
+    if is_there(folder / ADAPTER_FOLDER / ADAPTER_CONFIG):
         _check_adapter(folder / ADAPTER_FOLDER)
     _read_object(folder / CONFIG)
-    if not (folder / INDEX).exists():
+    if not is_there(folder / INDEX):
         _tensor_names(folder / WEIGHTS)
         return
-    if os.path.lexists(folder / WEIGHTS):  # from_pretrained tries this name first
+    if is_there(folder / WEIGHTS):  # from_pretrained tries this name first
         raise CheckpointError(
             f"{folder / WEIGHTS} exists besides {INDEX}: from_pretrained loads it instead of the files in the index; "
             "remove the one that does not belong to this export, or run `fsdptrain export` again"
@@ -150,7 +155,8 @@ def _check_adapter(folder: Path) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return parse_object(path, _check_regular(path).read_bytes())
+    with system_errors(path):
+        return parse_object(path, _check_regular(path).read_bytes())
 
 
 def _tensor_names(path: Path) -> set[str]:
@@ -158,13 +164,15 @@ def _tensor_names(path: Path) -> set[str]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(_check_regular(path), framework="numpy") as opened:
+        with system_errors(path), safe_open(openable(_check_regular(path)), framework="numpy") as opened:
             return set(opened.keys())
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 def _check_regular(path: Path) -> Path:
-    if not is_regular_file(path):
-        raise CheckpointError(f"{path} is missing or not a regular file")
-    return path
+    """Return the path of a regular file; raise CheckpointError for another or none, StorageError if it is unknown."""
+    with contextlib.suppress(*NOTHING_THERE), system_errors(path):
+        if regular_file_status(path):
+            return path
+    raise CheckpointError(f"{path} is missing or not a regular file")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
+from fsdptrain.files import NOTHING_THERE, system_errors
 from fsdptrain.storage import URL, url_fault
 
 
@@ -118,11 +121,13 @@ def with_expanded_paths(recipe: Recipe) -> Recipe:
 
 
 def is_folder(path: str) -> bool:
-    """Return whether a path is a folder; False for a string that cannot be a path."""
-    try:
-        return Path(path).is_dir()
-    except OSError:  # too long for a file name
-        return False
+    """Return whether a path is a folder; False for a string that cannot be a path.
+
+    Raises StorageError if the system cannot tell: a folder without rights is no name on the Hub.
+    """
+    with contextlib.suppress(*NOTHING_THERE, ValueError), system_errors(path):
+        return stat.S_ISDIR(Path(path).stat().st_mode)
+    return False
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")

@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, is_disk_full
+from fsdptrain.files import NOTHING_THERE, system_errors
 
 CHECKED_BYTES = 2**26  # of the beginning of a prepared file have a checksum; of the rest only the size is compared
 
@@ -90,10 +91,11 @@ def seal(folder: Path) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether a prepared folder is as it was when it was sealed."""
+    """Return whether a prepared folder is as it was when it was sealed; raise StorageError if it cannot be read."""
     try:
-        return bool(json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")) == _checksums(folder))
-    except (OSError, ValueError, RecursionError):
+        with system_errors(folder):
+            return bool(json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")) == _checksums(folder))
+    except (*NOTHING_THERE, ValueError, RecursionError):
         return False
 
 

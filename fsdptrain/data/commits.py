@@ -16,7 +16,7 @@ from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
-from fsdptrain.files import write_atomically
+from fsdptrain.files import read_if_there, write_atomically
 from fsdptrain.rundir import RunDir
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
@@ -48,12 +48,13 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
 def _commits_of_run(rundir: RunDir, hub_paths: list[str]) -> Commits:
     """Return the stored commits that are still valid, and for every other path the commit that the Hub returns."""
     commits: Commits = {}
-    if rundir.commits.is_file():
+    text = read_if_there(rundir.commits)
+    if text is not None:
         try:
-            stored = json.loads(rundir.commits.read_text(encoding="utf-8"))
+            stored = json.loads(text)
             if rundir.checkpoint_steps() or stored["start"] == _newest_start(rundir):
                 commits = {path: _check_commit(commit) for path, commit in stored["commits"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{rundir.commits} cannot be read ({error!r}), so the commit of the data is not known: restore it, or "
                 "delete it and set data.revision to the commit"

@@ -24,6 +24,7 @@ from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
 from fsdptrain.events import Progress
+from fsdptrain.files import openable
 
 CUSTOM_CODE = (
     "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "
@@ -207,6 +208,9 @@ def files_digest(checksums: list[tuple[str, int, str]]) -> str:
 def _check_headers(files: list[str]) -> list[str]:
     """Open each file once, which compares its header with its length, and return them."""
     for file in files:
-        with recipe_errors(f"model.id: {file} cannot be read as safetensors"), safe_open(file, framework="pt"):
+        with (
+            recipe_errors(f"model.id: {file} cannot be read as safetensors"),
+            safe_open(openable(Path(file)), framework="pt"),
+        ):
             pass
     return files

@@ -16,12 +16,13 @@ from typing import Any
 from fsdptrain.checkpoint.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import Problem, RecipeError, StorageError, listed
 from fsdptrain.events import Record, read_history
-from fsdptrain.files import set_aside, write_atomically
+from fsdptrain.files import is_there, read_if_there, set_aside, write_atomically
 from fsdptrain.ownership import read_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
+from fsdptrain.storage import checkpoint_name
 from fsdptrain.text import counted
 
 # Keys that may differ when a finished run is started again: they change neither weights nor evaluations.
@@ -124,12 +125,21 @@ def _check_checkpoints_not_lost(rundir: RunDir) -> None:
     events, (exported_step, _) = read_history(rundir.metrics), read_export_record(rundir)
     start, step = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
     finished = start is not None and step >= start["total_steps"]
-    if finished or exported_step is not None:
+    if not finished and exported_step is None:
+        return
+    holds = f"{'a finished run' if finished else 'an export'} ({step if finished else exported_step} steps)"
+    start_over = "choose another `name` or output_dir, or delete this folder"
+    damaged = [*map(checkpoint_name, rundir.checkpoint_steps()), *rundir.storage.other_names()[0]]
+    if damaged:
         raise RecipeError(
-            f"output_dir: {rundir.place} holds {'a finished run' if finished else 'an export'} "
-            f"({step if finished else exported_step} steps), but its checkpoints are gone: training would start at "
-            "step 0 and replace the export. Choose another `name` or output_dir, or delete this folder"
+            f"output_dir: {rundir.place} holds {holds}, but all its checkpoints are damaged: {listed(damaged)} in "
+            f"{rundir.storage}. To compare one with its checksums, remove its ending .damaged and run `fsdptrain "
+            f"verify {rundir.place}`: a run continues from an intact one. To start over, {start_over}"
         )
+    raise RecipeError(
+        f"output_dir: {rundir.place} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
+        f"replace the export. To start over, {start_over}"
+    )
 
 
 def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:
@@ -189,9 +199,11 @@ def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[s
     newest: dict[str, Any] = {}
     for path in reversed([rundir.plan, *_archived_plans(rundir)]):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (read_if_there(path) or b"").decode()
             fields = json.loads(text)
             plans = [] if "${" in text else list(Plan.from_json(text).on_each_number())
+        except StorageError:
+            raise
         except Exception:  # of another version or program: JSON, OmegaConf and dataclasses raise many types
             continue
         digests = [plan.digest() for plan in plans]
@@ -224,7 +236,7 @@ def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
     If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
     """
     recorded, _ = read_export_record(rundir)
-    exists = rundir.export.is_dir() and recorded in ((None, step) if rundir.url is None else (step,))
+    exists = is_there(rundir.export) and recorded in ((None, step) if rundir.url is None else (step,))
     if not plan.recipe.export.at_end or exists:
         return True
     store = RunStore.of(rundir)

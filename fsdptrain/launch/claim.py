@@ -27,8 +27,8 @@ from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, disk_full_error, is_disk_full, listed
-from fsdptrain.files import write_atomically
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, StorageError, disk_full_error, is_disk_full, listed
+from fsdptrain.files import read_if_there, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -82,29 +82,31 @@ def _in_store(plan: Plan) -> Iterator[None]:
             "checkpoint.path to this place"
         )
     store = RunStore(rundir)
-    with claimed(plan):
+    with claimed(plan) as run:
         with _os_errors_as_recipe_errors(rundir):
             rundir.root.mkdir(parents=True, exist_ok=True)
             write_mark(rundir.root)
             with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
                 try_writing(store.root)
+                store.check_claim(run)
                 store.begin()
         try:
             yield
         except BaseException:
             try:
-                _upload_rest(store, plan)
+                _upload_rest(store, plan, run)
             except FsdptrainError as error:  # what ended the run counts
                 print(f"fsdptrain: the newest logs are in {rundir.root} only: {error}", file=sys.stderr)
             raise
-        _upload_rest(store, plan)
+        _upload_rest(store, plan, run)
 
 
-def _upload_rest(store: RunStore, plan: Plan) -> None:
+def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
     """Upload the small files at the end of an attempt; of a node on which rank 0 was not, the logs of its workers."""
     if store.is_writer():
         store.push()
     elif plan.topology.nnodes > 1:  # a single node that does not write any more has lost the run to another machine
+        store.check_claim(run)
         store.push_worker_logs()
 
 
@@ -257,8 +259,8 @@ def _folder_contents(folder: Path) -> list[Path]:
 def _is_of_earlier_version(rundir: RunDir) -> bool:
     """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
     try:
-        fields = json.loads(rundir.plan.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        fields = json.loads(read_if_there(rundir.plan) or b"")
+    except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
@@ -308,14 +310,20 @@ def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
 
 def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     """Wait until the writing process has written the same plan; raise RecipeError after launch.timeout_s."""
-    timeout, found = plan.recipe.launch.timeout_s, None
+    timeout, found, unreadable = plan.recipe.launch.timeout_s, None, None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        with contextlib.suppress(Exception):  # it does not exist yet, or is of another version
-            found = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
+        try:
+            found = Plan.from_json((read_if_there(rundir.plan) or b"").decode())
             if found.digest() == plan.digest():
                 return
+        except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
+            unreadable = error
+        except Exception:  # it does not exist yet, or is of another version
+            unreadable = None
         time.sleep(POLL_S)
+    if unreadable:
+        raise unreadable
     waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
     apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
     if found is None:

@@ -22,7 +22,7 @@ from typing import Any
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import RecipeError, StorageError
 from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import CLAIM
+from fsdptrain.runstore import CLAIM, described, read_claim, this_process
 from fsdptrain.storage import ObjectPath, object_path, store_errors
 
 REFRESH_S = 20.0
@@ -47,24 +47,22 @@ def node_name() -> str:
 
 
 @contextlib.contextmanager
-def claimed(plan: Plan) -> Iterator[None]:
+def claimed(plan: Plan) -> Iterator[str]:
     """Hold the claim of a run in an object store. Raises RecipeError if another run holds it; see the module.
 
-    All nodes of a run hold it together: those that meet at the same endpoint.
+    Yields the run that the claim names: all nodes that meet at the same endpoint hold it together.
     """
     url, several = plan.rundir.url, plan.topology.nnodes > 1
     assert url
     place = object_path(url) / CLAIM
-    run = plan.topology.endpoint if several else uuid.uuid4().hex
-    mine: dict[str, Any] = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "node": node_name()}
-    mine["started"] = _start_of(os.getpid())
-    mine["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    run = str(plan.topology.endpoint) if several else uuid.uuid4().hex
+    mine: dict[str, Any] = {"run": run, **this_process(), "node": node_name(), "started": _start_of(os.getpid())}
     _acquire(place, mine, url)
     ended = threading.Event()
     refresher = threading.Thread(target=_refresh, args=(place, mine, ended), name="claim", daemon=True)
     refresher.start()
     try:
-        yield
+        yield run
     finally:
         ended.set()
         refresher.join(REFRESH_S)
@@ -77,27 +75,10 @@ def _content(mine: dict[str, Any]) -> bytes:
     return json.dumps({**mine, "beat": uuid.uuid4().hex}).encode()
 
 
-def read_claim(place: ObjectPath) -> dict[str, Any] | None:
-    """Return the fields of a claim; None if there is none."""
-    try:
-        with store_errors(place):
-            content = place.fs.cat_file(place.key)
-    except FileNotFoundError:
-        return None
-    with contextlib.suppress(ValueError):  # not of fsdptrain: it is taken over when it does not change
-        found = json.loads(content)
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _described(claim: dict[str, Any]) -> str:
-    return f"{claim.get('host')} (process {claim.get('process')}), since {claim.get('since')}"
-
-
 def holder_of(rundir: RunDir) -> str | None:
     """Return host and process that the claim of a run in an object store names; None if there is no claim."""
     claim = read_claim(object_path(rundir.url) / CLAIM) if rundir.url else None
-    return None if claim is None else _described(claim)
+    return None if claim is None else described(claim)
 
 
 def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
@@ -110,7 +91,7 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
             continue
         if found.get("run") == mine["run"]:
             return
-        holder = _described(found)
+        holder = described(found)
         here = found.get("node") == mine["node"] and found.get("started") is not None
         if (here and _start_of(found.get("process")) == found["started"]) or (seen is not None and found != seen):
             raise RecipeError(f"output_dir: another run is using {url}: {holder}")
@@ -154,10 +135,11 @@ def _start_of(process: object) -> str | None:
 
 
 def _refresh(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> None:
-    """Write the claim again every REFRESH_S, until it is that of another run."""
+    """Write the claim again every REFRESH_S, unless it is that of another run.
+
+    That may be a machine which was frozen between reading and writing the claim, and will notice that it is late.
+    """
     while not ended.wait(REFRESH_S):
         with contextlib.suppress(StorageError), store_errors(place):  # it is tried again
-            if (read_claim(place) or mine).get("run") != mine["run"]:
-                return
-            if not ended.is_set():
+            if (read_claim(place) or mine).get("run") == mine["run"] and not ended.is_set():
                 place.fs.pipe_file(place.key, _content(mine))

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
-from fsdptrain.errors import NodeWaits, NotMet, Stopped, StorageError, WorkerError, WorkerLost
+from fsdptrain.errors import NodeWaits, NotMet, RunLost, Stopped, StorageError, WorkerError, WorkerLost
 from fsdptrain.events import Record, Tail, cut_partial_lines, progress_record
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
@@ -108,13 +108,14 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                 take_over_lock(lock, rundir)
 
 
-def upload_export(rundir: RunDir, screen: Screen) -> None:
+def upload_export(plan: Plan, screen: Screen) -> None:
     """Upload the files of a finished run, and its export last, if `output_dir` is in an object store.
 
-    Only the node of rank 0 has them. Raises StorageError if the store refuses, and Stopped after a stop signal.
+    Only the node of rank 0 has them. Raises StorageError if the store refuses, RunLost if another machine has taken
+    over the run, and Stopped after a stop signal.
     """
-    store = RunStore.of(rundir)
-    if store is None or not store.is_writer():
+    rundir, store = plan.rundir, RunStore.of(plan.rundir)
+    if store is None or (plan.topology.nnodes > 1 and not store.is_writer()):
         return
     said = False
 
@@ -132,6 +133,8 @@ def upload_export(rundir: RunDir, screen: Screen) -> None:
         with StopRequest() as stop, screen.busy("uploading the run"):
             store.push()
             store.push_export(stop, lambda *fields: screen.show(progress_record(*fields)), show_stop)
+    except RunLost:
+        raise
     except StorageError as error:
         raise StorageError(f"{error}\nnothing is lost: the same command uploads what is in {rundir.root}") from None
     if store.exported_step() is not None:

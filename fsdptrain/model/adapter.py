@@ -30,6 +30,7 @@ from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
+from fsdptrain.files import openable
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.patches import import_quietly, parameters_on_meta
 
@@ -498,7 +499,7 @@ def check_adapter_file(model: Any, folder: Path) -> None:
     path = folder / ADAPTER_WEIGHTS
     expected = {key: tuple(model.get_parameter(name).shape) for name, key in saved_names(model).items()}
     try:
-        with safe_open(path, framework="pt") as opened:
+        with safe_open(openable(path), framework="pt") as opened:
             found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise RecipeError(

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.screen import Screen
-from fsdptrain.train.failure import as_fsdptrain_error, record_failure, write_error_file
+from fsdptrain.train.failure import as_fsdptrain_error, exit_from_thread, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
@@ -38,10 +39,12 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
     With a range of nodes it raises NodeWaits after a checkpoint, if another node waits to join.
     """
     rundir, rank = plan.rundir, int(os.environ["RANK"])
-    if rank == 0 and (store := RunStore.of(rundir)):
-        store.take()
+    store = RunStore.of(rundir) if rank == 0 else None
+    if store:
+        take_store(store, plan)
         store.push()  # so that `status` knows the run before its first checkpoint
     with (
+        store.watched(partial(exit_from_thread, plan)) if store else contextlib.nullcontext(),
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
         contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
@@ -59,6 +62,16 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         if stopped_at is not None:
             reporter.event("stop", step=stopped_at, signal=stop.name or "another rank")
             raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped_at}, with a checkpoint")
+
+
+def take_store(store: RunStore, plan: Plan) -> None:
+    """Make this machine the one that writes to the store, as it has rank 0; raise RunLost if another run does."""
+    topology = plan.topology
+    if topology.nnodes > 1 or topology.is_elastic:
+        store.check_claim(topology.endpoint)
+        store.take()
+    else:
+        store.check_writer()  # the launcher has made it so: another name was written since
 
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:

@@ -29,6 +29,8 @@ from typer.testing import CliRunner
 from fsdptrain.cli import app
 from fsdptrain.config.paths import working_folder
 from fsdptrain.events import read_history
+from fsdptrain.rundir import RunDir
+from fsdptrain.runstore import RunStore
 from fsdptrain.storage import object_path
 
 
@@ -155,3 +157,46 @@ def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(
     assert found["good"] and found["resume"] == 2 and found["export"]["path"] == f"{url}/export"
     found = json.loads(printed("status", tmp_path / "empty", url, "--json"))
     assert found["state"] == "finished" and found["run_dir"] == url
+
+
+def test_a_machine_that_was_frozen_while_another_took_over_uploads_nothing_and_says_who_goes_on(
+    tmp_path: Path, server: ObjectStore
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}/run"
+    recipe, here, frozen = recipe_for(tmp_path, "store", url), tmp_path / "here", threading.Event()
+
+    def processes() -> set[int]:
+        return {*processes_using(working_in(here, url)), process.pid}
+
+    def freeze_after_the_first_save(method: str, path: str) -> None:
+        if method == "PUT" and path.startswith(f"/{BUCKET}/{tmp_path.name}/run/checkpoints/step-00000002/manifest"):
+            for pid in processes():
+                os.kill(pid, signal.SIGSTOP)
+            frozen.set()
+
+    command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
+    env = environment(FSDPTRAIN_CACHE=str(here))
+    with server.failing(freeze_after_the_first_save):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert frozen.wait(300)
+    try:
+        # Meanwhile another machine has taken over the run, published the next checkpoint, and uploads one more.
+        there = RunDir(tmp_path / "there", url=url)
+        there.root.mkdir()
+        store = RunStore(there)
+        place = store.root.fs, store.root.key
+        place[0].pipe_file(f"{place[1]}/claim.json", json.dumps({"run": "other", "host": "far"}).encode())
+        store.begin()
+        for name in ("step-00000004/manifest.json", "step-00000004/rank-00000.safetensors", "step-00000006/rank-00000"):
+            place[0].pipe_file(f"{place[1]}/checkpoints/{name}", b"of the other machine")
+        before = objects_of(url)
+    finally:
+        for pid in processes():
+            os.kill(pid, signal.SIGCONT)
+    printed = " ".join(process.communicate(timeout=120)[0].split())
+    assert process.returncode == 6, printed
+    assert f"this run was taken over by {socket.gethostname()} (process {os.getpid()}), since 20" in printed
+    assert f"what it has made since its last upload is in {working_in(here, url)} alone" in printed
+    assert "move it away" not in printed and "Traceback" not in printed and not processes_using(working_in(here, url))
+    assert objects_of(url) == before
+    assert {e["step"] for e in events(working_in(here, url), "step")} >= {1, 2}
