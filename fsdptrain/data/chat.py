@@ -13,12 +13,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.data.marks import BEGIN, END, Message, Span, called_tools
+from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turns import TurnFinder, cannot_locate, check_order
 from fsdptrain.errors import DataError
 
@@ -48,11 +50,12 @@ def plain_template(prefix: str) -> str:
 class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
-    `train_all`: the whole text is trained, not only what the assistant says.
+    `train_all`: the whole text is trained, not only what the assistant says. `day`: what the template sees as today.
     """
 
     tokenizer: Any
     train_all: bool
+    day: date | None = None
 
     def __post_init__(self) -> None:
         self.marked_by_template = bool(GENERATION.search(self.tokenizer.chat_template))
@@ -68,7 +71,7 @@ class ConversationRenderer:
         out tools or calls of tools, or when the assistant's content cannot be located.
         """
         try:
-            with _limited_resources():
+            with _limited_resources(), templates_on(self.day):
                 return self._render(messages, tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from None

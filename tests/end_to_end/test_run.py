@@ -274,7 +274,7 @@ def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"  # the data must not change between the attempts
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:-9]))
     other = fsdptrain("run", recipe)
-    assert other.returncode == 2 and "data.content: was" in other.stderr
+    assert other.returncode == 2 and "data.path: the data differs from that of the run to resume" in other.stderr
 
 
 def test_an_export_overwrites_no_file_of_the_user(finished: Any, tmp_path: Path) -> None:
