@@ -305,9 +305,7 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
         )
     elif path == CODE_KEY:
         files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        message = (
-            f"{listed(files)} of the model's own code differ from the run to resume: restore them, or {ANOTHER_RUN}"
-        )
+        message = f"its own code differs from that of the run to resume ({listed(files)}): restore it, or {ANOTHER_RUN}"
     elif path in DIFFERENT:
         digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
         message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)

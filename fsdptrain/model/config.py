@@ -242,6 +242,14 @@ def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
+def with_layers(config: PreTrainedConfig, layers: int) -> Any:
+    """Return the configuration of the same architecture with another number of layers in its language model."""
+    overrides: dict[str, Any] = {}
+    text = config.get_text_config()
+    _text_overrides(overrides, config)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+    return type(config).from_dict(apply_overrides(config, overrides))
+
+
 def _per_layer_lists(known: Any, name: str) -> set[str]:
     """Return the keys that hold a list with an entry for each layer: by default, these lists grow with the layers."""
     default = [type(known)(**{name: layers}).to_dict() for layers in (12, 13)]

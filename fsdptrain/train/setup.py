@@ -184,7 +184,8 @@ def prepare_inputs(session: Session) -> Inputs:
     # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
     pinned_plan = pin_commits(plan, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
-    tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
+    with session.stop.obeyed_at_once():  # the constructors of a model report no progress
+        tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     day = pin_date(plan, tokenizer, session.rundir)
     stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding, day)
