@@ -144,7 +144,7 @@ def settled_values(config: PreTrainedConfig) -> dict[str, Any]:
     ignored = NOT_COMPARED | ({"max_position_embeddings"} if _rope_types(config) == {"default"} else set())
     found: dict[str, Any] = {}
     for name, value in config.to_dict().items():
-        inner = getattr(config, name, None)
+        inner = vars(config).get(name)  # an attribute that differs between layers raises an error
         if isinstance(inner, PreTrainedConfig):
             found |= {f"{name}.{key}": each for key, each in settled_values(inner).items()}
         elif name not in ignored:

@@ -43,7 +43,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     done = fsdptrain("run", recipe, FSDPTRAIN_CACHE=str(tmp / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the chat template renders today's date" in done.stdout
     return recipe
 
 
@@ -97,4 +96,4 @@ def test_a_resume_on_another_day_trains_the_same_tokens_and_says_what_else_is_me
     assert log.count(f"Today is {today:%d %b %Y}.") == 2, log
     (resume,) = events(folder, "resume")
     assert {*resume["changed"]} == {"output_dir", "train.steps", "data.eval.content"}
-    assert "  data.eval.content: " in done.stdout
+    assert "  data.eval.content: " in done.stdout and "the chat template renders today's date" in done.stdout
