@@ -7,20 +7,25 @@ binds itself to its parent before it imports the module, because the import may 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import errno
 import gc
 import importlib
 import io
 import os
+import resource
 import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from fsdptrain.errors import Stopped
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
@@ -30,6 +35,10 @@ JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint
 
 # A SIGTERM so soon after another is the same request: at a time limit, Slurm sends it to a step, and to its job.
 SAME_REQUEST_S = 0.7
+
+
+class StopSignal(BaseException):
+    """A stop signal inside `StopRequest.obeyed_at_once`; no Exception, because libraries catch those."""
 
 
 class StopRequest:
@@ -44,6 +53,7 @@ class StopRequest:
         self.name = ""
         self._last = float("-inf")  # when the last signal came that was not a repetition
         self._before: dict[signal.Signals, object] = {}
+        self._raises = False
 
     def __enter__(self) -> StopRequest:
         for number in self.signals:
@@ -62,11 +72,40 @@ class StopRequest:
             self._last = now
             self.count += not (number == signal.SIGTERM and before == "SIGUSR1")
         self.name = signal.Signals(number).name
+        if self._raises:
+            self._raises = False  # a second signal must not interrupt what the first one ends
+            raise StopSignal
+
+    @contextlib.contextmanager
+    def obeyed_at_once(self) -> Iterator[None]:
+        """Raise Stopped wherever a stop signal comes inside the context, which must have nothing to save."""
+        try:
+            self._raises = True
+            if self.count:
+                raise StopSignal
+            yield
+        except StopSignal:
+            raise Stopped(f"stopped by {self.by} before the first step; nothing was lost") from None
+        finally:
+            self._raises = False
 
     @property
     def by(self) -> str:
         """The last stop signal as shown to the user: `Ctrl-C` or its name; empty if none has come."""
         return "Ctrl-C" if self.name == "SIGINT" else self.name
+
+
+@contextlib.contextmanager
+def memory_limited_to(more: int) -> Iterator[None]:
+    """Let allocations fail inside the context when this process uses so many bytes more than before."""
+    in_use = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = min(each for each in (in_use + more, soft, hard) if each != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this process when its parent dies

@@ -68,9 +68,9 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
-    def commits(self) -> Path:
-        """The commit of each Hub data set that the run reads."""
-        return self.root / "commits.json"
+    def pinned(self) -> Path:
+        """What the run keeps from its beginning: the commit of each Hub data set, the date of its chat template."""
+        return self.root / "pinned.json"
 
     @property
     def forecast(self) -> Path:
@@ -153,6 +153,6 @@ class RunDir:
 
     def written_paths(self) -> list[Path]:
         """Return every file and folder that a run writes directly into its folder."""
-        inputs = [self.mark, self.recipe, self.plan, self.plans, self.commits]
+        inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned]
         reports = [self.metrics, self.forecast, self.tensorboard, self.logs]
         return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]

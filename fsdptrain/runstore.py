@@ -43,8 +43,8 @@ EXPORT, EXPORT_RECORD = "export", "export.json"
 
 # The small files: of the first names below, all that is neither a lock nor being written.
 SMALL = (
-    "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "commits.json", "forecast.json", "tensorboard", "logs",
-    "model",
+    "plan.json", "recipe.yaml", "plans", "metrics.jsonl", "pinned.json", "commits.json", "forecast.json", "tensorboard",
+    "logs", "model",
 )  # fmt: skip
 
 

@@ -479,7 +479,7 @@ def test_a_run_of_a_version_with_other_batches_is_refused_with_the_reason(
 ) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
     rewrite_identity(run_folder_after(recipe, steps=3, total=6), 3, layout=layout)
-    with pytest.raises(OtherVersion, match=rf"another version .*{message}.* choose another output_dir"):
+    with pytest.raises(OtherVersion, match=rf"another version .*{message}.* choose another `name`"):
         inspect_earlier_attempts(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
     done = fsdptrain("run", recipe)
     assert done.returncode == 6 and "another version of fsdptrain" in done.stderr, done.stderr
@@ -536,7 +536,7 @@ def test_changes_are_relative_to_what_was_trained(tmp_path: Path) -> None:
     rundir = run_folder_after(recipe, steps=6, total=6)
     with claim(recipe, "train.steps=9", "optim.lr=1e-5") as found:  # a longer run that ended before its first step
         assert (found.step, found.finished) == (6, False)
-    assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5")) == {
+    assert changes_since(rundir, 6, plan_of(recipe, "train.steps=9", "optim.lr=1e-5"), {}) == {
         "optim.lr": [0.0003, 1e-5], "train.steps": [6, 9],
     }  # fmt: skip
     assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished

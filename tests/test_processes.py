@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -22,7 +23,7 @@ from terminal import Terminal
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
-from fsdptrain.errors import DataError
+from fsdptrain.errors import DataError, Stopped
 from fsdptrain.processes import SAME_REQUEST_S, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
@@ -189,6 +190,18 @@ def test_a_file_name_that_the_locale_cannot_encode_is_refused_with_the_way_out(t
     recipe = small_recipe(tmp_path, output_dir=str(tmp_path / "Läufe"))
     code, stderr = run_redirected("> /dev/null", "run", recipe, **ASCII)
     assert code == 2 and "set LC_ALL=C.UTF-8" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_a_stop_signal_ends_long_work_of_a_library_at_once() -> None:
+    with StopRequest() as stop:
+        with pytest.raises(Stopped, match=r"stopped by SIGTERM before the first step"), stop.obeyed_at_once():
+            for _ in range(10**6):
+                with contextlib.suppress(Exception):  # as libraries do
+                    os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped), stop.obeyed_at_once():  # one that came before
+            raise AssertionError("the work began")
+        os.kill(os.getpid(), signal.SIGTERM)  # outside, it is only counted
+    assert stop.count >= 1
 
 
 def test_a_repeated_sigterm_is_one_request_and_a_later_one_is_a_second() -> None:

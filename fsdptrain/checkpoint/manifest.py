@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdptrain.config.plan import KEPT, LAYOUT_KEY
 from fsdptrain.config.schema import Recipe, flat
-from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError
+from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
 from fsdptrain.files import NOTHING_THERE, regular_file_status, system_errors
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import MANIFEST_NAME, Location, checkpoint_name
@@ -38,7 +38,33 @@ CHECKSUM_PREFIX = ',\n  "sha256": "'
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 
 
-BASE_KEY = "model.id.content"  # in an identity with frozen weights: the digest of the files that hold them
+# Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
+# find the same; a resume must find it again, except for MEASURED.
+BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
+
+
+DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
+
+
+TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
+
+
+TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
+
+
+CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
+
+
+SETTLED = "settled."  # before each key of the model's configuration that decides what is trained
+
+
+MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
+
+
+ANOTHER_RUN = "choose another `name` or output_dir"
+
+
+DIGITS = 12  # of a digest that is shown
 
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -247,27 +273,63 @@ def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem
         raise OtherVersion(
             "the run to resume was trained by another version of fsdptrain, which makes other tokens, batches or "
             f"updates from the same recipe (layout {layout_before or 'not recorded'}; this version: {layout_now}): "
-            "continue with that version, or choose another output_dir"
+            f"continue with that version, or {ANOTHER_RUN}"
         )
     values_before = flat(Recipe()) | before
-    return [
-        _changed(path, values_before[path], value)
+    changed = {
+        path: value
         for path, value in now.items()
-        if path in values_before and values_before[path] != value
-    ]
+        if path in values_before and values_before[path] != value and path not in MEASURED
+    }
+    if changed.keys() & {DATA_KEY, TOKENIZER_KEY}:  # which are the reason for other tokens
+        changed.pop(TOKENS_KEY, None)
+    return [_changed(path, values_before[path], value) for path, value in changed.items()]
+
+
+def measured_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return what a resume may change beside the recipe, and what it says then: key → [old, new] digest."""
+    return {
+        key: [before[key][:DIGITS], now[key][:DIGITS]]
+        for key in MEASURED
+        if key in before and key in now and before[key] != now[key]
+    }
+
+
+def recipe_key(path: str) -> str:
+    """Return the key of the recipe that a key of an identity belongs to."""
+    if path.startswith(SETTLED):
+        return f"model.config.{path.removeprefix(SETTLED)}"
+    fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
+    return fields.get(path) or path.removesuffix(".content").removesuffix(KEPT)
 
 
 def _changed(path: str, before: Any, now: Any) -> Problem:
-    if path == BASE_KEY:
-        name = path.removesuffix(".content")
+    if path.startswith(SETTLED):
         message = (
-            f"the files of the model differ from those that the run to resume has frozen (digest {now[:12]}, was "
-            f"{before[:12]}), and checkpoints hold only what is trained: put those files back, or "
-            "choose another output_dir"
+            f"was {before!r} in the run to resume, is {now!r} now: restore it in the config.json of the model (or the "
+            f"version of transformers, if this is a default), or {ANOTHER_RUN}"
         )
-        return Problem(message, name)
-    if path.endswith(KEPT):
+    elif path == CODE_KEY:
+        files = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        message = f"its own code differs from that of the run to resume ({listed(files)}): restore it, or {ANOTHER_RUN}"
+    elif path in DIFFERENT:
+        digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
+        message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)
+    elif path.endswith(KEPT):
         was, what = ("not 0", "0") if before else ("0", "not 0")
-        message = f"was {was} in the run to resume, is {what} now; choose another output_dir"
-        return Problem(message, path.removesuffix(KEPT))
-    return Problem(f"was {before!r} in the run to resume, is {now!r} now; choose another output_dir", path)
+        message = f"was {was} in the run to resume, is {what} now; {ANOTHER_RUN}"
+    else:
+        message = f"was {before!r} in the run to resume, is {now!r} now; {ANOTHER_RUN}"
+    return Problem(message, recipe_key(path))
+
+
+# What is compared by a digest → the message if it differs.
+DIFFERENT = {
+    BASE_KEY: "the files of the model differ from those that the run to resume has frozen {digests}, and checkpoints "
+    "hold only what is trained: put those files back, or {another_run}",
+    DATA_KEY: "the data differs from that of the run to resume {digests}: put that data back, or {another_run}",
+    TOKENIZER_KEY: "the tokenizer or its chat template differs from that of the run to resume {digests}: put its files "
+    "back, or {another_run}",
+    TOKENS_KEY: "the same rows became other tokens than in the run to resume {digests}: restore pinned.json, which has "
+    "the date of the chat template, or the versions of transformers and tokenizers; or {another_run}",
+}

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-import resource
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import date
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdptrain.data.marks import BEGIN, END, Message, Span, called_tools
+from fsdptrain.data.patches import templates_on
 from fsdptrain.data.turns import TurnFinder, cannot_locate, check_order
 from fsdptrain.errors import DataError
+from fsdptrain.processes import memory_limited_to
 
 TEMPLATE_S = 30  # how long a chat template may render one conversation
 
@@ -48,11 +49,12 @@ def plain_template(prefix: str) -> str:
 class ConversationRenderer:
     """Renders conversations with a tokenizer's chat template, and finds what is trained in them.
 
-    `train_all`: the whole text is trained, not only what the assistant says.
+    `train_all`: the whole text is trained, not only what the assistant says. `day`: what the template sees as today.
     """
 
     tokenizer: Any
     train_all: bool
+    day: date | None = None
 
     def __post_init__(self) -> None:
         self.marked_by_template = bool(GENERATION.search(self.tokenizer.chat_template))
@@ -68,7 +70,7 @@ class ConversationRenderer:
         out tools or calls of tools, or when the assistant's content cannot be located.
         """
         try:
-            with _limited_resources():
+            with _limited_resources(), templates_on(self.day):
                 return self._render(messages, tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
@@ -166,18 +168,14 @@ def _limited_resources() -> Iterator[None]:
     def stop(signum: int, frame: Any) -> None:
         raise TimeoutError(f"rendering takes longer than {TEMPLATE_S} s")
 
-    in_use = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = min(each for each in (in_use + TEMPLATE_BYTES, soft, hard) if each != resource.RLIM_INFINITY)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGALRM, stop) if in_main_thread else None
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
-        yield
+        with memory_limited_to(TEMPLATE_BYTES):
+            yield
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -18,6 +18,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -31,7 +32,7 @@ from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
 from fsdptrain.data.pack import Ints, cut_and_pack
-from fsdptrain.data.sources import data_stamps, fingerprint, open_sources, readable_files
+from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError
 from fsdptrain.events import Progress
@@ -56,7 +57,7 @@ class Corpus:
     `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `pieces`
     int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into pieces;
     `labels` int64 [B] label tokens of each block; `notes` counts of rows that were split, cut or dropped; `lengths`
-    uint32 [R] tokens of every row before it was cut.
+    uint32 [R] tokens of every row before it was cut; `fingerprint` of the files, `digest` of the rows as tokens.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -71,6 +72,7 @@ class Corpus:
     lengths: np.ndarray[Any, Any]
     ends: Ints
     name: str = ""
+    digest: str = ""
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
 
     def __len__(self) -> int:
@@ -210,18 +212,19 @@ def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
 
 
 def prepare(
-    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True
+    plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
 ) -> tuple[Stream, list[int], Corpus]:
     """Return the training stream, the held-out block numbers and their corpus; `count_padding` as in `Corpus`.
 
-    Raises DataError for wrong rows, and when no row has a trained token.
+    `day` is what a chat template sees as today. Raises DataError for wrong rows, and when no row has a trained token.
     """
     data, seed = plan.recipe.data, plan.recipe.seed
-    corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress)
+    corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress, day)
     corpus = dataclasses.replace(corpus, count_padding=count_padding)
     held_out = None
     if plan.eval_path is not None:
-        held_out = open_corpus(plan.eval_path, data, tokenizer, (data.eval or {}).get("max_rows"), progress)
+        max_rows = (data.eval or {}).get("max_rows")
+        held_out = open_corpus(plan.eval_path, data, tokenizer, max_rows, progress, day)
         held_out = dataclasses.replace(held_out, count_padding=count_padding)
     elif data.eval is not None:
         corpus, held_out = hold_out(corpus, data, data.eval["fraction"], seed)
@@ -286,7 +289,9 @@ def choose_held_out(
     return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
 
 
-def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress) -> Corpus:
+def open_corpus(
+    path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
+) -> Corpus:
     """Return the corpus of a data path from the cache, made by the first process that needs it.
 
     Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
@@ -296,12 +301,12 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     content = fingerprint(path)
     key = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
-        "max_rows": max_rows,
+        "max_rows": max_rows, "day": day and day.isoformat(),
         "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on, data.separator],
     }  # fmt: skip
 
     def write(folder: Path) -> None:
-        _write_corpus(folder, path, data, tokenizer, max_rows, progress)
+        _write_corpus(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
         if data_stamps(path) != before:
             raise DataError(f"{path} changed while it was read: run again when nothing writes to it")
 
@@ -310,7 +315,11 @@ def open_corpus(path: str, data: Data, tokenizer: Any, max_rows: int | None, pro
     flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    return Corpus(**flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, name=folder.name)
+    digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
+    return Corpus(
+        **flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
+        name=folder.name,
+    )  # fmt: skip
 
 
 _ARRAYS = ("pieces", "blocks", "labels", "lengths", "ends")
@@ -320,21 +329,22 @@ _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 
 
 def _write_corpus(
-    folder: Path, path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress
+    folder: Path, path: str, data: Data, encode: Encoder, max_rows: int | None, progress: Progress
 ) -> None:
     """Tokenise every row into flat files, then cut the rows into pieces and pack these."""
     sources = open_sources(path)
     total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
-    encode = Encoder(tokenizer, data)
-    ends, done = array("q", [0]), 0
+    ends, done, digest = array("q", [0]), 0, hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
         for source in sources:
             for batch in read_rows(source, data, None if max_rows is None else max_rows - done):
                 for ids, mask in encode(batch):
-                    tokens.write(array("I", ids))
+                    row = array("I", ids).tobytes()
+                    tokens.write(row)
                     trained.write(mask)
                     ends.append(ends[-1] + len(ids))
+                    digest.update(len(ids).to_bytes(8) + row + mask)
                 done += len(batch)
                 progress("tokenise", done, total)
     if ends[-1] == 0:
@@ -347,3 +357,4 @@ def _write_corpus(
     counts = {**encode.counts, "divided": 0}
     notes = {"rows": done, **counts, "tokens": int(ends[-1]), "label_tokens": int(labels.sum())}
     (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
+    (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")

@@ -12,6 +12,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -33,10 +34,12 @@ Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, 
 class Encoder:
     """Encodes rows of one format as tokens and flags, and counts the rows that are cut, split or dropped.
 
+    `day` is what a chat template sees as today.
+
     Raises DataError for a tokenizer without an end-of-sequence token.
     """
 
-    def __init__(self, tokenizer: Any, data: Data) -> None:
+    def __init__(self, tokenizer: Any, data: Data, day: date | None = None) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if tokenizer.eos_token_id is None:
@@ -47,7 +50,7 @@ class Encoder:
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
-            ConversationRenderer(tokenizer, data.train_on == "all") if data.format == "chat" else None
+            ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format == "chat" else None
         )
         self.long_rows = long_row_treatment(data)
         self.lengths = array("I")  # tokens of each row, before it is cut

@@ -6,14 +6,21 @@ when an original has changed or its version was not read: read the new source, a
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from typing import Any
 
 from huggingface_hub import constants
+from transformers.utils import chat_template_utils
 from transformers.utils.hub import cached_file
 
 RELIES_ON: dict[str, dict[str, str]] = {
     "huggingface_hub.constants.is_offline_mode": {"2.4.0": "34319ec8b56a"},  # by `go_offline`
     "transformers.utils.hub.cached_files": {"5.23.0": "fdf3cdfc7397"},  # by `cached_file_or_none`: a private keyword
+    # by `templates_on`: its function `strftime_now` calls `datetime.now()`, with the module's `datetime`.
+    "transformers.utils.chat_template_utils._cached_compile_jinja_template": {"5.23.0": "37d56e4136fe"},
 }
 
 
@@ -32,3 +39,24 @@ def cached_file_or_none(name: str, file: str, revision: str) -> str | None:
     transformers' public functions raise the same error for a missing file and for a Hub that does not answer.
     """
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+@contextlib.contextmanager
+def templates_on(day: date | None) -> Iterator[None]:
+    """Let chat templates see this day as today, at midnight, inside the context; None: see the clock.
+
+    Replaces `transformers.utils.chat_template_utils.datetime`: transformers lets no function be passed to a template.
+    """
+
+    class Midnight(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Midnight:
+            assert day is not None
+            return cls.combine(day, time.min, tz)
+
+    original = chat_template_utils.datetime
+    chat_template_utils.datetime = Midnight if day else original  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = original  # type: ignore[misc]

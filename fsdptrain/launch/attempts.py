@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
+from fsdptrain.checkpoint.manifest import (
+    HELD_OUT_KEY,
+    Manifest,
+    complete_steps,
+    measured_changes,
+    newest_manifest,
+    read_manifest,
+    resume_problems,
+)
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import Problem, RecipeError, StorageError, listed
@@ -99,7 +107,7 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
         raise RecipeError(f"{rundir.place}: {too_few_steps(step, wanted, total)}")
     # All steps are trained. A changed plan would have no effect, so it is refused.
     without_effect = (*WITHOUT_EFFECT, *(("train.steps", "train.epochs") if wanted == step else ()))
-    changed = changes_since(rundir, step, plan)
+    changed = changes_since(rundir, step, plan, _held_out_identity(plan))
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
@@ -142,11 +150,24 @@ def _check_checkpoints_not_lost(rundir: RunDir) -> None:
     )
 
 
-def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:
-    """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0."""
+def changes_since(rundir: RunDir, step: int, plan: Plan, identity: dict[str, Any]) -> Changes:
+    """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0.
+
+    The held-out data is compared, too, if `identity` has it.
+    """
     if not step:
         return {}
-    return plan_changes(_plan_of_checkpoint(rundir, read_manifest(rundir.checkpoint(step)), plan), plan)
+    manifest = read_manifest(rundir.checkpoint(step))
+    changes = plan_changes(_plan_of_checkpoint(rundir, manifest, plan), plan)
+    return changes | measured_changes(manifest.identity, identity)
+
+
+def _held_out_identity(plan: Plan) -> dict[str, Any]:
+    """Return the digest of the held-out files if they are on this machine: those of the Hub are read at one commit."""
+    from fsdptrain.data.sources import data_files, fingerprint  # takes a third of a second, for a finished run only
+
+    path = plan.eval_path
+    return {HELD_OUT_KEY: fingerprint(path)} if path and data_files(path) else {}
 
 
 def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
@@ -180,8 +201,8 @@ def describe_changes(changed: Changes) -> list[str]:
 def _finished_with_other_plan(rundir: RunDir, step: int, changed: Changes) -> str:
     lines = "".join(f"\n  {line}" for line in describe_changes(changed))
     return (
-        f"the run in {rundir.place} is finished ({step} steps): nothing was trained or changed. The recipe differs "
-        f"from the one that was trained:{lines}\n"
+        f"the run in {rundir.place} is finished ({step} steps): nothing was trained or changed. The recipe, or the "
+        f"data that it names, differs from what was trained:{lines}\n"
         "choose another `name` (or output_dir) for a new run, or ask for more steps to continue this one"
         + ("; for another dtype, use `fsdptrain export RUN_DIR --dtype …`" if "export.dtype" in changed else "")
     )

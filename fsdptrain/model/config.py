@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import re
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -50,6 +53,10 @@ ONLY_IN_TRAINING = (  # keys that change no logits, beside those of dropout
     "architectures", "transformers_version", "dtype", "use_cache", "initializer_range", "_name_or_path",
     "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+
+
+# Keys whose values decide nothing about the steps after the first. `pad_token_id` does: its embedding gets no gradient.
+NOT_COMPARED = {*WITHOUT_EFFECT, *ONLY_IN_TRAINING, "auto_map", "tokenizer_class"} - {"pad_token_id"}
 
 
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
@@ -128,6 +135,30 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
                 f"model.config.{name}: {value}, but {there.get(name)} in {model.id}, which peft opens the adapter on: "
                 "use export.adapter: merged, or change config.json in a copy of the model"
             )
+
+
+def settled_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the values of a configuration that decide what is trained, by dotted key, as JSON would give them back.
+
+    They are those after all defaults and overrides. A limit of positions decides nothing where these are rotary.
+    """
+    ignored = NOT_COMPARED | ({"max_position_embeddings"} if _rope_types(config) == {"default"} else set())
+    found: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        inner = vars(config).get(name)  # an attribute that differs between layers raises an error
+        if isinstance(inner, PreTrainedConfig):
+            found |= {f"{name}.{key}": each for key, each in settled_values(inner).items()}
+        elif name not in ignored:
+            found[name] = json.loads(json.dumps(value, default=str))
+    return found
+
+
+def own_code(model: Any) -> dict[str, str]:
+    """Return the SHA-256 of each file of a model's own code that was imported; {} if transformers implements it."""
+    names = {type(each).__module__.rpartition(".")[0] for each in (model, model.config)}
+    packages = tuple(f"{name}." for name in names if name.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
+    files = [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(packages)]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files} if packages else {}
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
@@ -222,6 +253,14 @@ def apply_overrides(known: Any, overrides: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(inner, PreTrainedConfig) and isinstance(value, dict)
         whole[key] = apply_overrides(inner, value) if nested else value
     return whole
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> Any:
+    """Return the configuration of the same architecture with another number of layers in its language model."""
+    overrides: dict[str, Any] = {}
+    text = config.get_text_config()
+    _text_overrides(overrides, config)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+    return type(config).from_dict(apply_overrides(config, overrides))
 
 
 def _per_layer_lists(known: Any, name: str) -> set[str]:

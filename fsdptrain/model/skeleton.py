@@ -30,6 +30,9 @@ from fsdptrain.model.units import saved_state
 LARGEST_BUFFER = 2**28  # elements
 
 
+TOO_LARGE = "this machine has too little memory for the modules and buffers of the model, without its weights"
+
+
 def set_special_token(config: Any, name: str, value: int | None) -> None:
     """Set a special token; None changes nothing where the architecture requires a number."""
     with contextlib.suppress(StrictDataclassFieldValidationError):
@@ -152,6 +155,8 @@ def _building_errors(kernel: str) -> Iterator[None]:
         yield
     except Exception as error:  # sizes that do not match, unknown activation functions, a kernel that is not there
         words = error_summary(error)
+        if isinstance(error, MemoryError) or "can't allocate memory" in words:
+            raise RecipeError(f"model.config: {TOO_LARGE}: {words}") from None
         if kernel != "auto" and re.search("attention|flash|flex|sdpa", words, re.IGNORECASE):
             reason = words.split(". ")[0]
             raise RecipeError(f"model.attn_implementation: {kernel} is not available: {reason}; use auto") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdptrain.checkpoint.compare import available_memory
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, safetensors_files
@@ -21,15 +23,17 @@ from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
 from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids
 from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.model.config import check_base_config, load_config, longrope_threshold
+from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.probe import Probe
-from fsdptrain.model.skeleton import choose_attention, skeleton
+from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
+from fsdptrain.processes import memory_limited_to
+from fsdptrain.text import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -72,6 +76,58 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
     `vocab_size` is that of the tokenizer, None if it is unknown. Raises one RecipeError for all problems.
     """
     config = load_config(plan, vocab_size)
+    available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
+    with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
+        check_size(plan, config, available)
+    return _prepare(plan, config)
+
+
+# Of the modules of a model at the same time: as its files describe it, with adapters, and of a probe.
+COPIES = 3
+
+
+MODULE_BYTES = 5000  # of a module without buffers, with its parameters on the meta device
+
+
+SAMPLES = (1, 2, 4)  # layers, which may differ in kind
+
+
+def check_size(plan: Plan, config: PreTrainedConfig, available: int) -> None:
+    """Raise RecipeError if the skeleton of a configuration will need more host memory than `available`, in bytes.
+
+    It is predicted from models with a few layers, because building all of them may take an hour.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    measured: list[tuple[int, int]] = []  # layers, bytes
+    for sample in SAMPLES if isinstance(layers, int) else ():
+        if sample > layers:
+            return
+        try:
+            measured.append((sample, skeleton_bytes(with_layers(config, sample), plan)))
+        except RecipeError as error:
+            if TOO_LARGE in str(error):
+                raise
+            return  # this architecture cannot be so shallow
+        except Exception:  # a configuration's own code may raise anything; building the whole model reports it
+            return
+        (few, least), (more, most) = measured[0], measured[-1]
+        needed = most + (layers - more) * (most - least) // max(1, more - few)
+        if needed > available:
+            raise RecipeError(
+                f"model.config: {TOO_LARGE}: {layers:,} layers need about {size(needed)}, and {size(available)} are "
+                "available to a rank: use fewer layers, experts or positions"
+            )
+
+
+def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
+    """Return about how much host memory the skeletons of a configuration need while a model is checked."""
+    made = skeleton(config, dataclasses.replace(plan.recipe.model, attn_implementation="auto"))
+    buffers = sum(each.nbytes for each in made.buffers() if not each.is_meta)
+    return COPIES * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
+
+
+def _prepare(plan: Plan, config: PreTrainedConfig) -> PreparedModel:
+    """Do what `prepare_model` does with a configuration."""
     plan, bare = choose_attention(plan, config)
     problems: list[Problem] = []
     trained = bare

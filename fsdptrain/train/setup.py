@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +22,23 @@ import torch.distributed as dist
 import transformers
 
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
-from fsdptrain.checkpoint.manifest import BASE_KEY
+from fsdptrain.checkpoint.manifest import (
+    BASE_KEY,
+    CODE_KEY,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    SETTLED,
+    TOKENIZER_KEY,
+    TOKENS_KEY,
+    recipe_key,
+)
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
-from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Corpus, Stream, prepare
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
+from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, RecipeError, Stopped, listed
 from fsdptrain.events import Reporter
@@ -33,7 +46,7 @@ from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.adapter import start_adapters, unquantised_note
 from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import longrope_threshold
+from fsdptrain.model.config import longrope_threshold, own_code, settled_values
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
@@ -80,7 +93,7 @@ class Session:
 class Inputs:
     """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`.
 
-    `stamps` are those of the files of weights, if some weights are frozen.
+    `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders.
     """
 
     prepared: PreparedModel
@@ -89,6 +102,18 @@ class Inputs:
     held_out: list[int]
     eval_corpus: Corpus
     stamps: list[tuple[str, int, int]] | None = None
+    day: date | None = None
+
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """What the recipe's names stand for: all ranks must find the same, and so must a resume (see `manifest`)."""
+        prepared, corpus = self.prepared, self.stream.corpus
+        content = {
+            DATA_KEY: corpus.fingerprint, TOKENS_KEY: corpus.digest, TOKENIZER_KEY: tokenizer_digest(self.tokenizer),
+            CODE_KEY: own_code(prepared.bare),
+            **{f"{SETTLED}{name}": value for name, value in settled_values(prepared.config).items()},
+        }  # fmt: skip
+        return content | ({HELD_OUT_KEY: self.eval_corpus.fingerprint} if prepared.plan.eval_path else {})
 
 
 @dataclass(frozen=True)
@@ -159,14 +184,16 @@ def prepare_inputs(session: Session) -> Inputs:
     # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
     pinned_plan = pin_commits(plan, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
-    tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
+    with session.stop.obeyed_at_once():  # the constructors of a model report no progress
+        tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
-    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding)
+    day = pin_date(plan, tokenizer, session.rundir)
+    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding, day)
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
     stamps = stamps_of(safetensors_files(plan)) if plan.freezes else None
-    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps)
+    return Inputs(prepared, tokenizer, stream, held_out, eval_corpus, stamps, day)
 
 
 def suited_to_one_gpu(inputs: Inputs, world: World) -> Inputs:
@@ -203,33 +230,37 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
 
 
 def check_same_inputs(inputs: Inputs, world: World) -> None:
-    """Raise on every rank if ranks have different plans (RecipeError) or data (DataError); collective.
+    """Raise on every rank if ranks have different plans or models (RecipeError) or data (DataError); collective.
 
     They would train on without an error: hosts may have files of their own under the same names.
     """
-    stream, evaluated = inputs.stream, inputs.eval_corpus
-    content = (len(stream), stream.corpus.fingerprint, len(inputs.held_out), evaluated.fingerprint)
-    plans, data = zip(*world.gather_objects((inputs.prepared.plan.digest(), content)), strict=True)
+    found = inputs.content | {"data.eval": inputs.eval_corpus.digest}
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    plans, contents = zip(*world.gather_objects((inputs.prepared.plan.digest(), digest)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
         raise RecipeError(
             f"{ranks_text(others, world.hosts)} made another plan than rank 0: start all hosts with the same recipe "
             "and the same versions of fsdptrain, torch and transformers"
         )
-    if others := [rank for rank in range(world.size) if data[rank] != data[0]]:
-        raise DataError(
-            f"data.path or data.eval: {ranks_text(others, world.hosts)} read other data than rank 0 on "
-            f"{world.hosts[0]}: copy the same files to all hosts, or use a folder that they share"
+    if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
+        every = world.gather_objects(found)
+        keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
+        is_data = all(key.startswith("data.") for key in keys)
+        error, what = (DataError, "data") if is_data else (RecipeError, "files of the model")
+        raise error(
+            f"{listed(dict.fromkeys(map(recipe_key, sorted(keys))), 4)}: {ranks_text(others, world.hosts)} read other "
+            f"{what} than rank 0 on {world.hosts[0]}: copy the same files to all hosts, or use a folder that they share"
         )
 
 
 def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpointer:
     """Remove leftovers of earlier attempts, write configuration and tokenizer, and return the run's Checkpointer.
 
-    Raises RecipeError if the hosts do not share it, or if the checkpoints there are of other data or another tokenizer.
+    Raises RecipeError if the hosts do not share it, or if the checkpoints there are of another model, other data or
+    another tokenizer.
     """
-    plan, rundir, corpus = session.plan, session.rundir, inputs.stream.corpus
+    plan, rundir, content = session.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
-    content = {"data.content": corpus.fingerprint, "model.tokenizer.content": tokenizer_digest(inputs.tokenizer)}
     if plan.freezes:
         session.watchdog.beat()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
@@ -350,11 +381,14 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
         raise Stopped("stopped before the first step; nothing was lost")
 
 
-def report_start(session: Session, inputs: Inputs, world: World, steps_made: int, facts: dict[str, Any]) -> None:
+def report_start(
+    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, facts: dict[str, Any]
+) -> None:
     """Write the events `start` and `resume`, and print the first sequence to the log."""
     session.reporter.event("start", **facts)
-    if world.rank == 0:
-        session.reporter.resume(steps_made, changes_since(session.rundir, steps_made, session.plan))
+    if checkpointer.world.rank == 0:
+        changed = changes_since(session.rundir, steps_made, session.plan, checkpointer.identity)
+        session.reporter.resume(steps_made, changed)
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first sequence, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
@@ -390,7 +424,10 @@ def start_facts(
         "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
         "data": notes,
-        "data_notes": [f"{notes[k]:,} {text.format(stream.corpus.seq_len)}" for k, text in texts.items() if notes[k]],
+        "data_notes": [
+            *(f"{notes[k]:,} {text.format(stream.corpus.seq_len)}" for k, text in texts.items() if notes[k]),
+            *([date_note(inputs.day)] if inputs.day else []),
+        ],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "baseline_memory_bytes": baseline_memory,

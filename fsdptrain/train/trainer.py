@@ -131,7 +131,7 @@ class Trainer:
         session.watchdog.beat()
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         facts = start_facts(inputs, world, sizes, len(units), baseline_memory, flash_note)
-        report_start(session, inputs, world, steps_made, facts)
+        report_start(session, inputs, checkpointer, steps_made, facts)
         engine = Engine(model, optimizer, world, inputs.prepared.plan, steps_made, session.watchdog.beat)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))

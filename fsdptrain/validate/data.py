@@ -14,8 +14,8 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe_columns, peek
-from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.corpus import Stream, prepare
+from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sources import bytes_to_download, count_files, readable_files, stored_objects
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
@@ -116,11 +116,14 @@ def _seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | Non
 def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
-        stream, held_out, _ = prepare(plan, tokenizer, findings.send_progress)
+        day = pin_date(plan, tokenizer, plan.rundir, keep=False)
+        stream, held_out, _ = prepare(plan, tokenizer, findings.send_progress, day=day)
     except OSError as error:
         if not is_disk_full(error):
             raise
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
+    if day:
+        findings.add_note(date_note(day))
     is_chat = plan.recipe.data.format == "chat"
     has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
     facts = sequence_facts(plan, stream, len(held_out)) | {

@@ -35,8 +35,8 @@ from fsdptrain.config.gpus import damaged_gpus
 from fsdptrain.config.network import address_of, gloo_end
 from fsdptrain.config.plan import Plan, model_name_problems
 from fsdptrain.data.cache import cache_dir
-from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.hub import go_offline_if_unreachable
+from fsdptrain.data.pinned import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
 from fsdptrain.files import write_atomically

@@ -10,7 +10,16 @@ import pytest
 from reference import OPTIMIZERS, largest_difference
 from support import TINY, events, on_ranks, write_recipe
 
-from fsdptrain.checkpoint.manifest import resume_problems
+from fsdptrain.checkpoint.manifest import (
+    CODE_KEY,
+    DATA_KEY,
+    HELD_OUT_KEY,
+    SETTLED,
+    TOKENIZER_KEY,
+    TOKENS_KEY,
+    measured_changes,
+    resume_problems,
+)
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
@@ -124,3 +133,35 @@ def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
     assert problem.field == "optim.momentum" and problem.message.startswith("was 0 in the run to resume")
     earlier = {key: value for key, value in identities[0].items() if not key.startswith("optim.momentum")}
     assert not resume_problems(identities[0], identities[2]) and not resume_problems(earlier, identities[2])
+
+
+CONTENT: dict[str, Any] = {
+    DATA_KEY: "a" * 64, TOKENS_KEY: "b" * 64, TOKENIZER_KEY: "c" * 64, CODE_KEY: {"own.py": "d" * 64},
+    HELD_OUT_KEY: "e" * 64, f"{SETTLED}rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields"),
+    [
+        ({}, []),
+        ({DATA_KEY: "f" * 64, TOKENS_KEY: "f" * 64}, ["data.path"]),
+        ({TOKENIZER_KEY: "f" * 64, TOKENS_KEY: "f" * 64}, ["model.tokenizer"]),
+        ({TOKENS_KEY: "f" * 64}, ["data.path"]),
+        ({CODE_KEY: {"own.py": "f" * 64}}, ["model.id"]),
+        ({f"{SETTLED}rms_norm_eps": 1e-5}, ["model.config.rms_norm_eps"]),
+        ({f"{SETTLED}new_in_this_version": 1}, []),
+        ({HELD_OUT_KEY: "f" * 64}, []),
+    ],
+)
+def test_a_resume_refuses_other_content_and_says_what_is_only_measured(
+    changed: dict[str, Any], fields: list[str], tmp_path: Path
+) -> None:
+    plan = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 2)).identity()
+    before, now = plan | CONTENT, plan | CONTENT | changed
+    problems = resume_problems(before, now)
+    assert [problem.field for problem in problems] == fields
+    assert all("choose another `name`" in problem.message for problem in problems)
+    assert not resume_problems(plan, now) and not measured_changes(plan, now)  # an earlier version did not compare it
+    says = {HELD_OUT_KEY: ["e" * 12, "f" * 12]} if HELD_OUT_KEY in changed else {}
+    assert measured_changes(before, now) == says

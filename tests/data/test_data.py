@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -956,6 +958,21 @@ def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monk
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert inputs(again) == inputs(first)
     assert (again.notes, again.fingerprint) == (first.notes, first.fingerprint)
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{{ messages[1].content }}{{ eos_token }}{% endgeneration %}"])
+def test_a_template_renders_the_day_of_the_run(marks: str, bpe: Any, tmp_path: Path, own_cache: Path) -> None:
+    tokenizer = copy.deepcopy(bpe)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + (marks or PLAIN_CHAT_TEMPLATE)
+    path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["one turn"]})
+    data, days = Data(format="chat", seq_len=256), (date(2024, 7, 26), date(2024, 7, 27), date(2024, 7, 26))
+    first, second, again = (open_corpus(str(path), data, tokenizer, None, quiet, day) for day in days)
+    shown = [tokenizer.decode(each.tokens[: each.lengths[0]].tolist())[:11] for each in (first, second)]
+    assert shown == ["26 Jul 2024", "27 Jul 2024"]
+    assert first.digest == again.digest != second.digest and first.name == again.name != second.name
+    assert f"{date.today().year}" in tokenizer.apply_chat_template(
+        TALKS["one turn"], tokenize=False
+    )  # the clock is back
 
 
 def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None:

@@ -516,7 +516,7 @@ def test_a_run_on_objects_equals_one_on_files_and_resumes_on_another_machine(
     assert [event["step"] for event in events(tmp_path / "remote", "resume")] == [2]
     put(bucket, text__jsonl=text + LINE.encode())  # other data under the same URL
     done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
-    assert done.returncode == 2 and "data.content" in done.stderr, done.stderr
+    assert done.returncode == 2 and "data.path: the data differs" in done.stderr, done.stderr
     with server.times(-1, EXPIRED):
         done = fsdptrain("run", runs["remote"], "train.steps=6", timeout=300)
     assert done.returncode == 4 and "may have expired" in " ".join(done.stderr.split()), done.stderr

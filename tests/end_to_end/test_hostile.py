@@ -481,7 +481,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run a model with its own code: with the flag, then resumed without it, with secrets in the environment."""
+    """Run a model with its own code, then resume it without the flag, and with other code, with secrets around."""
     tmp = tmp_path_factory.mktemp("own")
     model = Path(shutil.copytree(sound, tmp / "model"))
     (model / "modeling_own.py").write_text(MODELING)
@@ -499,7 +499,9 @@ def runs(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     secrets = dict.fromkeys(NAMES, WORD)
     with_flag = fsdptrain("run", recipe, "--trust-remote-code", **secrets)
     without = fsdptrain("run", recipe, "train.steps=3", **secrets)
-    return {"with": with_flag, "without": without, "folder": tmp / "run", "model": model}
+    (model / "scaling_own.py").write_text("SCALE = 2.0\n")
+    changed = fsdptrain("run", recipe, "train.steps=3", "--trust-remote-code", **secrets)
+    return {"with": with_flag, "without": without, "changed": changed, "folder": tmp / "run", "model": model}
 
 
 def test_a_model_with_own_code_trains_with_the_flag(runs: dict[str, Any]) -> None:
@@ -521,6 +523,11 @@ def test_a_run_is_not_resumed_without_the_flag(runs: dict[str, Any]) -> None:
     assert runs["without"].returncode == 2
     assert "--trust-remote-code" in runs["without"].stderr
     assert "Traceback" not in runs["without"].stderr
+
+
+def test_a_run_is_not_resumed_with_other_code(runs: dict[str, Any]) -> None:
+    assert runs["changed"].returncode == 2, runs["changed"].stdout
+    assert "model.id: its own code differs from that of the run to resume (scaling_own.py)" in runs["changed"].stderr
 
 
 def test_no_secret_of_the_environment_is_in_a_file_or_on_the_screen(runs: dict[str, Any]) -> None:

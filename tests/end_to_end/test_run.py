@@ -16,7 +16,7 @@ import pytest
 import torch
 from injection import valid_steps
 from safetensors.torch import load_file
-from support import TESTS, environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
+from support import TESTS, TINY, environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -261,6 +261,20 @@ def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     assert processes_using(run) == []
 
 
+def test_a_stop_signal_is_obeyed_while_a_large_model_is_checked(tmp_path: Path) -> None:
+    config = {"model_type": "llama", **TINY, "num_hidden_layers": 4096}  # takes a minute
+    recipe, run = write_recipe(tmp_path, model__config=config, launch__grace_s=20), tmp_path / "run"
+    process, end = start(recipe), time.monotonic() + 60
+    while time.monotonic() < end and not (run / "logs" / "progress.jsonl").exists():
+        time.sleep(0.1)
+    time.sleep(2)  # its constructor runs
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 75, output
+    assert "stopped by SIGTERM before the first step; nothing was lost" in output and "killed" not in output, output
+    assert processes_using(run) == []
+
+
 def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
     process = start(recipe)
@@ -274,7 +288,7 @@ def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"  # the data must not change between the attempts
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:-9]))
     other = fsdptrain("run", recipe)
-    assert other.returncode == 2 and "data.content: was" in other.stderr
+    assert other.returncode == 2 and "data.path: the data differs from that of the run to resume" in other.stderr
 
 
 def test_an_export_overwrites_no_file_of_the_user(finished: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.config import load_config
+from fsdptrain.model.config import load_config, settled_values
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LAYERS: dict[str, dict[str, Any]] = {  # models of twelve layers whose lists differ from the defaults
@@ -143,3 +143,39 @@ def test_a_whole_config_json_of_the_hub_can_be_pasted(tmp_path: Path) -> None:
         pasted.pop(name, None)
     config = config_of(tmp_path, {"config": pasted, "tokenizer": {"train": 512}})
     assert config.rope_parameters["rope_theta"] == 5e5
+
+
+# --- what a resume compares -----------------------------------------------------------------------------------------
+
+SAME = {"transformers_version": "4.1", "architectures": ["Other"], "dtype": "float16", "use_cache": False,
+        "_name_or_path": "/moved", "eos_token_id": 7, "initializer_range": 0.5, "id2label": {"0": "a"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, value in SAME.items()] + [{"max_position_embeddings": 512}])
+def test_a_key_that_decides_nothing_about_training_is_not_compared(change: dict[str, Any], tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **TINY)
+    assert settled_values(AutoConfig.for_model("llama", **{**TINY, **change})) == settled_values(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "key"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"rope_theta": 5.0}, "rope_parameters"),
+        ("llama", {"attention_dropout": 0.5}, "attention_dropout"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
+        ("gpt2", {"n_positions": 512}, "n_positions"),
+        ("opt", {"max_position_embeddings": 512}, "max_position_embeddings"),  # learned, not rotary
+        ("gemma3", {"text_config": {**TINY, "rms_norm_eps": 0.5}}, "text_config.rms_norm_eps"),
+    ],
+)
+def test_a_key_that_decides_what_is_trained_is_compared(
+    kind: str, change: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    inner = {"text_config": TINY} if kind == "gemma3" else TINY if kind == "llama" else {}
+    AutoConfig.for_model(kind, **{**inner, **change}).save_pretrained(tmp_path)
+    before, now = (
+        settled_values(each) for each in (AutoConfig.for_model(kind, **inner), AutoConfig.from_pretrained(tmp_path))
+    )
+    assert key in {name for name in before if before[name] != now[name]}
+    assert json.loads(json.dumps(now)) == now

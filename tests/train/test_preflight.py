@@ -16,6 +16,7 @@ from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from fsdptrain.checkpoint.compare import available_memory
 from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.config.plan import Plan, draft_plan, make_plan, varied
 from fsdptrain.config.reader import load
@@ -29,6 +30,7 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
+from fsdptrain.processes import memory_limited_to
 from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.dry_run import dry_run
@@ -349,3 +351,20 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(
     findings = Findings()
     check_model(bfloat16, 512, None, findings)
     assert any("param_dtype=float32" in note for note in findings.notes) != has_units
+
+
+def test_a_model_without_room_for_its_modules_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    layers, buffer = 4096, 32  # bytes that a layer of this GPT-J keeps for a position
+    positions = 2 * available_memory() // (layers * buffer)
+    plan = plan_of(tmp_path, {**MODELS["gptj"], "n_layer": layers, "n_positions": positions})
+    with pytest.raises(RecipeError, match=r"^model\.config: this machine has too little memory .* 4,096 layers need"):
+        prepare_model(plan, 512)
+
+
+def test_a_size_that_takes_all_memory_is_refused_at_once(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {**MODELS["gptj"], "n_positions": 2**28})
+    with (
+        memory_limited_to(2**30),
+        pytest.raises(RecipeError, match=r"^model\.config: this machine has too little memory"),
+    ):
+        prepare_model(plan, 512)

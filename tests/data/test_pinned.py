@@ -1,8 +1,12 @@
-"""A data set of the Hub changes, a run keeps its commit. The Hub is a local server that answers with a commit."""
+"""A data set of the Hub and today's date change, a run keeps its commit and its date.
+
+The Hub is a local server that answers with a commit.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import subprocess
 import sys
@@ -10,6 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,8 +26,8 @@ from fsdptrain.checkpoint.manifest import resume_problems
 from fsdptrain.config.plan import HubData, Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
-from fsdptrain.data.commits import pin_commits
 from fsdptrain.data.hub_data import hub_commit
+from fsdptrain.data.pinned import pin_commits, pin_date
 from fsdptrain.data.sources import fingerprint, open_sources
 from fsdptrain.errors import CheckpointError, NoData
 from fsdptrain.launch.attempts import archive_plan
@@ -106,8 +111,8 @@ def test_a_run_with_a_checkpoint_keeps_its_commit(hub: Hub, tmp_path: Path) -> N
     assert in_a_new_process(plan, rundir) == second
     rundir.checkpoint(5).mkdir(parents=True)
     start(plan)
-    requests, stored = len(hub.requests), rundir.commits.read_bytes()
-    assert in_a_new_process(plan, rundir, keep=False) == second and rundir.commits.read_bytes() == stored
+    requests, stored = len(hub.requests), rundir.pinned.read_bytes()
+    assert in_a_new_process(plan, rundir, keep=False) == second and rundir.pinned.read_bytes() == stored
     hub.shutdown()
     hub.server_close()
     assert in_a_new_process(plan, rundir) == second and len(hub.requests) == requests
@@ -122,7 +127,7 @@ def test_a_run_resumes_with_its_commit_as_revision(hub: Hub, tmp_path: Path) -> 
     content = [{"data.content": fingerprint(path)} for path in (found, by_name.data_path)]
     assert not resume_problems(plan.identity() | content[0], by_name.identity() | content[1])
     other = {"data.content": fingerprint(f"org/name@{2:040x}")}
-    assert [p.field for p in resume_problems(plan.identity() | content[0], plan.identity() | other)] == ["data.content"]
+    assert [p.field for p in resume_problems(plan.identity() | content[0], plan.identity() | other)] == ["data.path"]
 
 
 def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> None:
@@ -131,7 +136,7 @@ def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(plan.to_json())
     start(plan)
     code = (
-        "import sys; from pathlib import Path; from fsdptrain.data.commits import pin_commits;"
+        "import sys; from pathlib import Path; from fsdptrain.data.pinned import pin_commits, pin_date;"
         "from fsdptrain.config.plan import Plan; from fsdptrain.rundir import RunDir;"
         "plan = Plan.from_json(Path(sys.argv[1]).read_text());"
         "print(pin_commits(plan, plan.rundir).data_path)"
@@ -153,12 +158,12 @@ def test_ranks_that_start_together_use_one_commit(hub: Hub, tmp_path: Path) -> N
     assert answers == [f"org/name@{1:040x}"] * 3 and len(hub.requests) == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"start": 1}', '{"start": 1, "commits": {"org/name": "../x"}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"commits": {}}', '{"start": 1, "commits": {"org/name": "../x"}}'])
 def test_unreadable_commits_are_an_error(text: str, tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
     rundir = start(plan)
-    rundir.commits.write_text(text)
-    with pytest.raises(CheckpointError, match=r"commits\.json cannot be read .* data\.revision"):
+    rundir.pinned.write_text(text)
+    with pytest.raises(CheckpointError, match=r"pinned\.json cannot be read .* data\.revision"):
         pin_commits(plan, rundir)
 
 
@@ -200,3 +205,43 @@ def test_without_the_hub_a_run_uses_its_commit_although_a_newer_one_is_cached(tm
 def test_local_data_has_no_commit(tmp_path: Path) -> None:
     plan = plan_of(write_recipe(tmp_path))
     assert pin_commits(plan, plan.rundir) == plan and not Path(plan.run_dir).exists()
+
+
+# --- the date that a chat template renders ---------------------------------------------------------------------------
+
+DATED = SimpleNamespace(chat_template="{{ strftime_now('%Y') }}")
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_run_with_a_checkpoint_keeps_its_date_and_its_commits(hub: Hub, tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/name", "data.format=chat")
+    rundir, today = start(plan), datetime.datetime.now().date()
+    commit = pin_commits(plan, rundir).data_path
+    assert pin_date(plan, DATED, rundir) in (today, today + datetime.timedelta(days=1))
+    rewrite(rundir.pinned, date="2001-02-03")  # as if this start were of that day
+    assert pin_date(plan, DATED, rundir) == datetime.date(2001, 2, 3)  # another rank, or a restart
+    start(plan)
+    assert pin_date(plan, DATED, rundir, keep=False) != datetime.date(2001, 2, 3)  # nothing was trained before
+    rundir.checkpoint(5).mkdir(parents=True)
+    assert pin_date(plan, DATED, rundir) == datetime.date(2001, 2, 3) and pin_commits(plan, rundir).data_path == commit
+    rewrite(rundir.pinned, date="soon")
+    with pytest.raises(CheckpointError, match=r"pinned\.json cannot be read"):
+        pin_date(plan, DATED, rundir)
+
+
+def test_the_commits_of_an_earlier_version_are_kept(hub: Hub, tmp_path: Path) -> None:
+    plan = plan_of(write_recipe(tmp_path), "data.path=org/name")
+    rundir = start(plan)
+    rundir.checkpoint(5).mkdir(parents=True)
+    (rundir.root / "commits.json").write_text(json.dumps({"start": 1, "commits": {"org/name": "1a" * 20}}))
+    assert pin_commits(plan, rundir).data_path == f"org/name@{'1a' * 20}" and not hub.requests
+
+
+def test_a_date_is_pinned_only_if_the_template_renders_it(tmp_path: Path) -> None:
+    chat, text = (plan_of(write_recipe(tmp_path), f"data.format={kind}") for kind in ("chat", "text"))
+    for plan, template in ((chat, "{{ messages }}"), (chat, None), (text, DATED.chat_template)):
+        assert pin_date(plan, SimpleNamespace(chat_template=template), plan.rundir) is None
+    assert not chat.rundir.pinned.exists()

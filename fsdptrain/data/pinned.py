@@ -1,0 +1,115 @@
+"""What a run keeps from its beginning: the commits of its Hub data sets, and the date that its chat template renders.
+
+A branch of a data set moves, and some chat templates render today's date. So the first worker of a start looks both up
+and writes them into pinned.json; the other workers of that start, and its restarts, use those. Once there is a
+checkpoint, every later start uses them too: the run continues with the tokens it began with, whatever was committed
+since, on any day, and even without the Hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable
+from typing import Any
+
+from filelock import FileLock
+
+from fsdptrain.config.paths import is_hub_data
+from fsdptrain.config.plan import HubData, Plan
+from fsdptrain.data.hub_data import COMMIT, hub_commit
+from fsdptrain.errors import CheckpointError
+from fsdptrain.files import read_if_there, write_atomically
+from fsdptrain.rundir import RunDir
+
+Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
+
+
+Pinned = dict[str, Any]  # `commits`: Commits; `date`: as in ISO 8601. Each is there only if the run needs it
+
+
+def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
+    """Return the plan with every Hub data set at a commit; `keep` writes the commits (a dry run does not).
+
+    Raises CheckpointError when the stored commits cannot be read.
+    """
+    hub_paths = [path for path in (plan.data_path, plan.eval_path) if path and is_hub_data(path)]
+    if not hub_paths:
+        return plan
+
+    def complete(pinned: Pinned) -> Pinned:
+        known: Commits = pinned.get("commits", {})
+        return {"commits": known | {path: hub_commit(path) for path in hub_paths if path not in known}}
+
+    commits = _pin(rundir, keep, complete)["commits"]
+    paths = {path: str(HubData.of(path).at(commit)) for path, commit in commits.items() if commit}
+    return dataclasses.replace(
+        plan,
+        data_path=paths.get(plan.data_path, plan.data_path),
+        eval_path=paths.get(plan.eval_path, plan.eval_path) if plan.eval_path else None,
+    )
+
+
+def pin_date(plan: Plan, tokenizer: Any, rundir: RunDir, keep: bool = True) -> datetime.date | None:
+    """Return the date that the chat template renders, if it renders one and conversations are trained.
+
+    It is that of the day on which the run begins. `keep` writes it. Raises CheckpointError when the stored one cannot
+    be read.
+    """
+    if plan.recipe.data.format != "chat" or "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    today = datetime.datetime.now().date()
+    pinned = _pin(rundir, keep, lambda pinned: {"date": pinned.get("date", today.isoformat())})
+    return datetime.date.fromisoformat(pinned["date"])
+
+
+def date_note(day: datetime.date) -> str:
+    """Return a sentence on the date that a chat template renders."""
+    return f"the chat template renders today's date: in all attempts of the run it is {day}, when the run began"
+
+
+def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pinned:
+    """Return what is stored and still valid, completed; `keep` stores it."""
+    with FileLock(rundir.logs / "pinned.lock") if keep else contextlib.nullcontext():
+        pinned = _stored(rundir)
+        pinned |= complete(pinned)
+        if keep:
+            write_atomically(rundir.pinned, json.dumps({"start": _newest_start(rundir), **pinned}, indent=2))
+    return pinned
+
+
+def _stored(rundir: RunDir) -> Pinned:
+    """Return what earlier attempts stored; {} before the first checkpoint, unless it is of this start."""
+    path, text = rundir.pinned, read_if_there(rundir.pinned)
+    if text is None:
+        path = rundir.root / "commits.json"  # its name before there were dates
+        text = read_if_there(path)
+    if text is None:
+        return {}
+    try:
+        stored = json.loads(text)
+        found: Pinned = {}
+        if rundir.checkpoint_steps() or stored["start"] == _newest_start(rundir):
+            if "commits" in stored:
+                found["commits"] = {name: _check_commit(commit) for name, commit in stored["commits"].items()}
+            if "date" in stored:
+                found["date"] = datetime.date.fromisoformat(stored["date"]).isoformat()
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}), so the commit of the data or the date of the chat template is not "
+            "known: restore it, or delete it and set data.revision to the commit"
+        ) from None
+    return found
+
+
+def _check_commit(commit: str | None) -> str | None:
+    if commit is not None and not COMMIT.fullmatch(commit):
+        raise ValueError(f"{commit!r:.60} is not a commit")
+    return commit
+
+
+def _newest_start(rundir: RunDir) -> int:
+    """Return the number of the newest start of the command, each of which stores its plan."""
+    return max((int(path.stem) for path in rundir.plans.glob("*.json") if path.stem.isdigit()), default=0)
