@@ -47,11 +47,13 @@ class Outcome:
     """The result of a dry run. `facts` is what `--json` prints; `sections` shows it: (heading, items).
 
     `unchecked` names what can be checked only on the machine that the plan is for; `notes` gives the reasons.
+    `warnings` are those of the notes that the verdict repeats.
     """
 
     verdict: str
     sections: list[tuple[str, list[Item]]]
     notes: list[str]
+    warnings: list[str]
     unchecked: list[str]
     problems: list[str]
     exit_code: int
@@ -157,4 +159,6 @@ class Findings:
         verdict = self.verdict
         facts = {**self.levels, **self.step, "verdict": verdict, "notes": self.notes, "problems": self.problems}
         sections = [*self.sections.items()]
-        return Outcome(verdict, sections, self.notes, self.unchecked, self.problems, self.exit_code, facts)
+        return Outcome(
+            verdict, sections, self.notes, self.warnings, self.unchecked, self.problems, self.exit_code, facts
+        )

@@ -23,7 +23,8 @@ LONGEST_BAR = 32  # columns of a histogram's bar
 
 def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
     """Print an outcome without its problems. With `verbose`, also why some things were not checked."""
-    page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
+    colour = "red" if outcome.exit_code else "yellow" if outcome.warnings else "green"
+    page.say(outcome.verdict, style=f"bold {colour}")
     for heading, items in outcome.sections:
         page.say("")
         page.say(heading, style="bold")
