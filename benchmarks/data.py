@@ -3,7 +3,7 @@
     python benchmarks/data.py [--rounds 5] [--rows FILE]
 
 The rows are those of GSM8K (one {"question", "answer"} a line; by default the part that ships with the recipes). The
-tokenizer is a byte-level BPE of 4,096 tokens trained on them, the packing is best-fit decreasing. Both contenders read
+tokenizer is a byte-level BPE of 4,096 tokens trained on them, packing is `bfd` on both sides. Both contenders read
 the same file of prompts and completions; TRL with `load_dataset` and `SFTTrainer._prepare_dataset`. In every round each
 contender runs in two fresh processes: the first with an empty cache, the second with the cache of the first. Each
 prepares 64 rows before the clock starts, so that imports are not timed; neither is the construction of TRL's trainer.
@@ -112,13 +112,13 @@ def measure_fsdptrain(_cores: int, folder: Path) -> dict[int, dict[str, float]]:
     from transformers import AutoTokenizer
 
     from fsdptrain.config.schema import Data
-    from fsdptrain.data.corpus import Stream, open_corpus
+    from fsdptrain.data.corpus import Stream, open_rows, pack_rows
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
 
     def prepare(name: str, length: int) -> Any:
         data = Data(path=name, format="prompt_completion", seq_len=length, packing="bfd")
-        corpus = open_corpus(str(folder / name), data, tokenizer, None, lambda *_: None)
+        (corpus,) = pack_rows(open_rows(str(folder / name), data, tokenizer, None, lambda *_: None), data, seed=0)
         return Stream(corpus, np.arange(len(corpus)), seed=0)
 
     def seconds_a_position(stream: Any, first: int) -> float:

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer, __version__
 
 from fsdptrain.config.schema import Data
-from fsdptrain.data.corpus import open_corpus
+from fsdptrain.data.corpus import open_rows, pack_rows
 from fsdptrain.model.loss import compute_in_chunks
 
 sys.path += [str(common.ROOT / "tests"), str(common.ROOT / "tests" / "data")]
@@ -119,7 +119,7 @@ def labels_and_loss(form: str, rows: list[dict[str, Any]], tokenizer: Any, folde
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = "prompt_completion" if form.startswith("prompt") else form.partition(",")[0]
     data = Data(format=kind, seq_len=LONGEST, packing="none")
-    corpus = open_corpus(str(folder / "rows.jsonl"), data, tokenizer, None, lambda *_: None)
+    (corpus,) = pack_rows(open_rows(str(folder / "rows.jsonl"), data, tokenizer, None, lambda *_: None), data, seed=0)
     assert len(corpus) == len(rows) and not any(corpus.notes[what] for what in ("cut", "split", "dropped"))
     batch, model = corpus.batch(range(len(corpus))), llama(tokenizer)
     compute_in_chunks(model)

@@ -51,6 +51,13 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else plural)
 
 
+def share(part: int, whole: int, noun: str) -> str:
+    """Return a part of several things, in numbers and in percent: `31 of 60 rows (52%)`."""
+    percent = 100 * part / whole
+    rounded = f"{percent:.0f}%" if 1 <= percent <= 99 or part == whole else "under 1%" if percent < 1 else "over 99%"
+    return f"{part:,} of {counted(whole, noun)} ({rounded})"
+
+
 def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Return ranks in words: `rank 3`, `ranks 0, 1 and 3`.
 

@@ -46,7 +46,7 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of the older version cannot be resumed.
-LAYOUT = 5
+LAYOUT = 6
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ class Data:
     )
     seq_len: int = key(2048, "tokens per sequence", at_least=8)
     packing: Literal["bfd", "concat", "none"] = key(
-        "bfd", "bfd: best-fit decreasing; concat: one continuous stream; none: one row per sequence"
+        "bfd",
+        "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
     )
     train_on: Literal["all", "completion"] = key("completion", "which tokens count in the loss (format text: all)")
     separator: str = key(

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,30 @@ from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, is_disk_full
 from fsdptrain.files import NOTHING_THERE, system_errors
 
-CHECKED_BYTES = 2**26  # of the beginning of a prepared file have a checksum; of the rest only the size is compared
+QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
+
+
+PIECE = 2**24  # bytes of a file that are read at a time
 
 
 CHECKSUM_FILE = "sums.json"
 
 
+COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
+
+
 def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
-    """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged."""
+    """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged.
+
+    Raises CheckpointError when it cannot be read, or when there is no space for it.
+    """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir(kind) / name
-    if is_intact(folder):  # many ranks may look at once, and do not wait for one another
-        return folder
+    with contextlib.suppress(OSError):  # another process may be replacing it
+        if is_intact(folder, read_much=False):  # many ranks may look at once, and do not wait for one another
+            return folder
     with FileLock(f"{folder}.lock"):
-        if not is_intact(folder):  # another process may have written it while this one waited
+        if not _check_intact(folder):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
             scratch = folder.with_suffix(f".{os.getpid()}")
             shutil.rmtree(scratch, ignore_errors=True)
@@ -46,6 +56,17 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _check_intact(folder: Path) -> bool:
+    """Return whether a prepared folder is intact; raise CheckpointError when the system fails to read it."""
+    try:
+        return is_intact(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the cache on {socket.gethostname()}: {error.filename or folder}: {error.strerror}; make it "
+            "readable, or set FSDPTRAIN_CACHE to another folder"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -65,7 +86,7 @@ MORE_SPACE = "free some, or set FSDPTRAIN_CACHE to a folder on another disk"
 
 
 def cache_dir(kind: str) -> Path:
-    """Return the cache's folder for one kind (data, digests, objects, splits or tokenizers), created if it is missing.
+    """Return the cache's folder for one kind (data, digests, objects, packed or tokenizers), created if it is missing.
 
     It is in $FSDPTRAIN_CACHE, else in fsdptrain/ of the user's cache folder. Raises RecipeError when it cannot be
     written.
@@ -87,23 +108,58 @@ def cache_dir(kind: str) -> Path:
 
 def seal(folder: Path) -> None:
     """Write the checksums of a prepared folder into it."""
-    (folder / CHECKSUM_FILE).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+    states = _states(folder)
+    (folder / CHECKSUM_FILE).write_text(json.dumps(_checksums(folder, states)), encoding="utf-8")
+    (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
 
 
-def is_intact(folder: Path) -> bool:
-    """Return whether a prepared folder is as it was when it was sealed; raise StorageError if it cannot be read."""
+def is_intact(folder: Path, read_much: bool = True) -> bool:
+    """Return whether a prepared folder is as it was when it was sealed.
+
+    Many bytes are read once, and again when the state of a file is another: `read_much=False` returns False instead.
+    Raises StorageError when the system fails to read a file that is there.
+    """
     try:
         with system_errors(folder):
-            return bool(json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")) == _checksums(folder))
-    except (*NOTHING_THERE, ValueError, RecursionError):
+            sums, states = _read_json(folder / CHECKSUM_FILE), _states(folder)
+            much = sum(size for _, size, *_ in states.values()) >= QUICKLY_READ
+            if much and _read_json(folder / COMPARED_FILE) == states:
+                return True
+            if (much and not read_much) or sums is None or sums != _checksums(folder, states):
+                return False
+    except NOTHING_THERE:
         return False
+    if much:
+        with contextlib.suppress(OSError):  # a folder of another user: it is read every time
+            (folder / COMPARED_FILE).write_text(json.dumps(states), encoding="utf-8")
+    return True
 
 
-def _checksums(folder: Path) -> dict[str, list[int]]:
-    """Return [bytes, CRC-32 of its beginning] of every file."""
+def _read_json(file: Path) -> Any:
+    """Return what a file holds, None if it is missing or damaged."""
+    try:
+        return json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def _states(folder: Path) -> dict[str, list[int]]:
+    """Return inode, bytes, and when content and status were changed in ns, of every file: no write leaves all."""
     found = {}
     for file in folder.iterdir():
-        if file.name != CHECKSUM_FILE:
-            with file.open("rb") as stream:
-                found[file.name] = [file.stat().st_size, zlib.crc32(stream.read(CHECKED_BYTES))]
+        if file.name not in (CHECKSUM_FILE, COMPARED_FILE):
+            status = file.stat()
+            found[file.name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    return found
+
+
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return [bytes, CRC-32] of these files."""
+    found = {}
+    for name in names:
+        size = checksum = 0
+        with (folder / name).open("rb") as stream:
+            while piece := stream.read(PIECE):
+                size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+        found[name] = [size, checksum]
     return found

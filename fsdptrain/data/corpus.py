@@ -1,7 +1,7 @@
 """Rows → tokens → packed blocks, once, before any process group exists; then `batch(position)`, a pure function.
 
-The cache is a folder of flat, memory-mapped arrays, named by a digest of what they were made from. So the ranks of a
-node share one copy and a second run starts at once. Terms:
+The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
+for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once. Terms:
 
     row     one document or conversation, as tokens
     piece   consecutive tokens of one row in one block; pieces of a block do not attend to one another
@@ -30,12 +30,13 @@ from fsdptrain.config.plan import LAYOUT, Plan
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_rows
-from fsdptrain.data.encode import Encoder
+from fsdptrain.data.encode import TRAINED, Encoder
 from fsdptrain.data.pack import Ints, cut_and_pack
 from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError
 from fsdptrain.events import Progress
+from fsdptrain.text import share
 
 IGNORED = -100  # the label of a position that carries no loss
 
@@ -51,28 +52,38 @@ class Batch(TypedDict):
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The cached token stream of one data set, cut into pieces and packed into blocks.
+class EncodedRows:
+    """The cached token stream of one data set.
 
-    `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `pieces`
-    int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into pieces;
-    `labels` int64 [B] label tokens of each block; `notes` counts of rows that were split, cut or dropped; `lengths`
-    uint32 [R] tokens of every row before it was cut; `fingerprint` of the files, `digest` of the rows as tokens.
+    `tokens` uint32 [T]; `trained` bool [T], whether a token is a label; `ends` int64 [R+1] offsets of rows; `lengths`
+    uint32 [rows read] tokens of every row before it was cut or dropped; `notes` counts of rows that were read, split,
+    cut, dropped or divided, and of tokens; `fingerprint` of the files, `digest` of the rows as tokens; `name` the
+    digest of all that the stream was made from.
     """
 
     tokens: np.ndarray[Any, Any]
     trained: np.ndarray[Any, Any]
-    pieces: Ints
-    blocks: Ints
-    labels: Ints
+    ends: Ints
+    lengths: np.ndarray[Any, Any]
     notes: dict[str, int]
     seq_len: int
     pad: int
     fingerprint: str
-    lengths: np.ndarray[Any, Any]
-    ends: Ints
-    name: str = ""
-    digest: str = ""
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Corpus(EncodedRows):
+    """Rows that are cut into pieces and packed into blocks.
+
+    `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
+    pieces; `labels` int64 [B] label tokens of each block.
+    """
+
+    pieces: Ints
+    blocks: Ints
+    labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
 
     def __len__(self) -> int:
@@ -81,6 +92,11 @@ class Corpus:
     def fill(self) -> float:
         """Return the fraction of tokens, in all blocks, that are not padding."""
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
+
+    def lengths_per_block(self) -> float:
+        """Return how many different lengths the pieces of a block have on average."""
+        block = np.repeat(np.arange(len(self)), np.diff(self.blocks))
+        return len(np.unique(block * (self.seq_len + 1) + self.pieces[:, 1])) / len(self)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Return blocks `numbers` as the rows of a micro-batch.
@@ -129,9 +145,9 @@ class Corpus:
         return dataclasses.replace(self, pieces=pieces, blocks=np.arange(len(pieces) + 1), labels=lengths)
 
     def show(self, tokenizer: Any) -> str:
-        """Return the first piece of the first block as text, with the trained parts in ⟦ ⟧."""
-        start, length, _ = (int(n) for n in self.pieces[self.blocks[0]])
-        shown = slice(start, start + min(length, 400))
+        """Return the first row as text, with the trained parts in ⟦ ⟧."""
+        length = int(self.ends[1])
+        shown = slice(0, min(length, 400))
         ids, flags = self.tokens[shown].tolist(), np.asarray(self.trained[shown])
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))  # of the trained parts
         # Decoded from the beginning each time: a part decoded alone may lose its first space.
@@ -219,49 +235,78 @@ def prepare(
     `day` is what a chat template sees as today. Raises DataError for wrong rows, and when no row has a trained token.
     """
     data, seed = plan.recipe.data, plan.recipe.seed
-    corpus = open_corpus(plan.data_path, data, tokenizer, data.max_rows, progress, day)
-    corpus = dataclasses.replace(corpus, count_padding=count_padding)
-    held_out = None
+    held_out = data.eval or {}
+    rows = open_rows(plan.data_path, data, tokenizer, data.max_rows, progress, day)
+    packed = pack_rows(rows, data, seed, held_out.get("fraction"))
     if plan.eval_path is not None:
-        max_rows = (data.eval or {}).get("max_rows")
-        held_out = open_corpus(plan.eval_path, data, tokenizer, max_rows, progress, day)
-        held_out = dataclasses.replace(held_out, count_padding=count_padding)
-    elif data.eval is not None:
-        corpus, held_out = hold_out(corpus, data, data.eval["fraction"], seed)
-    stream = Stream(corpus, np.arange(len(corpus)), seed)
-    return stream, list(range(len(held_out))) if held_out else [], held_out or corpus
+        rows = open_rows(plan.eval_path, data, tokenizer, held_out.get("max_rows"), progress, day)
+        packed += pack_rows(rows, data, seed)
+    packed = [dataclasses.replace(corpus, count_padding=count_padding) for corpus in packed]
+    stream = Stream(packed[0], np.arange(len(packed[0])), seed)
+    return stream, list(range(len(packed[1]))) if packed[1:] else [], packed[-1]
 
 
-def hold_out(corpus: Corpus, data: Data, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-    """Return a corpus to train on and one to hold out, of whole rows: no row is in both.
+def row_notes(train: EncodedRows, held_out: EncodedRows) -> tuple[list[str], list[str]]:
+    """Return sentences on rows of which not all is used, and sentences on rows that are divided."""
+    lost, divided = _row_notes(train)
+    if held_out.name != train.name:  # from another path
+        for texts, others in zip((lost, divided), _row_notes(held_out), strict=True):
+            texts += [f"data.eval: {text}" for text in others]
+    return lost, divided
 
-    A text is divided only when whole rows give less than half of the tokens to hold out. Its end is then held out as a
-    row of its own, so that none of its tokens is a label of the first part. Raises DataError when either corpus would
-    be empty.
+
+def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
+    """Return sentences on rows that are lost, as a whole or in part, and on those that are only divided."""
+    notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
+    lost = {
+        "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
+        "cut": f"cut at {limit} (data.seq_len)",
+    }
+    divided = {"split": f"split into pieces of at most {limit} (data.seq_len)"}
+    found_lost, found_divided = (
+        [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes[what]]
+        for texts in (lost, divided)
+    )
+    if notes.get("divided"):
+        found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
+    return found_lost, found_divided
+
+
+def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None = None) -> list[Corpus]:
+    """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
+
+    No row is in both. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
+    then held out as a row of its own, so that none of its tokens is a label of the first part. Raises DataError when
+    either corpus would be empty.
     """
+    names = ("train",) if fraction is None else ("train", "held")
 
     def write(folder: Path) -> None:
-        starts, stops, held, divided = choose_held_out(corpus.ends, fraction, seed, data.format == "text")
-        for name, side in (("train", ~held), ("held", held)):
-            pieces, blocks, labels = cut_and_pack(starts[side], stops[side], corpus.trained, data)
+        starts, stops, held, divided = rows.ends[:-1], rows.ends[1:], np.zeros(len(rows.ends) - 1, bool), 0
+        if fraction is not None:
+            starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format == "text")
+        for name, side in zip(names, (~held, held), strict=False):
+            pieces, blocks, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
-                raise DataError(f"data.eval: fraction {fraction} of {len(corpus.ends) - 1} rows leaves none {use}")
-            for kind, values in (("pieces", pieces), ("blocks", blocks), ("labels", labels)):
+                raise DataError(f"data.eval: fraction {fraction} of {len(rows.ends) - 1} rows leaves none {use}")
+            for kind, values in zip(_PACKED, (pieces, blocks, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
 
-    folder = cached_folder("splits", [corpus.name, fraction, seed], write)
-    notes = corpus.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    train, held = (
-        dataclasses.replace(
-            corpus,
-            notes=notes,
-            **{kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode="r") for kind in ("pieces", "blocks", "labels")},
-        )
-        for name in ("train", "held")
-    )
-    return train, held
+    folder = cached_folder("packed", [rows.name, seed, fraction], write)
+    notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    return [
+        Corpus(**vars(rows) | {"notes": notes} | {kind: _array(folder / f"{name}-{kind}.npy") for kind in _PACKED})
+        for name in names
+    ]
+
+
+_PACKED = ("pieces", "blocks", "labels")
+
+
+def _array(path: Path) -> Any:
+    return np.load(path, mmap_mode="r")
 
 
 def choose_held_out(
@@ -289,10 +334,10 @@ def choose_held_out(
     return ends[:-1], ends[1:], np.insert(held, long + 1, True), 1
 
 
-def open_corpus(
+def open_rows(
     path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
-) -> Corpus:
-    """Return the corpus of a data path from the cache, made by the first process that needs it.
+) -> EncodedRows:
+    """Return the rows of a data path from the cache, made by the first process that needs them.
 
     Raises DataError for wrong rows, for files that change while they are read, and when no row has a trained token.
     """
@@ -306,36 +351,31 @@ def open_corpus(
     }  # fmt: skip
 
     def write(folder: Path) -> None:
-        _write_corpus(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
+        _write_rows(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
         if data_stamps(path) != before:
             raise DataError(f"{path} changed while it was read: run again when nothing writes to it")
 
     folder = cached_folder("data", key, write)
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
+    arrays = {name: _array(folder / f"{name}.npy") for name in ("lengths", "ends")}
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     digest = (folder / DIGEST_FILE).read_text(encoding="ascii")
-    return Corpus(
+    return EncodedRows(
         **flat, **arrays, notes=notes, seq_len=data.seq_len, pad=pad, fingerprint=content, digest=digest,
         name=folder.name,
     )  # fmt: skip
 
 
-_ARRAYS = ("pieces", "blocks", "labels", "lengths", "ends")
-
-
 _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 
 
-def _write_corpus(
-    folder: Path, path: str, data: Data, encode: Encoder, max_rows: int | None, progress: Progress
-) -> None:
-    """Tokenise every row into flat files, then cut the rows into pieces and pack these."""
+def _write_rows(folder: Path, path: str, data: Data, encode: Encoder, max_rows: int | None, progress: Progress) -> None:
+    """Tokenise every row into flat files."""
     sources = open_sources(path)
     total = sum(len(source) for source in sources)
     total = min(total, max_rows) if max_rows is not None else total
-    ends, done, digest = array("q", [0]), 0, hashlib.sha256()
+    ends, done, labels, digest = array("q", [0]), 0, 0, hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
         for source in sources:
             for batch in read_rows(source, data, None if max_rows is None else max_rows - done):
@@ -345,16 +385,13 @@ def _write_corpus(
                     trained.write(mask)
                     ends.append(ends[-1] + len(ids))
                     digest.update(len(ids).to_bytes(8) + row + mask)
+                    labels += mask.count(TRAINED, 1)  # nothing predicts the first token of a row
                 done += len(batch)
                 progress("tokenise", done, total)
     if ends[-1] == 0:
         raise DataError(f"{path}: none of the {done} rows has a trained token")
-    offsets = np.array(ends)
-    flags = np.memmap(folder / "trained.bin", np.bool_, "r")
-    pieces, blocks, labels = cut_and_pack(offsets[:-1], offsets[1:], flags, data)
-    for name, values in zip(_ARRAYS, (pieces, blocks, labels, np.array(encode.lengths), offsets), strict=True):
-        np.save(folder / f"{name}.npy", values)
-    counts = {**encode.counts, "divided": 0}
-    notes = {"rows": done, **counts, "tokens": int(ends[-1]), "label_tokens": int(labels.sum())}
+    np.save(folder / "lengths.npy", np.array(encode.lengths))
+    np.save(folder / "ends.npy", np.array(ends))
+    notes = {"rows": done, **encode.counts, "tokens": int(ends[-1]), "label_tokens": labels}
     (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
     (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")

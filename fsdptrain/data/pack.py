@@ -1,7 +1,15 @@
-"""Cut rows into pieces and pack the pieces into blocks."""
+"""Cut rows into pieces and pack the pieces into blocks.
+
+Rows are packed in random order: rows of one length, or of one place in the file, in one block would make the gradient
+of a step a worse estimate, and learning slower (`benchmarks/packing.py`).
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +19,22 @@ from fsdptrain.config.schema import Data
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
+WINDOW = 1024  # pieces among which `fill_blocks` looks for those that fill a block
 
-def cut_and_pack(starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data) -> tuple[Ints, Ints, Ints]:
+
+TRIED = 4  # pieces that it tries to complete with another
+
+
+def cut_and_pack(
+    starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int
+) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: pieces [P, 3], blocks [B+1] and labels [B] of a `Corpus`.
 
-    Pieces without a label token are left out.
+    Rows that share blocks are shuffled by `seed`. Pieces without a label token are left out.
     """
+    if data.packing != "none":
+        shuffled = np.random.default_rng([seed, 0, 2]).permutation(len(starts))  # [seed, epoch] is the stream's
+        starts, stops = starts[shuffled], stops[shuffled]
     # Rows are cut as if they followed one another without gaps; then the pieces are moved to where their rows are.
     ends = np.concatenate([[0], np.cumsum(stops - starts)])
     pieces = cut(ends, data)
@@ -52,50 +70,90 @@ def cut(ends: Ints, data: Data) -> Ints:
 def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
     """Count the label tokens of each piece: the trained tokens that its positions predict, all in the same row."""
     flags = np.asarray(trained)  # a plain array: slicing a memory map takes ten times as long
-    start, length, end = pieces.T
+    in_file = np.argsort(pieces[:, 0])  # read in order: they may be larger than memory
+    start, length, end = pieces[in_file].T
     wanted = zip((start + 1).tolist(), np.minimum(start + length + 1, end).tolist(), strict=True)
-    return np.array([np.count_nonzero(flags[a:b]) for a, b in wanted], np.int64)
+    labels = np.empty(len(pieces), np.int64)
+    labels[in_file] = [np.count_nonzero(flags[a:b]) for a, b in wanted]
+    return labels
 
 
 def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
     """Put pieces into blocks; return the order of the pieces [P] and the offsets of the blocks [B+1].
 
-    `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is best-fit decreasing.
+    `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is `fill_blocks`.
     """
-    lengths = pieces[:, 1]
     if data.packing == "none":
         return np.arange(len(pieces)), np.arange(len(pieces) + 1)
     if data.packing == "concat":
         block = pieces[:, 0] // data.seq_len
         changes = np.flatnonzero(np.diff(block)) + 1
         return np.arange(len(pieces)), np.concatenate([[0], changes, [len(pieces)]])
-    bins = best_fit_decreasing(lengths.tolist(), data.seq_len)
-    order = np.array([piece for members in bins for piece in members])
-    return order, np.cumsum([0] + [len(members) for members in bins])
+    members = fill_blocks(pieces[:, 1].tolist(), data.seq_len)
+    return np.array([*itertools.chain.from_iterable(members)]), np.cumsum([0, *map(len, members)])
 
 
-def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return bins of at most `size`: long items first, each in the fullest bin that has space for it.
+def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return blocks of at most `size`, as numbers of pieces, which have these lengths and come in random order.
 
-    `spaces` is a bit set of the free spaces that some open bin has; its lowest bit from `length` on is the best fit, so
-    an item costs O(size / 64) instead of a search over the bins. (Johnson et al., SIAM J. Comput. 3(4), 1974.)
+    A block takes the pieces that come next until there is space for about two more. The rest is filled as well as
+    possible with one or two of the next WINDOW pieces, again and again until none fits. So a block is a random sample
+    of the pieces but for its last ones, and is filled as well as by best-fit decreasing over all pieces.
     """
-    bins: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}
-    spaces = 0
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[item]
-        fitting = spaces >> length
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
-            number = by_space[space].pop()
-            if not by_space[space]:
-                spaces ^= 1 << space
-        else:
-            space, number = size, len(bins)
-            bins.append([])
-        bins[number].append(item)
-        left = space - length
-        by_space.setdefault(left, []).append(number)
-        spaces |= 1 << left
-    return bins
+    window, blocks = _Window(lengths), []
+    two = 2 * sum(lengths) / max(1, len(lengths))
+    while window.waiting:
+        block: list[int] = []
+        space = size
+        while (piece := window.first()) is not None and (not block or space >= max(two, lengths[piece])):
+            space -= window.take(piece)
+            block.append(piece)
+        while found := window.best_fit(space):
+            space -= sum(map(window.take, found))
+            block += found
+        blocks.append(block)
+    return blocks
+
+
+class _Window:
+    """The next WINDOW pieces: `waiting` in the order in which they come, `ranked` as sorted (length, piece)."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        self.waiting: OrderedDict[int, None] = OrderedDict()
+        self.ranked: list[tuple[int, int]] = []
+        self._coming = iter(range(len(lengths)))
+        self._admit(WINDOW)
+
+    def _admit(self, count: int) -> None:
+        for piece in itertools.islice(self._coming, count):
+            self.waiting[piece] = None
+            insort(self.ranked, (self.lengths[piece], piece))
+
+    def first(self) -> int | None:
+        """Return the piece that comes next."""
+        return next(iter(self.waiting), None)
+
+    def take(self, piece: int) -> int:
+        """Remove a piece, and admit another; return its length."""
+        length = self.lengths[piece]
+        del self.waiting[piece]
+        del self.ranked[bisect_left(self.ranked, (length, piece))]
+        self._admit(1)
+        return length
+
+    def best_fit(self, space: int) -> list[int]:
+        """Return the piece that fills a space best, or two of which one is among the first TRIED; [] if none fits."""
+        best, longest = self._longest(space)
+        found = [longest]
+        for piece in itertools.islice(self.waiting, TRIED):
+            length, other = self._longest(space - self.lengths[piece], besides=piece)
+            if length and self.lengths[piece] + length > best:
+                best, found = self.lengths[piece] + length, [piece, other]
+        return found if best else []
+
+    def _longest(self, space: int, besides: int = -1) -> tuple[int, int]:
+        """Return (length, piece) of the longest piece that fits, `besides` another one; (0, -1) if none fits."""
+        at = bisect_right(self.ranked, (space, math.inf)) - 1
+        at -= at >= 0 and self.ranked[at][1] == besides
+        return self.ranked[at] if at >= 0 else (0, -1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptrain.config.paths import data_kind, is_hub_data, matching_paths
 from fsdptrain.config.plan import HubData
-from fsdptrain.data.cache import cached_folder
+from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import StoredObject, fetch, list_objects
 from fsdptrain.data.readers import (
@@ -27,12 +27,6 @@ from fsdptrain.data.readers import (
 from fsdptrain.errors import DataError, NoData, shortened
 from fsdptrain.events import Progress
 from fsdptrain.storage import URL
-
-PIECE = 2**24  # bytes of a file that are read at a time
-
-
-QUICKLY_READ = 2**26  # bytes; the digest of less is not cached
-
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 
@@ -108,8 +102,8 @@ def data_stamps(path: str) -> list[tuple[str, int, int]]:
 def fingerprint(path: str) -> str:
     """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit.
 
-    Many bytes are read by one process of a node only: their digest is cached, until a file is changed. The copies of
-    objects do not change: their digest is cached by URL, size and ETag.
+    From QUICKLY_READ on they are read by one process of a node only: their digest is cached, until a file is changed.
+    The copies of objects do not change: their digest is cached by URL, size and ETag.
     """
     files = readable_files(path)
     if not files:

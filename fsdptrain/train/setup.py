@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.topology import Topology
-from fsdptrain.data.corpus import Corpus, Stream, prepare
+from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -384,13 +385,13 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
 def report_start(
     session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, facts: dict[str, Any]
 ) -> None:
-    """Write the events `start` and `resume`, and print the first sequence to the log."""
+    """Write the events `start` and `resume`, and print the first row to the log."""
     session.reporter.event("start", **facts)
     if checkpointer.world.rank == 0:
         changed = changes_since(session.rundir, steps_made, session.plan, checkpointer.identity)
         session.reporter.resume(steps_made, changed)
     shown = inputs.stream.corpus.show(inputs.tokenizer)
-    print(f"the first sequence, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
+    print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
 
 def start_facts(
@@ -399,12 +400,6 @@ def start_facts(
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
     note = varlen.mask_note(inputs.prepared.plan, inputs.prepared.bare) or flash_note
     recipe, stream = inputs.prepared.plan.recipe, inputs.stream
-    notes = stream.corpus.notes
-    texts = {
-        "cut": "rows were cut at {} tokens", "split": "rows were split into pieces of {} tokens",
-        "dropped": "rows were dropped: no trained token within {} tokens",
-        "divided": "text was divided: its last part is held out for evaluation",
-    }  # fmt: skip
     return {
         "parameters": sizes.counts.all,
         **({"trainable": sizes.counts.trained} if inputs.prepared.plan.freezes else {}),
@@ -423,9 +418,9 @@ def start_facts(
         "blocks": len(stream),
         "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
-        "data": notes,
+        "data": stream.corpus.notes,
         "data_notes": [
-            *(f"{notes[k]:,} {text.format(stream.corpus.seq_len)}" for k, text in texts.items() if notes[k]),
+            *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
             *([date_note(inputs.day)] if inputs.day else []),
         ],
         "torch": torch.__version__,

@@ -14,13 +14,13 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe_columns, peek
-from fsdptrain.data.corpus import Stream, prepare
+from fsdptrain.data.corpus import Stream, prepare, row_notes
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sources import bytes_to_download, count_files, readable_files, stored_objects
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
-from fsdptrain.text import counted, size
+from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
 
 HEADING = "Data"
@@ -117,7 +117,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     """Tokenise and pack as the run will, into the cache that it will read. Return the number of steps."""
     try:
         day = pin_date(plan, tokenizer, plan.rundir, keep=False)
-        stream, held_out, _ = prepare(plan, tokenizer, findings.send_progress, day=day)
+        stream, held_out, eval_corpus = prepare(plan, tokenizer, findings.send_progress, day=day)
     except OSError as error:
         if not is_disk_full(error):
             raise
@@ -134,12 +134,12 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     findings.add_facts("data", facts, HEADING)
     show_sequences(plan, facts, findings)
     if is_chat and not has_template:
-        findings.add_note("the tokenizer has no chat template: a plain one is used (see the first sequence above)")
-    if facts["divided"]:
-        findings.add_note(
-            "one text is longer than the whole held-out share: its last part is used for evaluation, the rest for "
-            "training"
-        )
+        findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
+    lost, divided = row_notes(stream.corpus, eval_corpus)
+    for text in lost:
+        findings.add_warning(text)
+    for text in divided:
+        findings.add_note(text)
     return int(facts["steps"])
 
 
@@ -152,6 +152,8 @@ def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
         "sequences": len(stream),
         "eval_sequences": held_out,
         "fill": corpus.fill(),
+        "rows_per_sequence": len(corpus.pieces) / len(corpus),
+        "lengths_per_sequence": corpus.lengths_per_block(),
         "steps_per_epoch": len(stream) / train.global_batch_size,
         "steps": plan.total_steps(len(stream)),
         "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
@@ -185,19 +187,28 @@ def show_sequences(plan: Plan, facts: dict[str, Any], findings: Findings) -> Non
     data, lengths = plan.recipe.data, facts["lengths"]
     treatment = long_row_treatment(data)
     beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}"}.get(treatment, treatment)
-    longer = f"longer than seq_len {data.seq_len:,}: {counted(lengths['over_seq_len'], 'row')} ({beyond})"
+    longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], facts['rows'], 'row')}, {beyond}"
     findings.add_lines(
         HEADING,
         f"{counted(facts['rows'], 'row')}, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
-        + (f"{counted(facts['dropped'], 'row')} dropped (no trained token)" if facts["dropped"] else "no rows dropped"),
+        + (
+            f"{share(facts['dropped'], facts['rows'], 'row')} dropped: no trained token"
+            if facts["dropped"]
+            else "no rows dropped"
+        ),
         f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
+    )
+    mixed = (
+        f", with {facts['rows_per_sequence']:.1f} rows of {facts['lengths_per_sequence']:.1f} different lengths in each"
+        if data.packing != "none"
+        else ""
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
     findings.add_lines(
         HEADING,
-        f"{facts['sequences']:,} sequences of {data.seq_len:,} tokens, {facts['fill']:.1%} filled; "
+        f"{facts['sequences']:,} sequences of {data.seq_len:,} tokens, {facts['fill']:.1%} filled{mixed}; "
         f"{facts['eval_sequences']:,} held out; {facts['steps_per_epoch']:,.1f} steps per epoch, {facts['steps']:,} in "
         f"total; {size(facts['prepared_bytes'])} in the cache",
-        f"the first sequence, trained parts in ⟦ ⟧:\n{facts['example']}",
+        f"the first row, trained parts in ⟦ ⟧:\n{facts['example']}",
     )

@@ -47,11 +47,13 @@ class Outcome:
     """The result of a dry run. `facts` is what `--json` prints; `sections` shows it: (heading, items).
 
     `unchecked` names what can be checked only on the machine that the plan is for; `notes` gives the reasons.
+    `warnings` are those of the notes that the verdict repeats.
     """
 
     verdict: str
     sections: list[tuple[str, list[Item]]]
     notes: list[str]
+    warnings: list[str]
     unchecked: list[str]
     problems: list[str]
     exit_code: int
@@ -71,6 +73,7 @@ class Findings:
         self.forecast: str | None = None  # the forecast, or what else was found to be right, in one line
         self.sections: dict[str, list[Item]] = {}
         self.notes: list[str] = []
+        self.warnings: list[str] = []  # those of the notes that the verdict repeats
         self.unchecked: list[str] = []
         self.problems: list[str] = []
         self._codes: dict[str, int] = {}
@@ -93,6 +96,11 @@ class Findings:
         """Add a note: something worth knowing that is not a problem."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def add_warning(self, text: str) -> None:
+        """Add a note that is repeated in the verdict."""
+        self.add_note(text)
+        self.warnings.append(text)
 
     def add_problem(self, error: FsdptrainError, this_machine_only: bool = False) -> None:
         """Add a problem. With `this_machine_only` it is just a note if the plan is for another machine."""
@@ -141,7 +149,9 @@ class Findings:
         others = [text for text in self.problems if self._codes[text] != DoesNotFit.exit_code]
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)} (listed at the end)"
         if not others:
-            return self.forecast or "no problems found; memory and time were not forecast"
+            no_forecast = "memory and time were not forecast"
+            found = self.forecast or (no_forecast if self.warnings else f"no problems found; {no_forecast}")
+            return "; ".join([found, *self.warnings])
         return f"{count}; memory forecast: {self.forecast}" if self.forecast else count
 
     def outcome(self) -> Outcome:
@@ -149,4 +159,6 @@ class Findings:
         verdict = self.verdict
         facts = {**self.levels, **self.step, "verdict": verdict, "notes": self.notes, "problems": self.problems}
         sections = [*self.sections.items()]
-        return Outcome(verdict, sections, self.notes, self.unchecked, self.problems, self.exit_code, facts)
+        return Outcome(
+            verdict, sections, self.notes, self.warnings, self.unchecked, self.problems, self.exit_code, facts
+        )

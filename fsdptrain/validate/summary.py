@@ -26,7 +26,8 @@ def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
 
     On a terminal the verdict comes again last, because what is between scrolls the first line away.
     """
-    page.say(outcome.verdict, style="bold red" if outcome.exit_code else "bold green")
+    colour = "red" if outcome.exit_code else "yellow" if outcome.warnings else "green"
+    page.say(outcome.verdict, style=f"bold {colour}")
     for heading, items in outcome.sections:
         page.say("")
         page.say(heading, style="bold")
@@ -43,7 +44,7 @@ def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
             page.say(note, INDENT)
     if page.width is not None and not outcome.problems:
         page.say("")
-        page.say(outcome.verdict, style="bold green")
+        page.say(outcome.verdict, style=f"bold {colour}")
 
 
 def _text(page: Page, text: str) -> None:

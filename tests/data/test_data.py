@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from datetime import date
 from itertools import pairwise
@@ -33,8 +34,8 @@ from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
-from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_corpus, prepare
-from fsdptrain.data.pack import best_fit_decreasing, cut, pack, piece_labels
+from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
+from fsdptrain.data.pack import cut, fill_blocks, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import CheckpointError, DataError
@@ -99,7 +100,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
 def corpus_of(path: Path, tokenizer: Any, **data: Any) -> Corpus:
     """Return the corpus of a file."""
     settings = Data(**data)
-    return open_corpus(str(path), settings, tokenizer, settings.max_rows, quiet)
+    return pack_rows(open_rows(str(path), settings, tokenizer, settings.max_rows, quiet), settings, seed=0)[0]
 
 
 def corpus_from(folder: Path, tokenizer: Any, *rows: dict[str, Any], **data: Any) -> Corpus:
@@ -137,28 +138,21 @@ def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- packing
 
 
-def naive_best_fit_decreasing(lengths: list[int], size: int) -> list[int]:
-    """Return the free space of every bin, by the textbook algorithm."""
+def best_fit_decreasing(lengths: list[int], size: int) -> list[list[int]]:
+    """Return blocks by the textbook algorithm: long pieces first, each in the fullest block that has space for it."""
+    blocks: list[list[int]] = []
     free: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [number for number, space in enumerate(free) if space >= length]
+    for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
+        fitting = [number for number, space in enumerate(free) if space >= lengths[piece]]
         if fitting:
-            free[min(fitting, key=lambda number: free[number])] -= length
+            number = min(fitting, key=lambda number: free[number])
         else:
-            free.append(size - length)
-    return free
-
-
-def first_fit(lengths: list[int], size: int) -> int:
-    """Return how many bins first-fit needs in the given order."""
-    free: list[int] = []
-    for length in lengths:
-        number = next((number for number, space in enumerate(free) if space >= length), None)
-        if number is None:
-            free.append(size - length)
-        else:
-            free[number] -= length
-    return len(free)
+            number = len(free)
+            free.append(size)
+            blocks.append([])
+        free[number] -= lengths[piece]
+        blocks[number].append(piece)
+    return blocks
 
 
 items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(1, size), max_size=60), st.just(size)))
@@ -166,21 +160,63 @@ items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(
 
 @given(items)
 @settings(max_examples=100)
-def test_best_fit_decreasing(case: tuple[list[int], int]) -> None:
+def test_blocks_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]) -> None:
     lengths, size = case
-    bins = best_fit_decreasing(lengths, size)
-    assert sorted(item for members in bins for item in members) == list(range(len(lengths)))
-    space = [size - sum(lengths[item] for item in members) for members in bins]
-    assert min(space, default=0) >= 0
-    assert sorted(space) == sorted(naive_best_fit_decreasing(lengths, size))
-    assert len(bins) <= 11 / 9 * first_fit(lengths, size) + 1  # Johnson et al. 1974, with the optimum bounded above
-    assert best_fit_decreasing(lengths, size) == bins
+    blocks = fill_blocks(lengths, size)
+    assert sorted(piece for block in blocks for piece in block) == list(range(len(lengths)))
+    for number, block in enumerate(blocks):
+        space = size - sum(lengths[piece] for piece in block)
+        later = [lengths[piece] for rest in blocks[number + 1 :] for piece in rest]
+        assert 0 <= space < min(later, default=size + 1)
+        assert block[0] == min(piece for rest in blocks[number:] for piece in rest)  # no piece waits for long
 
 
-def test_best_fit_decreasing_is_quick() -> None:
+def test_filling_blocks_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
-    bins = best_fit_decreasing(lengths, 8192)  # a quadratic algorithm would take hours
-    assert len(bins) <= 1.01 * sum(lengths) / 8192
+    blocks = fill_blocks(lengths, 8192)  # a quadratic algorithm would take hours
+    assert len(blocks) <= 1.02 * sum(lengths) / 8192
+
+
+def lengths_per_block(lengths: list[int], blocks: list[list[int]]) -> float:
+    """Return how many different lengths the pieces of a block have on average."""
+    return float(np.mean([len({lengths[piece] for piece in block}) for block in blocks]))
+
+
+@pytest.mark.parametrize(("path", "seq_len"), [(GSM8K, 512), (GSM8K, 1024), (SHAKESPEARE, 256)])
+def test_blocks_are_as_full_as_by_best_fit_decreasing_and_mixed_as_if_drawn(
+    bpe: Any, tmp_path: Path, path: Path, seq_len: int
+) -> None:
+    """Best-fit decreasing puts rows of one length into one block; random blocks have as many lengths as can be."""
+    if path == SHAKESPEARE:
+        lines = [{"text": line} for line in path.read_text().splitlines()[:12_000] if line]
+        corpus = corpus_from(tmp_path, bpe, *lines, seq_len=seq_len)
+    else:
+        corpus = corpus_of(path, bpe, seq_len=seq_len, **PC)
+    lengths, counts = corpus.pieces[:, 1].tolist(), np.diff(corpus.blocks)
+    found = lengths_per_block(lengths, np.split(np.arange(len(lengths)), corpus.blocks[1:-1]))
+    assert corpus.lengths_per_block() == pytest.approx(found)
+    assert counts.min() >= 1
+    drawn = np.random.default_rng(0).permutation(len(lengths))
+    assert found >= 0.97 * lengths_per_block(lengths, np.split(drawn, corpus.blocks[1:-1]))
+    sorted_blocks = best_fit_decreasing(lengths, seq_len)
+    assert len(corpus) <= 1.01 * len(sorted_blocks)
+    assert lengths_per_block(lengths, sorted_blocks) < 0.8 * found
+
+
+@pytest.mark.parametrize("packing", ["bfd", "concat"])
+def test_neighbours_in_the_file_do_not_share_blocks(bpe: Any, tmp_path: Path, packing: str) -> None:
+    rows = [{"text": f"row {number}"} for number in range(1000)]
+    corpora = []
+    for seed in (0, 0, 1):
+        plan = a_plan(tmp_path, seed=seed, data__path=str(jsonl(tmp_path / "rows.jsonl", *rows)), data__packing=packing)
+        corpora.append(prepare(plan, bpe, quiet)[0].corpus)
+    corpus = corpora[0]
+    row = np.searchsorted(corpus.ends, corpus.pieces[:, 0], side="right")
+    block = np.repeat(np.arange(len(corpus)), np.diff(corpus.blocks))
+    places = [row[block == number] for number in range(len(corpus))]
+    together = np.mean([np.diff(np.sort(place)).min() == 1 for place in places if len(place) > 1])
+    assert together < 0.5  # of random blocks; all of them, if rows were packed as they follow in the file
+    assert [c.pieces.tolist() == corpus.pieces.tolist() for c in corpora] == [True, True, False]
 
 
 @st.composite
@@ -192,14 +228,15 @@ def documents(draw: st.DrawFn) -> tuple[list[int], list[bool], Data]:
 
 
 def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
-    """Return a corpus whose tokens are numbered, made as `_write_corpus` makes it."""
-    flags = np.array(trained)
-    pieces = cut(np.cumsum([0, *lengths]), data)
+    """Return a corpus whose tokens are numbered, with all pieces, in blocks as `pack` makes them."""
+    flags, ends = np.array(trained), np.cumsum([0, *lengths])
+    pieces = cut(ends, data)
     order, blocks = pack(pieces, data)
     labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
-    tokens = np.arange(len(flags), dtype=np.uint32)
-    ends = np.cumsum([0, *lengths])
-    return Corpus(tokens, flags, pieces[order], blocks, labels, {}, data.seq_len, 0, "", np.array(lengths), ends)
+    return Corpus(
+        tokens=np.arange(len(flags), dtype=np.uint32), trained=flags, ends=ends, lengths=np.array(lengths), notes={},
+        seq_len=data.seq_len, pad=0, fingerprint="", name="", pieces=pieces[order], blocks=blocks, labels=labels,
+    )  # fmt: skip
 
 
 @given(documents())
@@ -228,7 +265,7 @@ def test_every_token_of_every_row_is_in_one_piece(case: tuple[list[int], list[bo
     elif data.packing == "none":
         assert len(fill) == len(pieces) == sum(math.ceil(length / data.seq_len) for length in lengths)
     else:
-        assert len(fill) == len(naive_best_fit_decreasing(pieces[:, 1].tolist(), data.seq_len))
+        assert len(fill) <= 1 + 2 * fill.sum() / data.seq_len
 
 
 @given(documents())
@@ -954,7 +991,8 @@ def test_rows_are_read_only_once(bpe: Any, tmp_path: Path, own_cache: Path, monk
 
     monkeypatch.setattr(fsdptrain.data.corpus, "open_sources", untouchable)
     data = Data(seq_len=16)
-    again = open_corpus(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable)
+    monkeypatch.setattr(fsdptrain.data.corpus, "cut_and_pack", untouchable)
+    (again,) = pack_rows(open_rows(str(tmp_path / "rows.jsonl"), data, bpe, None, untouchable), data, seed=0)
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert inputs(again) == inputs(first)
     assert (again.notes, again.fingerprint) == (first.notes, first.fingerprint)
@@ -966,7 +1004,7 @@ def test_a_template_renders_the_day_of_the_run(marks: str, bpe: Any, tmp_path: P
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + (marks or PLAIN_CHAT_TEMPLATE)
     path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["one turn"]})
     data, days = Data(format="chat", seq_len=256), (date(2024, 7, 26), date(2024, 7, 27), date(2024, 7, 26))
-    first, second, again = (open_corpus(str(path), data, tokenizer, None, quiet, day) for day in days)
+    first, second, again = (open_rows(str(path), data, tokenizer, None, quiet, day) for day in days)
     shown = [tokenizer.decode(each.tokens[: each.lengths[0]].tolist())[:11] for each in (first, second)]
     assert shown == ["26 Jul 2024", "27 Jul 2024"]
     assert first.digest == again.digest != second.digest and first.name == again.name != second.name
@@ -978,7 +1016,7 @@ def test_a_template_renders_the_day_of_the_run(marks: str, bpe: Any, tmp_path: P
 def test_progress_is_reported(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     path = jsonl(tmp_path / "rows.jsonl", *({"text": "a"} for _ in range(2500)))
-    open_corpus(str(path), Data(seq_len=16), bpe, None, lambda *call: calls.append(call))
+    open_rows(str(path), Data(seq_len=16), bpe, None, lambda *call: calls.append(call))
     assert [done for _, done, _ in calls] == [1000, 2000, 2500]
     assert {(stage, total) for stage, _, total in calls} == {("tokenise", 2500)}
 
@@ -1030,12 +1068,20 @@ def test_a_failure_leaves_nothing_behind(bpe: Any, tmp_path: Path, own_cache: Pa
     assert len(prepared(own_cache)) == 1
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "pieces.npy", "blocks.npy", "notes.json", "sums.json"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("data", name) for name in ("tokens.bin", "trained.bin", "ends.npy", "notes.json", "sums.json")),
+        *(("packed", name) for name in ("train-pieces.npy", "train-blocks.npy", "notes.json")),
+    ],
+)
 @pytest.mark.parametrize("how", ["cut", "flipped", "empty", "gone"])
-def test_a_damaged_corpus_is_made_again(bpe: Any, tmp_path: Path, own_cache: Path, name: str, how: str) -> None:
+def test_a_damaged_corpus_is_made_again(
+    bpe: Any, tmp_path: Path, own_cache: Path, kind: str, name: str, how: str
+) -> None:
     rows = [{"text": "Hello there"}, {"text": "and here"}]
     first = everything(corpus_from(tmp_path, bpe, *rows, seq_len=16))
-    (folder,) = prepared(own_cache)
+    (folder,) = prepared(cache_dir(kind))
     raw = (folder / name).read_bytes()
     changed = {"cut": raw[:-1], "flipped": raw[:-1] + bytes([raw[-1] ^ 1]), "empty": b"", "gone": b""}
     (folder / name).write_bytes(changed[how])
@@ -1044,7 +1090,65 @@ def test_a_damaged_corpus_is_made_again(bpe: Any, tmp_path: Path, own_cache: Pat
     again = everything(corpus_from(tmp_path, bpe, *rows, seq_len=16))
     assert all((first[key] == again[key]).all() for key in first)
     assert (folder / name).read_bytes() == raw
-    assert prepared(own_cache) == [folder]
+    assert prepared(cache_dir(kind)) == [folder]
+
+
+def much(folder: Path) -> None:
+    """Write a prepared file of 70 MB, which is mostly a hole."""
+    with (folder / "tokens.bin").open("wb") as stream:
+        stream.write(b"tokens")
+        stream.truncate(70_000_000)
+
+
+def flip_a_bit(file: Path, at: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\1")
+
+
+def test_damage_anywhere_in_much_data_is_found(own_cache: Path) -> None:
+    made: list[Path] = []
+
+    def write(folder: Path) -> None:
+        made.append(folder)
+        much(folder)
+
+    folder = cached_folder("data", "much", write)
+    flip_a_bit(folder / "tokens.bin", 69_000_000)
+    assert cached_folder("data", "much", write) == folder and len(made) == 2
+    assert (folder / "tokens.bin").read_bytes().count(0) == 70_000_000 - len(b"tokens")
+
+
+def test_much_data_is_compared_once_until_it_is_touched(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read, crc32 = cached_folder("data", "much", much), list[int](), zlib.crc32
+
+    def checksum(piece: bytes, value: int) -> int:
+        read.append(len(piece))
+        return crc32(piece, value)
+
+    monkeypatch.setattr("fsdptrain.data.cache.zlib.crc32", checksum)
+    for touches in range(3):
+        assert cached_folder("data", "much", much) == cached_folder("data", "much", much) == folder
+        assert sum(read) == 70_000_000 * touches
+        os.utime(folder / "tokens.bin")
+
+
+@pytest.mark.parametrize("how", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_prepared_data_that_the_system_cannot_read_is_not_removed(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, how: int
+) -> None:
+    def write(folder: Path) -> None:
+        (folder / "tokens.bin").write_bytes(b"tokens")
+
+    folder = cached_folder("data", "few", write)
+
+    def fails(piece: bytes, value: int = 0) -> int:
+        raise OSError(how, os.strerror(how), str(folder / "tokens.bin"))
+
+    monkeypatch.setattr("fsdptrain.data.cache.zlib.crc32", fails)
+    with pytest.raises(CheckpointError, match=rf"cannot read the cache.*tokens\.bin: {os.strerror(how)}"):
+        cached_folder("data", "few", much)
+    assert (folder / "tokens.bin").read_bytes() == b"tokens"
 
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path, own_cache: Path) -> None:
@@ -1067,7 +1171,7 @@ def test_a_file_that_is_written_to_while_it_is_read(bpe: Any, tmp_path: Path, ow
             path.write_text("".join(rows * 2 if change == "grows" else rows[:1200]))
 
     with pytest.raises(DataError, match=r"changed while it was read|cannot be read|nothing"):
-        open_corpus(str(path), Data(seq_len=16), bpe, None, meanwhile)
+        open_rows(str(path), Data(seq_len=16), bpe, None, meanwhile)
     assert prepared(own_cache) == []
 
 
@@ -1082,7 +1186,7 @@ PREPARE = """
 import json, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
-from fsdptrain.data.corpus import open_corpus
+from fsdptrain.data.corpus import open_rows, pack_rows
 from fsdptrain.config.schema import Data
 folder, me = Path(sys.argv[1]), sys.argv[2]
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -1091,7 +1195,8 @@ data = Data(seq_len=256, format="prompt_completion", columns={"prompt": "questio
 while len(list(folder.glob("ready-*"))) < 2:
     time.sleep(0.001)
 calls = []
-corpus = open_corpus(sys.argv[3], data, tokenizer, None, lambda *call: calls.append(call))
+rows = open_rows(sys.argv[3], data, tokenizer, None, lambda *call: calls.append(call))
+(corpus,) = pack_rows(rows, data, seed=0)
 print(json.dumps([len(calls), len(corpus), int(corpus.tokens.sum()), corpus.pieces.tolist()]))
 """
 

@@ -36,7 +36,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
 from fsdptrain.data import objects, sources
 from fsdptrain.data.columns import read_rows
-from fsdptrain.data.corpus import open_corpus
+from fsdptrain.data.corpus import open_rows
 from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
@@ -410,11 +410,11 @@ def test_the_prepared_data_is_that_of_the_same_local_files(
         def note(*step: Any, seen: list[tuple[str, int, int]] = stages) -> None:
             seen.append(step)
 
-        made.append(open_corpus(path, Data(path=path, seq_len=64), tokenizer, None, note))
+        made.append(open_rows(path, Data(path=path, seq_len=64), tokenizer, None, note))
         downloads = [step for step in stages if step[0].startswith("downloading data")]
         assert [bool(downloads), bool(downloads) and downloads[-1][1] == downloads[-1][2] > 1] == [number == 1] * 2
     assert made[0].fingerprint == made[1].fingerprint and made[0].notes == made[1].notes
-    for name in ("tokens", "trained", "pieces", "blocks", "labels", "ends"):
+    for name in ("tokens", "trained", "lengths", "ends"):
         assert np.array_equal(getattr(made[0], name), getattr(made[1], name)), name
 
 

@@ -128,7 +128,7 @@ def test_nodes_that_share_no_folder_train_one_run(tmp_path: Path, server: Object
     (tmp_path / "metrics.jsonl").write_bytes(stored["metrics.jsonl"])
     assert [step for step, *_ in losses(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert json.loads(stored["export.json"])["step"] == 4 and "claim.json" not in stored
-    assert all(stored[f"logs/rank-{rank}.log"].count(b"the first sequence") == 2 for rank in range(2))
+    assert all(stored[f"logs/rank-{rank}.log"].count(b"the first row,") == 2 for rank in range(2))
 
 
 def test_an_export_that_the_store_refuses_is_uploaded_by_the_next_start(

@@ -225,8 +225,39 @@ def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
     assert (
         "█" in output
         and "⟦First Citizen" in output
-        and re.search(r"longer than seq_len 64: \d+ rows \(split\)", output)
+        and re.search(r"longer than seq_len 64: \d+ of 300 rows \(\d+%\), split", output)
     )
+
+
+def problems(folder: Path, short: int, long: int, cut: int) -> Path:
+    """Write rows: of the `long` ones the prompt alone is too long for 64 tokens, of the `cut` ones the answer."""
+    rows = [*short * [("How many?", "Four.")], *long * [("many " * 200, "Four.")], *cut * [("How?", "four " * 200)]]
+    path = folder / f"problems-{short}.jsonl"
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
+    return path
+
+
+def test_rows_that_are_not_used_are_in_the_verdict_and_the_notes_with_their_share(tmp_path: Path) -> None:
+    data = {"format": "prompt_completion", "seq_len": 64, "separator": "\n"}
+    data |= {"path": str(problems(tmp_path, 27, 31, 2)), "eval": {"path": str(problems(tmp_path, 5, 0, 3))}}
+    found, output = validate(write_recipe(tmp_path, data=data))
+    dropped, cut = (
+        "31 of 60 rows (52%) dropped: no trained token in the first 64 tokens",
+        "33 of 60 rows (55%) cut at 64 tokens",
+    )
+    assert not found.problems and "no problems found" not in output
+    for text in (dropped, cut, "data.eval: 3 of 8 rows (38%) cut at 64 tokens"):
+        assert text in found.verdict and any(note.startswith(text) for note in found.notes)
+    assert "60 rows, " in output and "31 of 60 rows (52%) dropped: no trained token\n" in output
+    facts = found.levels["data"]
+    assert (facts["rows"], facts["dropped"], facts["cut"]) == (60, 31, 33)
+
+
+def test_the_data_level_says_how_mixed_a_sequence_is(tmp_path: Path) -> None:
+    found, output = validate(write_recipe(tmp_path))
+    data = found.levels["data"]
+    assert 1 <= data["lengths_per_sequence"] <= data["rows_per_sequence"]
+    assert f"{data['rows_per_sequence']:.1f} rows of {data['lengths_per_sequence']:.1f} different lengths" in output
 
 
 @pytest.mark.parametrize("tied", [False, True])
