@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdptrain.files import is_regular_file, regular_file_status, set_aside, unused_name, write_atomically
+from fsdptrain.records import read_object, read_text
 from fsdptrain.rundir import MARK, RunDir
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
@@ -96,10 +97,10 @@ def write_export_record(rundir: RunDir, step: int, written: Stamps) -> None:
 def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
     """Return the step of the export and the files written into it, or (None, {}) without a valid record."""
     try:
-        record = json.loads(rundir.export_record.read_bytes() if is_regular_file(rundir.export_record) else "{}")
+        record = read_object(rundir.export_record)
         files = {str(name): [int(n) for n in stamp] for name, stamp in record["files"].items()}
         return int(record["step"]), files
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None, {}
 
 
@@ -123,7 +124,7 @@ def install_assets(scratch: Path, folder: Path) -> None:
 def _recorded_assets(folder: Path) -> dict[str, list[int] | None]:
     """Return the files that the mark of a `model` folder lists, with stamps (earlier versions wrote none)."""
     try:
-        listed = json.loads((folder / MARK).read_bytes())
+        listed = json.loads(read_text(folder / MARK))
         return dict(listed) if isinstance(listed, dict) else {str(name): _stamp(folder / str(name)) for name in listed}
     except (OSError, ValueError, TypeError, RecursionError):
         return {}

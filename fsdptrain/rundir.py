@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.records import read_object
 from fsdptrain.storage import URL, CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
@@ -26,8 +26,8 @@ class RunDir:
     def open(cls, root: Path) -> RunDir:
         """Return the folder of an earlier run, whose plan says where the checkpoints are."""
         place = url = None
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            recipe = json.loads((root / "plan.json").read_bytes())["recipe"]
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            recipe = read_object(root / "plan.json")["recipe"]
             place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
         place = place if isinstance(place, str) and place else None
         return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)

@@ -27,6 +27,7 @@ from fsdptrain.events import Progress
 from fsdptrain.files import set_aside, write_atomically
 from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record, write_mark
 from fsdptrain.processes import StopRequest
+from fsdptrain.records import json_object
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import abort_uploads, object_path, store_errors
 
@@ -138,7 +139,7 @@ class RunStore:
         Raises StorageError also if another machine has taken over the run.
         """
         if not self.is_writer():
-            by = json.loads(self._read(WRITTEN_BY) or b"{}").get("host", "nobody")
+            by = json_object(self._read(WRITTEN_BY) or b"{}").get("host", "nobody")
             raise StorageError(f"{self.root}: this run was taken over by {by}: nothing more is written from here")
         self._push(_is_copied)
 
@@ -205,8 +206,8 @@ class RunStore:
 
     def _export_record(self) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
-            found = json.loads(self._read(EXPORT_RECORD) or b"{}")
-            return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}
+            found = json_object(self._read(EXPORT_RECORD) or b"{}")
+            return found if isinstance(found.get("step"), int) and isinstance(found.get("files"), dict) else {}
         return {}
 
     def _listed(self, below: str = "") -> dict[str, int]:

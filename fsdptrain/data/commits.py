@@ -17,6 +17,7 @@ from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
 from fsdptrain.files import write_atomically
+from fsdptrain.records import read_object
 from fsdptrain.rundir import RunDir
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
@@ -50,7 +51,7 @@ def _commits_of_run(rundir: RunDir, hub_paths: list[str]) -> Commits:
     commits: Commits = {}
     if rundir.commits.is_file():
         try:
-            stored = json.loads(rundir.commits.read_text(encoding="utf-8"))
+            stored = read_object(rundir.commits)
             if rundir.checkpoint_steps() or stored["start"] == _newest_start(rundir):
                 commits = {path: _check_commit(commit) for path, commit in stored["commits"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

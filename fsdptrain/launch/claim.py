@@ -25,10 +25,10 @@ from filelock import FileLock, Timeout
 
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, disk_full_error, is_disk_full, listed
-from fsdptrain.files import write_atomically
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Unreadable, disk_full_error, is_disk_full, listed
+from fsdptrain.files import is_regular_file, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -38,6 +38,7 @@ from fsdptrain.launch.attempts import (
 )
 from fsdptrain.launch.holder import claimed, node_name
 from fsdptrain.ownership import is_marked, write_mark
+from fsdptrain.records import read_object
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.storage import URL, try_writing
@@ -175,6 +176,18 @@ def check_output_dir(rundir: RunDir) -> None:
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
     reject_external_symlinks(rundir)
+    for path in (
+        rundir.plan,
+        rundir.metrics,
+        rundir.progress,
+        rundir.commits,
+        rundir.export_record,
+        rundir.launcher_log,
+    ):
+        if os.path.lexists(path) and not is_regular_file(path):
+            raise RecipeError(
+                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
+            )
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
@@ -257,10 +270,10 @@ def _folder_contents(folder: Path) -> list[Path]:
 def _is_of_earlier_version(rundir: RunDir) -> bool:
     """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
     try:
-        fields = json.loads(rundir.plan.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        fields = read_object(rundir.plan)
+    except (OSError, Unreadable):
         return False
-    return isinstance(fields, dict) and {"version", "recipe", "run_dir", "topology"} <= fields.keys()
+    return {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
 
 @contextlib.contextmanager
@@ -311,8 +324,8 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     timeout, found = plan.recipe.launch.timeout_s, None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        with contextlib.suppress(Exception):  # it does not exist yet, or is of another version
-            found = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, Unreadable):  # it does not exist yet, or is of another version
+            found = open_plan(rundir.plan)
             if found.digest() == plan.digest():
                 return
         time.sleep(POLL_S)

@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import RecipeError, StorageError
+from fsdptrain.records import json_object
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import CLAIM
 from fsdptrain.storage import ObjectPath, object_path, store_errors
@@ -85,8 +86,7 @@ def read_claim(place: ObjectPath) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     with contextlib.suppress(ValueError):  # not of fsdptrain: it is taken over when it does not change
-        found = json.loads(content)
-        return found if isinstance(found, dict) else {}
+        return json_object(content)
     return {}
 
 
