@@ -131,6 +131,7 @@ EVENTS = {
     "save": EventKind(
         "the checkpoint of `step` is complete",
         {"step": COUNT, "path": TEXT, "bytes": COUNT, "seconds": SECONDS},
+        {"blocked_s": SECONDS},
         undone=True, trains=True,
     ),
     "skip": EventKind("a step was not finite and is left out", {"step": COUNT, "what": TEXT}, undone=True),
@@ -226,6 +227,8 @@ def json_object(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"not UTF-8 at byte {error.start:,}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1:,}") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

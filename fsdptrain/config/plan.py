@@ -288,11 +288,12 @@ def open_plan(path: Path) -> Plan:
     """
     try:
         return Plan.from_json(read_text(path))
-    except (OSError, Unreadable):
+    except OSError:
         raise
     except Exception as error:  # see `from_json`
+        why = first_line(error).removeprefix(f"{path}: ")
         raise Unreadable(
-            f"{path} is not a plan of this version of fsdptrain: {first_line(error)}; use the version that wrote it, "
+            f"{path} is not a plan of this version of fsdptrain: {why}; use the version that wrote it, "
             "or replace it with the newest file of plans/ beside it"
         ) from None
 
