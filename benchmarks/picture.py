@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.events import Tail
 from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.launch.heading import heading
+from fsdptrain.records import Tail
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 

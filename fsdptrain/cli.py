@@ -516,18 +516,27 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
 
 @app.command()
 def status(
-    run_dir: RunDirArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or the URL that is output_dir")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show what goes on in a run. Works on any machine that sees its folder; changes nothing."""
-    from fsdptrain.launch.status import observe, show_status, watch
+    """Show what goes on in a run, or in each run below a folder. Works on any machine that sees it; changes nothing."""
+    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
     from fsdptrain.page import Page
+    from fsdptrain.records import json_safe
     from fsdptrain.storage import URL
 
     with _opened_run(run_dir) as rundir:
         page = Page()
-        if as_json:
-            print(json.dumps(observe(rundir).facts(), indent=2))
+        if not is_run_folder(rundir.root):
+            runs = list_runs(rundir.root)
+            if as_json:
+                print(json.dumps(json_safe(runs), indent=2))
+            else:
+                show_runs(runs, rundir.root, page)
+        elif as_json:
+            print(json.dumps(json_safe(observe(rundir).facts()), indent=2))
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:

@@ -2,7 +2,8 @@
 
     FsdptrainError            1   an internal error, if no subclass applies
     ├── RecipeError           2   the recipe or the command line is wrong
-    │   └── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
+    │   ├── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
+    │   └── Unreadable        2   a file of a run folder is not what fsdptrain writes there
     ├── DoesNotFit            3   a dry run found that the plan does not fit into memory
     ├── DataError             4   the data is wrong: file, line, what was expected
     │   └── NoData            4   the data is not on this machine, and the Hub or store refuses
@@ -62,6 +63,10 @@ class RecipeError(FsdptrainError):
 
 class NoModel(RecipeError):
     """A model or tokenizer is not on this machine and cannot be downloaded; another machine may have it."""
+
+
+class Unreadable(RecipeError, ValueError):
+    """A file of a run folder is not what fsdptrain writes there; the message begins with its path."""
 
 
 class DoesNotFit(FsdptrainError):
@@ -150,6 +155,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         FsdptrainError,
         RecipeError,
         NoModel,
+        Unreadable,
         DoesNotFit,
         DataError,
         NoData,

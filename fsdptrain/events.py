@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fsdptrain.errors import to_record
+from fsdptrain.records import EVENTS, Record, RunState, Tail, json_safe, without_undone
 from fsdptrain.rundir import RunDir
-
-Record = dict[str, Any]
-
 
 PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
 
@@ -52,28 +49,29 @@ class Reporter:
             self._board = EventFileWriter(str(rundir.tensorboard))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event with its time (`at`, seconds since 1970); `step` and `eval` go to TensorBoard too."""
+        """Write one event with its time (`at`, seconds since 1970), its numbers to TensorBoard too (see EVENTS)."""
         if self._metrics is None:
             return
         record = {"event": kind, "at": round(time.time(), 3), **fields}
-        self._metrics.write(json.dumps(_json_safe(record)) + "\n")
+        self._metrics.write(json.dumps(json_safe(record)) + "\n")
         if self._screen:
             self._screen.show(record)
-        if self._board and kind in ("step", "eval"):
+        if self._board and EVENTS[kind].on_board:
             self._scalars(kind, fields)
         if self._board and kind == "resume":
             self._purge(fields["step"])
 
     def resume(self, step: int, changed: dict[str, Any]) -> None:
         """Write that training continues after `step`, unless this is the first start. Readers drop later events."""
-        records = read_history(self._rundir.metrics) if self._rundir else ()
-        if step or any(record["event"] in STEP_EVENTS for record in records):
+        if step or self._earlier().has_trained:
             self.event("resume", step=step, changed=changed)
 
-    def has(self, kind: str, step: int | None = None) -> bool:
-        """Return whether the run has an event of this kind (and of this step), from this or an earlier attempt."""
-        records = read_history(self._rundir.metrics) if self._rundir else ()
-        return any(record["event"] == kind and step in (None, record.get("step")) for record in records)
+    def has(self, kind: str, step: int) -> bool:
+        """Return whether the run has an event of this kind and step, from this or an earlier attempt."""
+        return self._earlier().has(kind, step)
+
+    def _earlier(self) -> RunState:
+        return RunState.of(Tail(self._rundir.metrics, from_end=False).read() if self._rundir else ())
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Write how many rows, tensors or files of a stage are done, at most once per PROGRESS_INTERVAL_S.
@@ -121,68 +119,13 @@ def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:
 def cut_partial_lines(rundir: RunDir) -> None:
     """Cut off the partial last line that a full disk or a killed process left in a log. No process may be writing."""
     for path in (rundir.metrics, rundir.progress):
-        if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
-            os.truncate(path, text.rfind(b"\n") + 1)
+        if (complete := Tail(path).offset) and path.stat().st_size > complete:
+            os.truncate(path, complete)
 
 
-def _json_safe(record: Record) -> Record:
-    """Return a record with non-finite numbers as text ("nan", "inf"), because JSON has none."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
-class Tail:
-    """Reads the complete lines that other processes append to a JSON-lines file."""
-
-    def __init__(self, path: Path, from_end: bool = True) -> None:
-        self._path = path
-        # After the last complete line: a partial one is cut off before the next is written.
-        self._offset = path.read_bytes().rfind(b"\n") + 1 if from_end and path.exists() else 0
-
-    def read(self) -> Iterator[Record]:
-        """Yield the records that were appended since the last call."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as stream:
-            stream.seek(self._offset)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                with contextlib.suppress(json.JSONDecodeError):
-                    record = json.loads(line)
-                    if isinstance(record, dict):
-                        yield record
-
-
-# Events that are dropped if the run resumes from before their step.
-STEP_EVENTS = ("step", "eval", "save", "skip", "nonfinite", "straggler")
-
-
-def without_undone(records: Iterable[Record]) -> list[Record]:
-    """Return the records without those that a later attempt undid, so that every step is there once.
-
-    A `resume` event undoes the events of all later steps. So does a `step` event whose step was there before.
-    """
-    kept: list[Record] = []
-    newest = -1
-    for record in records:
-        kind, step = record.get("event"), record.get("step")
-        if kind in ("resume", "step") and isinstance(step, int):
-            last = step if kind == "resume" else step - 1
-            if newest > last:
-                kept = [old for old in kept if old.get("event") not in STEP_EVENTS or old["step"] <= last]
-                newest = last
-        if kind in STEP_EVENTS:
-            if not isinstance(step, int):
-                continue
-            newest = max(newest, step)
-        kept.append(record)
-    return kept
-
-
-def read_history(metrics: Path) -> list[Record]:
-    """Return the events in `metrics.jsonl` without those that a later attempt undid."""
-    return without_undone(Tail(metrics, from_end=False).read())
+def read_history(metrics: Path | str) -> list[Record]:
+    """Return the events in `metrics.jsonl`, other lines left out, without those that a later attempt undid."""
+    return without_undone(Tail(Path(metrics), from_end=False).read())
 
 
 Progress = Callable[[str, int, int], None]

@@ -15,13 +15,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdptrain.files import (
+    NOTHING_THERE,
     is_regular_file,
-    read_if_there,
     regular_file_status,
     set_aside,
     unused_name,
     write_atomically,
 )
+from fsdptrain.records import read_object, read_text
 from fsdptrain.rundir import MARK, RunDir
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
@@ -105,12 +106,11 @@ def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
 
     Raises StorageError if the system cannot read it.
     """
-    text = read_if_there(rundir.export_record) if is_regular_file(rundir.export_record) else None
     try:
-        record = json.loads(text or "{}")
+        record = read_object(rundir.export_record)
         files = {str(name): [int(n) for n in stamp] for name, stamp in record["files"].items()}
         return int(record["step"]), files
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (*NOTHING_THERE, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None, {}
 
 
@@ -134,9 +134,9 @@ def install_assets(scratch: Path, folder: Path) -> None:
 def _recorded_assets(folder: Path) -> dict[str, list[int] | None]:
     """Return the files that the mark of a `model` folder lists, with stamps (earlier versions wrote none)."""
     try:
-        listed = json.loads(read_if_there(folder / MARK) or "")
+        listed = json.loads(read_text(folder / MARK))
         return dict(listed) if isinstance(listed, dict) else {str(name): _stamp(folder / str(name)) for name in listed}
-    except (ValueError, TypeError, RecursionError):
+    except (*NOTHING_THERE, ValueError, TypeError, RecursionError):
         return {}
 
 

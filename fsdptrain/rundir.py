@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.files import is_there, read_if_there
+from fsdptrain.files import NOTHING_THERE, is_there
+from fsdptrain.records import read_object
 from fsdptrain.storage import URL, CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
@@ -30,9 +30,8 @@ class RunDir:
         Raises StorageError if the system cannot read that plan.
         """
         place = url = None
-        text = read_if_there(root / "plan.json")
-        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-            recipe = json.loads(text or b"")["recipe"]
+        with contextlib.suppress(*NOTHING_THERE, ValueError, LookupError, TypeError):
+            recipe = read_object(root / "plan.json")["recipe"]
             place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
         place = place if isinstance(place, str) and place else None
         return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)

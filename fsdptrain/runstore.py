@@ -29,6 +29,7 @@ from fsdptrain.events import Progress
 from fsdptrain.files import read_if_there, set_aside, write_atomically
 from fsdptrain.ownership import WEIGHTS, Stamps, file_stamps, read_export_record, write_mark
 from fsdptrain.processes import StopRequest
+from fsdptrain.records import json_object
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import ObjectPath, abort_uploads, object_path, store_errors
 
@@ -262,7 +263,7 @@ class RunStore:
 
     def _export_record(self) -> dict[str, Any]:
         found = parsed_object(self._read(EXPORT_RECORD) or b"")
-        return found if isinstance(found.get("step"), int) else {}
+        return found if isinstance(found.get("step"), int) and isinstance(found.get("files"), dict) else {}
 
     def _listed(self, below: str = "") -> dict[str, int]:
         """Return the names of the objects of the run, and their bytes."""
@@ -322,9 +323,8 @@ def read_claim(place: ObjectPath) -> dict[str, Any] | None:
 
 def parsed_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in the content of a file; {} if it is not one."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content)
-        return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError):
+        return json_object(content)
     return {}
 
 

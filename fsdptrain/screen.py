@@ -7,7 +7,6 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +14,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.events import Record
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
+from fsdptrain.records import Record, RunState
 from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # at least so long between two step lines in a pipe
-
-
-ETA_STEPS = 32  # the ETA uses the mean time of so many steps
 
 
 class Screen:
@@ -35,12 +31,12 @@ class Screen:
         terminal = sys.stdout.isatty()
         self.console = console or Console(highlight=False, soft_wrap=True, force_terminal=terminal, quiet=quiet)
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.last: dict[str, Record] = {}  # the newest record of each kind
+        self.state = RunState()
+        self.last = self.state.newest
         self.peak_memory = 0
         self._last_step_line = 0.0
         self._resumed: list[int] = []  # for each start of the workers: the step that it resumed from
         self._label_tokens: list[int] = []  # for each start of the workers: trained so far
-        self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
         self._line = LiveLine()
         self._display = Live(self._line, console=self.console, refresh_per_second=5, transient=True)
 
@@ -55,10 +51,8 @@ class Screen:
 
     def show(self, record: Record) -> None:
         """Show one event or progress record."""
-        record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
-        kind = record["event"]
-        self.last[kind] = record
-        handler = getattr(self, f"_on_{kind}", None)
+        self.state.add(record)
+        handler = getattr(self, f"_on_{record['event']}", None)
         if handler:
             handler(record)
 
@@ -93,8 +87,6 @@ class Screen:
             self.say(f"{stage}: {done:,} of {total:,}")
 
     def _on_start(self, record: Record) -> None:
-        for kind in ("step", "resume"):  # of the workers before a restart
-            self.last.pop(kind, None)
         self._resumed.append(0)
         self._label_tokens.append(0)
         trained = f" ({record['trainable']:,} trained)" if "trainable" in record else ""
@@ -121,10 +113,9 @@ class Screen:
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
         self._label_tokens[-1:] = [record["total_tokens"]]
-        self._step_times.append(record["step_s"])
         step = record["step"]
         total = self.last["start"]["total_steps"] if "start" in self.last else step
-        eta = max(0, total - step) * statistics.fmean(self._step_times)
+        eta = max(0, total - step) * statistics.fmean(self.state.step_times)
         parts = [
             Part(1, f"loss {record['loss']:.4f}"),
             Part(2, rate(record["positions_per_s"])),

@@ -65,12 +65,12 @@ def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """
     text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_and(ranks)}"
     where = hosts_of(ranks, hosts)
-    return f"{text} on {_and(where)}" if len(where) < len(set(hosts)) else text
+    return f"{text} on {_and(where)}" if 0 < len(where) < len(set(hosts)) else text
 
 
 def hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """Return the host names of these ranks, each once; none if `hosts`, those of all ranks, is empty."""
-    return [*dict.fromkeys(hosts[rank] for rank in ranks)] if hosts else []
+    """Return the host names of these ranks, each once; none if `hosts`, those of all ranks, does not have them."""
+    return [*dict.fromkeys(hosts[rank] for rank in ranks)] if max(ranks, default=-1) < len(hosts) else []
 
 
 def _and(words: Sequence[object]) -> str:

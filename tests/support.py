@@ -20,6 +20,8 @@ from unittest.mock import patch
 
 import yaml
 
+from fsdptrain.records import EVENTS
+
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 DATA = ROOT / "recipes" / "data"
@@ -178,6 +180,15 @@ def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
         return []
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if kind is None or line["event"] == kind]
+
+
+def sample(kind: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of an event of this kind: these, and some value for each other one that it must have."""
+    values: dict[str, Any] = {
+        "a whole number from 0": 1, "a number": 1.0, "a number of seconds": 1.0, "a string": "x",
+        "a list of strings": [],
+    }  # fmt: skip
+    return {name: values[kind.words] for name, kind in EVENTS[kind].fields.items()} | fields
 
 
 def processes_using(run: Path) -> list[int]:

@@ -20,8 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from support import environment, fsdptrain, write_recipe
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support import environment, fsdptrain, sample, write_recipe
 
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, file_entry, read_manifest
 from fsdptrain.checkpoint.verify import survey
@@ -30,7 +29,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.sources import data_files
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError
-from fsdptrain.events import Reporter, read_history, without_undone
+from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
 from fsdptrain.launch.claim import DATA_LIKE_FILES, check_run_dir, claim_run_dir, lock_for_export, would_read_run_files
 from fsdptrain.launch.heading import heading
@@ -450,9 +449,9 @@ def run_folder_after(
     with claim_run_dir(plan, "", False):
         pass
     with contextlib.closing(Reporter(rundir)) as reporter:
-        reporter.event("start", blocks=blocks, total_steps=total)
+        reporter.event("start", **sample("start", blocks=blocks, total_steps=total))
         for step in range(1, steps + 1):
-            reporter.event("step", step=step)
+            reporter.event("step", **sample("step", step=step))
     folder = rundir.checkpoint(steps)
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"weights")
@@ -559,7 +558,7 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     rundir = run_folder_after(evaluated, steps=6, total=6)
     assert not inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
     with contextlib.closing(Reporter(rundir)) as reporter:
-        reporter.event("eval", step=6)
+        reporter.event("eval", **sample("eval", step=6))
     assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
 
 
@@ -727,61 +726,6 @@ def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
     fill(tmp_path, ".export.writing/mine")
     assert make_scratch(tmp_path / "export").name == ".export.writing-3"
     assert all((tmp_path / name / "mine").exists() for name in (".export.writing", ".export.writing-2"))
-
-
-# --- every step once -------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=6))
-def test_readers_see_every_step_once_as_it_was_trained_last(attempts: list[tuple[int, int, bool]]) -> None:
-    """An attempt resumes after `at` steps (at most those made), trains some more, and may write no resume event."""
-    records: list[dict[str, Any]] = []
-    expected: dict[int, int] = {}
-    newest = 0
-    for number, (at, more, silent) in enumerate(attempts):
-        at = 0 if silent else min(at, newest)
-        records.append({"event": "start", "attempt": number})
-        if not silent:
-            records.append({"event": "resume", "step": at})
-            expected = {step: a for step, a in expected.items() if step <= at}
-        for step in range(at + 1, at + more + 1):
-            records += [{"event": kind, "step": step, "attempt": number} for kind in ("step", "eval", "save")]
-            expected = {s: a for s, a in expected.items() if s < step} | {step: number}
-        newest = max(expected, default=0)
-    kept = without_undone(records)
-    for kind in ("step", "eval", "save"):
-        assert [(r["step"], r["attempt"]) for r in kept if r["event"] == kind] == sorted(expected.items())
-    assert [r["attempt"] for r in kept if r["event"] == "start"] == list(range(len(attempts)))
-
-
-def test_tensorboard_and_the_history_drop_what_a_resume_undid(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for at, last in ((0, 9), (4, 7), (0, 3)):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.resume(at, {})
-            for step in range(at + 1, last + 1):
-                reporter.event("step", step=step, loss=float(10 * last + step))
-                reporter.event("eval", step=step, loss=float(10 * last + step))
-        expected = [(s, 90.0 + s) for s in range(1, at + 1)] + [(s, 10.0 * last + s) for s in range(at + 1, last + 1)]
-        board = EventAccumulator(str(rundir.tensorboard))
-        board.Reload()
-        for kind in ("step", "eval"):
-            assert [(s.step, s.value) for s in board.Scalars(f"{kind}/loss")] == expected
-            found = [(r["step"], r["loss"]) for r in read_history(rundir.metrics) if r["event"] == kind]
-            assert found == expected
-
-
-def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is_undone(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for attempt in (1, 2):
-        with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
-            reporter.event("start", attempt=attempt)
-            reporter.resume(0, {})
-            reporter.event("eval", step=25, loss=float(attempt))  # eval.every: 25, log.every: 100
-    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0]
-    board = EventAccumulator(str(rundir.tensorboard))
-    board.Reload()
-    assert [s.value for s in board.Scalars("eval/loss")] == [2.0]
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

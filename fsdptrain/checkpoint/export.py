@@ -41,11 +41,11 @@ from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG, INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
-from fsdptrain.config.plan import Plan, varied
+from fsdptrain.config.plan import Plan, open_plan, varied
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, StorageError, first_line
 from fsdptrain.events import Progress, Reporter, progress_record
-from fsdptrain.files import fsync, openable, system_errors
+from fsdptrain.files import fsync, openable
 from fsdptrain.model.adapter import freeze, layers_in_nf4
 from fsdptrain.model.assets import special_token_conflicts
 from fsdptrain.model.nf4 import round_trip
@@ -444,7 +444,7 @@ def export_checkpoint(
     no effect, or the checkpoint's adapter would be merged into other frozen weights than it was trained with.
     """
     reject_external_symlinks(rundir)
-    plan = with_options(_read_untrusted_plan(rundir), adapter, merge_base)
+    plan = with_options(open_plan(rundir.plan), adapter, merge_base)
     folder = _choose_checkpoint(rundir, step, screen.say)
     manifest = read_manifest(folder)
     what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
@@ -543,20 +543,6 @@ def _facts(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
     facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
     facts |= {"adapter": what.adapter} if what.adapter else {}
     return facts | ({"kept": str(done.kept)} if done.kept else {})
-
-
-def _read_untrusted_plan(rundir: RunDir) -> Plan:
-    """Read the plan of a run folder from any origin; raises CheckpointError when it is not a plan of this version."""
-    try:
-        with system_errors(rundir.plan):
-            text = rundir.plan.read_text(encoding="utf-8")
-        if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
-            raise ValueError("it contains a ${reference}")
-        return Plan.from_json(text)
-    except StorageError:
-        raise
-    except Exception as error:  # JSON, OmegaConf and dataclasses raise different classes
-        raise CheckpointError(f"{rundir.plan} is not a plan of this version: {first_line(error)}") from None
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,10 +33,12 @@ from fsdptrain.config.paths import (
     working_folder,
 )
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.schema import Recipe, flat, node_range
+from fsdptrain.config.schema import Recipe, all_paths, flat, node_range
 from fsdptrain.config.topology import Topology
-from fsdptrain.config.values import default_config
-from fsdptrain.errors import Problem, RecipeError, shortened
+from fsdptrain.config.values import default_config, range_problems
+from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
+from fsdptrain.files import NOTHING_THERE
+from fsdptrain.records import json_object, read_text
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import URL
 from fsdptrain.text import counted
@@ -188,14 +191,15 @@ class Plan:
 
     def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
         """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
-        if start is None or not self.topology.is_elastic:
-            return self
-        return self.on_nodes(start["world_size"] // self.topology.nproc_per_node)
+        nnodes = start["world_size"] // self.topology.nproc_per_node if start else 0
+        return self.on_nodes(nnodes) if nnodes in self._numbers_of_nodes() else self
 
     def on_each_number(self) -> Iterator[Plan]:
         """Yield the plan for each number of nodes that the run may have: this one, then with fewer and fewer."""
-        for nnodes in range(self.topology.nnodes, (self.topology.least_nnodes or self.topology.nnodes) - 1, -1):
-            yield self.on_nodes(nnodes)
+        yield from map(self.on_nodes, reversed(self._numbers_of_nodes()))
+
+    def _numbers_of_nodes(self) -> range:
+        return range(self.topology.least_nnodes or self.topology.nnodes, self.topology.nnodes + 1)
 
     def total_steps(self, blocks: int) -> int:
         """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
@@ -247,14 +251,55 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`)."""
-        fields = json.loads(text)
+        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`).
+
+        Any other text raises: JSON, OmegaConf and dataclasses raise many types of errors (see `open_plan`).
+        """
+        if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
+            raise ValueError("it contains a ${reference}")
+        fields = json_object(text)
         for section, keyword in (("checkpoint", "async"), ("adapter", "from")):
             values = fields["recipe"].get(section, {})
             if keyword in values:
                 values[f"{keyword}_"] = values.pop(keyword)
         recipe = OmegaConf.to_object(OmegaConf.merge(default_config(), fields.pop("recipe")))
-        return cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+        plan = cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+        wrong = [*_wrong_types(plan), *_wrong_types(plan.topology)]
+        if wrong or plan.topology.device not in ("cpu", "cuda"):
+            raise ValueError(f"it has other values for {', '.join(wrong) or 'device'}")
+        if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
+            raise RecipeError(problems)
+        return plan
+
+
+def _wrong_types(part: Plan | Topology) -> list[str]:
+    """Return the names of the fields whose values are not of the types that are declared: JSON may have any."""
+    types: dict[Any, Any] = {
+        "str": str,
+        "int": int,
+        "bool": bool,
+        "str | None": (str, NoneType),
+        "int | None": (int, NoneType),
+    }
+    fields = [field for field in dataclasses.fields(part) if field.type in types]
+    return [field.name for field in fields if not isinstance(getattr(part, field.name), types[field.type])]
+
+
+def open_plan(path: Path) -> Plan:
+    """Read the plan of a run folder from any origin.
+
+    Raises Unreadable when it is not a plan of this version; else as `records.open_regular`.
+    """
+    try:
+        return Plan.from_json(read_text(path))
+    except (*NOTHING_THERE, StorageError):
+        raise
+    except Exception as error:  # see `from_json`
+        why = first_line(error).removeprefix(f"{path}: ")
+        raise Unreadable(
+            f"{path} is not a plan of this version of fsdptrain: {why}; use the version that wrote it, "
+            "or replace it with the newest file of plans/ beside it"
+        ) from None
 
 
 def read_plan(path: Path) -> Plan:
@@ -262,7 +307,7 @@ def read_plan(path: Path) -> Plan:
 
     Raises RecipeError when it is not the plan that the launcher wrote: its digest differs from PLAN_DIGEST.
     """
-    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    plan = open_plan(path)
     wanted = os.environ.get(PLAN_DIGEST)
     if wanted is not None and plan.digest() != wanted:
         raise RecipeError(

@@ -11,6 +11,7 @@ from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import (
     FORMAT_FIELDS,
+    MAX_NODES,
     OPTIONAL_FIELDS,
     Recipe,
     forms_of,
@@ -58,13 +59,11 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
 def _launch_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems with `launch`."""
     launch = recipe.launch
-    if isinstance(launch.nproc_per_node, int) and launch.nproc_per_node < 1:
-        yield Problem(f"{launch.nproc_per_node} is too small: must be at least 1", "launch.nproc_per_node")
     if not any(matches_form(launch.nnodes, form) for form in forms_of("launch.nnodes")):
         return  # another check refuses it
     least, most = node_range(launch.nnodes)
-    if most < 1:
-        yield Problem(f"{most} is too small: must be at least 1", "launch.nnodes")
+    if most > MAX_NODES:
+        yield Problem(f"{most} is too large: must be at most {MAX_NODES}", "launch.nnodes")
     if isinstance(launch.nnodes, str) and least >= most:
         yield Problem(f"{launch.nnodes} is not a range MIN:MAX: MIN must be below MAX", "launch.nnodes")
     if most == 1 and launch.rdzv_endpoint is not None:

@@ -319,6 +319,10 @@ class Log:
     forecast: bool = key(True, "on GPUs: forecast the run while it trains, and compare the two at the end")
 
 
+# No cluster is larger, and what is done for each rank ends in seconds.
+MAX_NODES, MAX_WORKERS = 2**14, 2**10
+
+
 NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 
 
@@ -330,12 +334,16 @@ class Launch:
         "auto",
         "workers per node; auto: one per visible GPU that gets a micro-batch in each step, or 2 on a CPU",
         forms=("auto", int),
+        at_least=1,
+        at_most=MAX_WORKERS,
     )
     nnodes: Any = key(
         1,
         "number of nodes; start the same command on each; under Slurm, MPI or Kubeflow it is known. MIN:MAX: when a "
         "node is lost, the run goes on with the others, if they are at least MIN, from the last checkpoint",
         forms=(int, NODE_RANGE),
+        at_least=1,
+        at_most=MAX_NODES,
     )
     rdzv_endpoint: str | None = key(None, "host:port of the first node, for nnodes > 1 on plain hosts")
     max_restarts: int = key(

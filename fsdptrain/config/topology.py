@@ -14,7 +14,8 @@ from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.launchers import Launched, find_launcher
 from fsdptrain.config.network import address_of
-from fsdptrain.config.schema import Recipe, node_range, value_at
+from fsdptrain.config.schema import MAX_NODES, MAX_WORKERS, Recipe, node_range, value_at
+from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import counted
 
@@ -47,6 +48,16 @@ class Topology:
     source: str = ""
     endpoint: str | None = None
     least_nnodes: int | None = None
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each number that no run has."""
+        limits = {"nnodes": MAX_NODES, "least_nnodes": MAX_NODES, "nproc_per_node": MAX_WORKERS}
+        numbers = {name: getattr(self, name) for name in limits if getattr(self, name) is not None}
+        return [
+            Problem(f"{value_text(value)} is not a number from 1 to {limits[name]}{self.origin}", f"launch.{name}")
+            for name, value in numbers.items()
+            if not 1 <= value <= limits[name]
+        ]
 
     @property
     def is_elastic(self) -> bool:
@@ -114,6 +125,8 @@ def find_topology(
         endpoint=endpoint,
         least_nnodes=least if least < most and not launched else None,
     )
+    if problems := topology.problems():
+        raise RecipeError(problems)
     if not elsewhere:
         _check_machine(topology, gpus)
     return topology

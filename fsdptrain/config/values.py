@@ -151,12 +151,8 @@ def _limit_message(path: str, value: Any) -> str | None:
     limits = limits_of(path)
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a finite number"
-    if "at_least" in limits and value < limits["at_least"]:
-        return f"{value} is too small: must be at least {limits['at_least']}"
-    if "above" in limits and value <= limits["above"]:
-        return f"{value} is too small: must be above {limits['above']}"
-    if "at_most" in limits and value > limits["at_most"]:
-        return f"{value} is too large: must be at most {limits['at_most']}"
+    if isinstance(value, (int, float)) and (message := _bound_message(limits, value)):
+        return message
     if isinstance(value, str) and not value.strip() and "any_text" not in limits:
         return "is empty"
     if "forms" in limits and not any(matches_form(value, form) for form in limits["forms"]):
@@ -165,6 +161,16 @@ def _limit_message(path: str, value: Any) -> str | None:
         if not any(matches_form(item, form) for form in limits["values"]):
             return f"{name}: {value_text(item)} is not {form_words(limits['values'])}"
     return _number_message(value, in_mapping="forms" in limits)
+
+
+def _bound_message(limits: dict[str, Any], value: float) -> str | None:
+    if "at_least" in limits and value < limits["at_least"]:
+        return f"{value} is too small: must be at least {limits['at_least']}"
+    if "above" in limits and value <= limits["above"]:
+        return f"{value} is too small: must be above {limits['above']}"
+    if "at_most" in limits and value > limits["at_most"]:
+        return f"{value} is too large: must be at most {limits['at_most']}"
+    return None
 
 
 def _number_message(value: Any, in_mapping: bool) -> str | None:

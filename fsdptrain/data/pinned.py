@@ -21,7 +21,8 @@ from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
-from fsdptrain.files import read_if_there, write_atomically
+from fsdptrain.files import is_there, write_atomically
+from fsdptrain.records import read_object
 from fsdptrain.rundir import RunDir
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
@@ -82,14 +83,12 @@ def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pi
 
 def _stored(rundir: RunDir) -> Pinned:
     """Return what earlier attempts stored; {} before the first checkpoint, unless it is of this start."""
-    path, text = rundir.pinned, read_if_there(rundir.pinned)
-    if text is None:
-        path = rundir.root / "commits.json"  # its name before there were dates
-        text = read_if_there(path)
-    if text is None:
+    names = (rundir.pinned, rundir.root / "commits.json")  # the second is that of versions without dates
+    path = next(filter(is_there, names), None)
+    if path is None:
         return {}
     try:
-        stored = json.loads(text)
+        stored = read_object(path)
         found: Pinned = {}
         if rundir.checkpoint_steps() or stored["start"] == _newest_start(rundir):
             if "commits" in stored:

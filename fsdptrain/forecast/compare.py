@@ -15,8 +15,8 @@ from typing import Any
 from fsdptrain.config.hardware import card
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.events import Tail, without_undone
 from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.records import Tail, without_undone
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.text import size

@@ -10,9 +10,9 @@ from typing import Any
 from fsdptrain.config.hardware import CPU, Hardware, card
 from fsdptrain.config.plan import Plan, varied
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.events import Record
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.search import RequestForecast, changes_of_kind, changes_that_save_memory, command_text
+from fsdptrain.records import Record
 from fsdptrain.text import size
 
 SHOWN = 3  # overrides

@@ -7,6 +7,7 @@ whatever attempts came in between.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.schema import all_paths
-from fsdptrain.errors import Problem, RecipeError, StorageError, listed
-from fsdptrain.events import Record, read_history
-from fsdptrain.files import is_there, read_if_there, set_aside, write_atomically
+from fsdptrain.errors import Problem, RecipeError, Unreadable, listed
+from fsdptrain.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.ownership import read_export_record
+from fsdptrain.records import RunState, Tail, read_object, read_text
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.storage import checkpoint_name
@@ -68,7 +69,7 @@ def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
     numbers = [int(path.stem) for path in _archived_plans(rundir)]
     if not numbers and rundir.plan.is_file():  # earlier versions wrote no `plans/`
         numbers = [1]
-        write_atomically(rundir.plans / "0001.json", rundir.plan.read_text(encoding="utf-8"))
+        write_atomically(rundir.plans / "0001.json", read_text(rundir.plan))
     last = max(numbers, default=0)
     unedited = [recipe_text.encode(), *(path.read_bytes() for path in rundir.plans.glob(f"{last:04}.yaml"))]
     if rundir.recipe.is_file() and rundir.recipe.read_bytes() not in unedited:
@@ -89,8 +90,8 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     if manifest is None:
         _check_checkpoints_not_lost(rundir)
         return EarlierAttempts()
-    step, events = max(complete_steps(rundir), default=0), read_history(rundir.metrics)
-    start = _start_of_newest_step(events)
+    step, before = max(complete_steps(rundir), default=0), _recorded(rundir)
+    start = before.trained_by
     # Would this plan continue the same run?
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
@@ -111,7 +112,7 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
-    return EarlierAttempts(step, _is_evaluated(plan, step, events) and _is_exported(rundir, plan, step), trained=True)
+    return EarlierAttempts(step, _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step), trained=True)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
@@ -130,8 +131,8 @@ def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
 
 def _check_checkpoints_not_lost(rundir: RunDir) -> None:
     """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
-    events, (exported_step, _) = read_history(rundir.metrics), read_export_record(rundir)
-    start, step = _start_of_newest_step(events), max((e["step"] for e in events if e["event"] == "step"), default=0)
+    before, (exported_step, _) = _recorded(rundir), read_export_record(rundir)
+    start, step = before.trained_by, before.steps_made
     finished = start is not None and step >= start["total_steps"]
     if not finished and exported_step is None:
         return
@@ -220,35 +221,27 @@ def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[s
     newest: dict[str, Any] = {}
     for path in reversed([rundir.plan, *_archived_plans(rundir)]):
         try:
-            text = (read_if_there(path) or b"").decode()
-            fields = json.loads(text)
-            plans = [] if "${" in text else list(Plan.from_json(text).on_each_number())
-        except StorageError:
-            raise
-        except Exception:  # of another version or program: JSON, OmegaConf and dataclasses raise many types
+            fields = read_object(path)
+        except (*NOTHING_THERE, Unreadable):
             continue
-        digests = [plan.digest() for plan in plans]
-        if manifest.plan_digest in digests:
-            found: dict[str, Any] = json.loads(plans[digests.index(manifest.plan_digest)].to_json())
-            return found
-        newest = newest or (fields if now.digest() not in digests else {})
+        plans = []
+        with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
+            plan = open_plan(path)
+            plans = [plan.of_attempt({"world_size": ranks}) for ranks in (manifest.world_size, now.topology.world_size)]
+        for plan in plans:
+            if plan.digest() == manifest.plan_digest:
+                found: dict[str, Any] = json.loads(plan.to_json())
+                return found
+        newest = newest or (fields if now not in plans else {})
     return newest
 
 
-def _start_of_newest_step(events: list[Record]) -> Record | None:
-    """Return the `start` event of the attempt that trained the newest step, or None if there is no complete one."""
-    start = newest = None
-    for event in events:
-        if event["event"] == "start" and all(type(event.get(key)) is int for key in ("blocks", "total_steps")):
-            start = event
-        elif event["event"] == "step":
-            newest = start
-    return newest
+def _recorded(rundir: RunDir) -> RunState:
+    return RunState.of(Tail(rundir.metrics, from_end=False).read())
 
 
-def _is_evaluated(plan: Plan, step: int, events: list[Record]) -> bool:
-    evaluated = any(event["event"] == "eval" and event["step"] == step for event in events)
-    return evaluated or plan.recipe.data.eval is None
+def _is_evaluated(plan: Plan, step: int, before: RunState) -> bool:
+    return plan.recipe.data.eval is None or before.has("eval", step)
 
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:

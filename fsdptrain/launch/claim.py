@@ -25,10 +25,19 @@ from filelock import FileLock, Timeout
 
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.topology import writes_run_dir
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, StorageError, disk_full_error, is_disk_full, listed
-from fsdptrain.files import read_if_there, write_atomically
+from fsdptrain.errors import (
+    FsdptrainError,
+    Problem,
+    RecipeError,
+    StorageError,
+    Unreadable,
+    disk_full_error,
+    is_disk_full,
+    listed,
+)
+from fsdptrain.files import NOTHING_THERE, is_regular_file, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -38,6 +47,7 @@ from fsdptrain.launch.attempts import (
 )
 from fsdptrain.launch.holder import claimed, node_name
 from fsdptrain.ownership import is_marked, write_mark
+from fsdptrain.records import read_object
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.storage import URL, try_writing
@@ -177,6 +187,12 @@ def check_output_dir(rundir: RunDir) -> None:
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
     reject_external_symlinks(rundir)
+    written = (rundir.plan, rundir.metrics, rundir.progress, rundir.pinned, rundir.export_record, rundir.launcher_log)
+    for path in written:
+        if os.path.lexists(path) and not is_regular_file(path):
+            raise RecipeError(
+                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
+            )
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
@@ -259,10 +275,10 @@ def _folder_contents(folder: Path) -> list[Path]:
 def _is_of_earlier_version(rundir: RunDir) -> bool:
     """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
     try:
-        fields = json.loads(read_if_there(rundir.plan) or b"")
-    except (ValueError, RecursionError):
+        fields = read_object(rundir.plan)
+    except (*NOTHING_THERE, Unreadable):
         return False
-    return isinstance(fields, dict) and {"version", "recipe", "run_dir", "topology"} <= fields.keys()
+    return {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
 
 @contextlib.contextmanager
@@ -314,12 +330,12 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            found = Plan.from_json((read_if_there(rundir.plan) or b"").decode())
+            found = open_plan(rundir.plan)
             if found.digest() == plan.digest():
                 return
         except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
             unreadable = error
-        except Exception:  # it does not exist yet, or is of another version
+        except (*NOTHING_THERE, Unreadable):  # it does not exist yet, or is of another version
             unreadable = None
         time.sleep(POLL_S)
     if unreadable:

@@ -25,12 +25,13 @@ from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
 from fsdptrain.errors import NodeWaits, NotMet, RunLost, Stopped, StorageError, WorkerError, WorkerLost
-from fsdptrain.events import Record, Tail, cut_partial_lines, progress_record
+from fsdptrain.events import cut_partial_lines, progress_record
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.processes import StopRequest, child_command, child_environment
+from fsdptrain.records import EVENTS, Record, Tail
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
@@ -49,9 +50,6 @@ HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the r
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
-
-
-TRAINING = ("progress", "start", "step", "save", "eval", "export")  # events of workers that have met
 
 
 LATE_S = 60.0  # so long a node waits for the others before it says so
@@ -243,8 +241,11 @@ class Attempt:
         )
 
     def _show_new_records(self) -> None:
-        records = [record for tail in self._tails for record in tail.read()]
-        for record in sorted(records, key=lambda record: float(record.get("at", 0))):
+        records: list[Record] = []
+        for tail in self._tails:
+            with contextlib.suppress(StorageError):  # a shared folder may refuse for a moment: it is read again
+                records += tail.read()
+        for record in sorted(records, key=lambda record: float(record["at"])):
             if self._met:
                 self.screen.show(record)
             else:
@@ -255,7 +256,8 @@ class Attempt:
 
         Errors do not: the workers of a lost attempt write them when some nodes have started again already.
         """
-        if not self.plan.topology.is_elastic or not (self.others or record["event"] in (*TRAINING, "stop")):
+        is_training = record["event"] in EVENTS and EVENTS[record["event"]].trains
+        if not self.plan.topology.is_elastic or not (self.others or record["event"] == "stop" or is_training):
             return
         if not self.others and record["event"] != "stop":
             self.screen.say(
@@ -313,23 +315,14 @@ class Attempt:
 
     def _stop_notice(self) -> str:
         """Return what the first stop signal does, and what a second one would lose."""
-        step, saved, last = self._last_known_step(), self._saved_step(), self.screen.last
-        if "step" not in last:
+        state = self.screen.state
+        step, saved = state.steps_made, state.saved_step
+        if not state.step_times:
             return f"stopping; no step has been trained {f'since step {step}' if step else 'yet'}"
-        if step >= last["start"]["total_steps"]:
+        if step >= state.newest["start"]["total_steps"]:
             return "stopping: all steps are done; with a checkpoint, but without what is left of evaluation and export"
         cost = f" and lose the work {f'since step {saved}' if saved else 'so far'}" if step > saved else ""
         return f"stopping after this step, with a checkpoint ({self.stop.by} again: stop now{cost})"
-
-    def _last_known_step(self) -> int:
-        """Return the last step that the workers reported, or else the step that they resumed from."""
-        last = self.screen.last
-        return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("step", "resume"))
-
-    def _saved_step(self) -> int:
-        """Return the step of the newest checkpoint that the workers reported, or 0 if there is none."""
-        last = self.screen.last
-        return max(int(last[kind]["step"]) if kind in last else 0 for kind in ("save", "resume"))
 
     def _raise_failure(self, code: int, failure: Record) -> None:
         """Raise the error that ended this attempt; return if the run is finished.
@@ -376,7 +369,7 @@ class Attempt:
 
     def _lost_work(self) -> str:
         """Return which steps are in no checkpoint, and the step of the newest checkpoint."""
-        step, saved = self._last_known_step(), self._saved_step()
+        step, saved = self.screen.state.steps_made, self.screen.state.saved_step
         newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
         if step <= saved:
             return newest
@@ -389,5 +382,5 @@ class Attempt:
         return hosts if len(hosts) == self.plan.topology.world_size else []
 
     def _when(self) -> str:
-        step = self.screen.last.get("step", {}).get("step")
-        return f"after step {step}" if step else "before the first step was done"
+        state = self.screen.state
+        return f"after step {state.steps_made}" if state.step_times else "before the first step was done"

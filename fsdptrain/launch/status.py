@@ -11,7 +11,6 @@ import os
 import socket
 import statistics
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, first_line
-from fsdptrain.events import STEP_EVENTS, Record, Tail
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.ownership import is_marked
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
+from fsdptrain.records import Record, RunState, Tail
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
-from fsdptrain.screen import ETA_STEPS
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
 
 REFRESH_S = 1.0
@@ -53,6 +51,7 @@ FACTS = (  # all that `facts` returns
     "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "hosts", "attempts",
     "last_record_age_s", "late", "silent_ranks", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s",
     "positions_per_s", "mfu", "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
+    "skipped",
 )  # fmt: skip
 
 
@@ -79,6 +78,7 @@ class Waiting:
             "late": False,
             "silent_ranks": [],
             "hung_ranks": [],
+            "skipped": [],
         }
         return dict.fromkeys(FACTS) | known | none
 
@@ -90,26 +90,22 @@ class Observer:
         """Raise RecipeError if the folder has no plan that this version can read."""
         self.rundir, self._store = rundir, RunStore.of(rundir)
         try:
-            self.plan = Plan.from_json(rundir.plan.read_text(encoding="utf-8"))
+            self.plan = open_plan(rundir.plan)
         except (FileNotFoundError, NotADirectoryError):
-            why = "it has no plan.json" if rundir.root.is_dir() else "there is no such folder"
-            raise RecipeError(f"{rundir.root} is not a run folder: {why}") from None
-        except Exception as error:  # of another version: JSON, OmegaConf and dataclasses raise many types
-            raise RecipeError(f"{rundir.plan} cannot be read by this version: {first_line(error)}") from None
-        self._metrics = Tail(rundir.metrics, from_end=False)
-        self._progress = Tail(rundir.progress, from_end=False)
-        self._last: dict[str, Record] = {}  # the newest record of each kind, without those that a resume undid
-        self._ends: list[Record] = []  # what ended the attempt that was started last
-        self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
-        self._attempts = 0
+            raise RecipeError(f"{rundir.root} is not a run folder: it has no plan.json") from None
+        self._tails = [Tail(path, from_end=False) for path in (rundir.metrics, rundir.progress)]
+        self._run = RunState(self.plan.topology.is_elastic)
+        self._last = self._run.newest
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the run, why it is in this state, and how far it is; times are in seconds."""
-        self._read()
+        for tail in self._tails:
+            for record in tail.read():
+                self._run.add(record)
         now, last = time.time(), self._last
         step, start = last.get("step", {}), last.get("start", {})
-        total, made = start.get("total_steps"), self._steps_made()
-        newest = max((record["at"] for record in last.values()), default=None)
+        total, made = start.get("total_steps"), self._run.steps_made
+        newest = self._run.newest_at
         silent_s = None if newest is None else max(0.0, now - newest)
         here = is_locked(self.rundir)
         state, why = self._state(made, total, silent_s, here)
@@ -127,7 +123,7 @@ class Observer:
             "source": self.plan.topology.source or None,
             "host": start.get("host"),
             "hosts": self._hosts(),
-            "attempts": self._attempts,
+            "attempts": self._run.attempts,
             "last_record_age_s": silent_s,
             "late": late,
             "silent_ranks": silent_ranks(self.rundir, world) if late or state == "silent" else [],
@@ -138,44 +134,17 @@ class Observer:
             "eta_s": self._eta_s(made, total) if running and not late else None,
             "eval": {name: last["eval"][name] for name in ("step", "loss")} if "eval" in last else None,
             "checkpoint": checkpoint,
-            "unsaved_steps": max(0, made - (checkpoint["step"] if checkpoint else 0)),
+            "unsaved_steps": max(0, made - self._run.saved_step),
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
             "export": self._export_place(),
+            "skipped": [fault for tail in self._tails for fault in tail.faults],
         }
 
     @property
     def _newest_plan(self) -> Plan:
         """The plan for the ranks of the newest attempt."""
         return self.plan.of_attempt(self._last.get("start"))
-
-    def _read(self) -> None:
-        """Read the records that are new."""
-        for record in self._metrics.read():
-            kind, step = record.get("event"), record.get("step")
-            if not isinstance(kind, str) or not isinstance(record.get("at"), (int, float)):
-                continue  # not of fsdptrain
-            if kind == "start":
-                self._attempts += 1
-                self._ends = []
-                self._step_times.clear()
-            elif kind == "resume" and isinstance(step, int):
-                for undone in STEP_EVENTS:
-                    if self._last.get(undone, {}).get("step", 0) > step:
-                        del self._last[undone]
-            elif kind in ("stop", "error"):
-                self._ends.append(record)
-            elif kind == "step":
-                if self.plan.topology.is_elastic:
-                    self._ends = []  # of a node that was lost before
-                self._step_times.append(record["step_s"])
-            self._last[kind] = record
-        for record in self._progress.read():
-            self._last["progress"] = record
-
-    def _steps_made(self) -> int:
-        """Return the number of the last step that is not undone."""
-        return max(int(self._last.get(kind, {}).get("step") or 0) for kind in ("step", "resume"))
 
     def _state(self, made: int, total: int | None, silent_s: float | None, here: bool) -> tuple[str, str]:
         """Return the state in one word, and what it is derived from. `here`: its lock is held on this machine."""
@@ -185,7 +154,7 @@ class Observer:
             return self._state_in_store()
         if self._meets_again(silent_s):
             return "running", "workers were lost; the other nodes meet again"
-        if self._ends and not here and self._stage() is None:  # else it was started again, and prepares
+        if self._run.ends and not here and self._stage() is None:  # else it was started again, and prepares
             return self._end()
         if hung := self._hung_ranks():
             return "hung", explain_hang(hung, self._newest_plan, self.rundir, f"after step {made}", self._hosts())
@@ -207,20 +176,24 @@ class Observer:
     def _is_late(self, silent_s: float | None) -> bool:
         """Return whether a running run should have recorded something: a step, if it makes steps."""
         stage, limit = self._stage(), float(self.plan.recipe.launch.timeout_s)
-        if self._step_times and (stage is None or stage["total"] > 1):  # else it does work of unknown length
+        if self._run.step_times and (stage is None or stage["total"] > 1):  # else it does work of unknown length
             steps = LATE_STEPS + self.plan.recipe.log.every
-            limit = max(LATE_S, steps * statistics.fmean(self._step_times))
+            limit = max(LATE_S, steps * statistics.fmean(self._run.step_times))
         return silent_s is not None and silent_s > limit
 
     def _state_in_store(self) -> tuple[str, str]:
         """Return the state of a run in an object store, which has the records of the newest upload."""
         if holder := holder_of(self.rundir):
             return "running", f"on {holder}, or was lost there; these records are of the newest checkpoint"
-        return self._end() if self._ends else ("killed", "no process has claimed it, and none recorded why it ended")
+        return (
+            self._end() if self._run.ends else ("killed", "no process has claimed it, and none recorded why it ended")
+        )
 
     def _meets_again(self, silent_s: float | None) -> bool:
         """Return whether a node of an elastic run was lost a moment ago, and no launcher has given up since."""
-        lost = bool(self._ends) and all(end.get("type") == "WorkerLost" and "rank" in end for end in self._ends)
+        lost = bool(self._run.ends) and all(
+            end["event"] == "error" and end["type"] == "WorkerLost" and "rank" in end for end in self._run.ends
+        )
         limit = self.plan.recipe.launch.timeout_s
         return lost and self.plan.topology.is_elastic and silent_s is not None and silent_s <= limit
 
@@ -230,17 +203,19 @@ class Observer:
         Every rank that fails says so, and the launcher of each node. A rank that lost its peers is no cause, and a
         launcher knows which rank failed first.
         """
-        newest = self._ends[-1]
+        newest = self._run.ends[-1]
         if newest["event"] == "stop":
             # A launcher passes every signal on to its workers as STOP_SIGNAL, also Ctrl-C.
-            by = "a stop signal" if newest.get("signal") == STOP_SIGNAL.name else newest.get("signal")
-            step = newest.get("step")
+            by = "a stop signal" if newest["signal"] == STOP_SIGNAL.name else newest["signal"]
+            step = newest["step"]
             when = f"after step {step:,}, with a checkpoint" if step else "before the first step"
             return "stopped", f"by {by} {when}; run the same command to continue"
-        errors = [end for end in self._ends if end["event"] == "error" and newest["at"] - end["at"] < SAME_END_S]
-        cause = min(errors, key=lambda end: (end.get("type") == "WorkerLost", "rank" in end, end["at"]))
+        errors = [end for end in self._run.ends if end["event"] == "error" and newest["at"] - end["at"] < SAME_END_S]
+        cause = min(
+            errors, key=lambda end: (end["event"] == "error" and end["type"] == "WorkerLost", "rank" in end, end["at"])
+        )
         rank = f"rank {cause['rank']}: " if "rank" in cause else ""
-        return "failed", f"{rank}{cause.get('message')}"
+        return "failed", f"{rank}{cause['message']}"
 
     def _is_finished(self, made: int, total: int | None) -> bool:
         """Return whether all steps are trained and, if the recipe wants it, the model is exported since."""
@@ -260,15 +235,18 @@ class Observer:
         return {name: progress[name] for name in ("stage", "done", "total")}
 
     def _eta_s(self, made: int, total: int | None) -> float | None:
-        if total is None or not self._step_times:
+        if total is None or not self._run.step_times:
             return None
-        return (total - made) * statistics.fmean(self._step_times)
+        return (total - made) * statistics.fmean(self._run.step_times)
 
     def _checkpoint(self, now: float) -> dict[str, Any] | None:
-        """Return the newest checkpoint that was recorded, wherever it is."""
-        if not (save := self._last.get("save")):
+        """Return the newest checkpoint, wherever it is; its path and age are None if only a resume tells of it."""
+        if not (step := self._run.saved_step):
             return None
-        return {"step": save["step"], "path": save.get("path"), "age_s": max(0.0, now - save["at"])}
+        save = self._last.get("save")
+        if save is None or save["step"] != step:
+            return {"step": step, "path": None, "age_s": None}
+        return {"step": step, "path": save["path"], "age_s": max(0.0, now - save["at"])}
 
     def _export_place(self) -> str | None:
         path = self._last.get("export", {}).get("path")
@@ -292,9 +270,63 @@ class Observer:
 
 def observe(rundir: RunDir) -> Observer | Waiting:
     """Return what follows the run in a folder; raise RecipeError if it is no run folder, or of another version."""
-    if is_marked(rundir.root) and not rundir.plan.exists():
+    if is_marked(rundir.root) and not os.path.lexists(rundir.plan):
         return Waiting(rundir)
     return Observer(rundir)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a folder has the mark or the plan of a run."""
+    return is_marked(folder) or os.path.lexists(folder / "plan.json")
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the run folders below a folder, sorted; links and hidden folders are not followed."""
+    found = []
+    for name, folders, _ in os.walk(folder):
+        path = Path(name)
+        if is_run_folder(path):
+            found.append(path)
+            folders.clear()
+        folders[:] = [below for below in folders if not below.startswith(".")]
+    return sorted(found)
+
+
+def list_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the facts of every run below a folder; of one that cannot be read, the reason as `why`.
+
+    Raises RecipeError if there is none.
+    """
+    found = []
+    for path in runs_below(folder):
+        rundir = RunDir.open(path)
+        try:
+            found.append(observe(rundir).facts())
+        except RecipeError as error:
+            if is_marked(path):  # else plan.json is of another program
+                known = {"state": "unreadable", "why": first_line(error), "run_dir": str(path), "skipped": []}
+                found.append(dict.fromkeys(FACTS) | known)
+    if not found:
+        why = "it has no plan.json, and there is no run below it" if folder.is_dir() else "there is no such folder"
+        raise RecipeError(f"{folder} is not a run folder: {why}")
+    return found
+
+
+def show_runs(runs: list[dict[str, Any]], folder: Path, page: Page) -> None:
+    """Print a line for each run below a folder: its name, state, steps, loss, and the age of its newest record."""
+    rows = []
+    for facts in runs:
+        steps = "" if facts["total_steps"] is None else f"{facts['step']:,}/{facts['total_steps']:,}"
+        loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
+        age = "" if facts["last_record_age_s"] is None else _age_text(facts["last_record_age_s"])
+        rows.append([os.path.relpath(facts["run_dir"], folder), facts["state"], steps, loss, age])
+    page.table(["run", "state", "step", "loss", "age"], rows)
+
+
+def _age_text(seconds: float) -> str:
+    """Return an age of days in days, because nobody counts the seconds then."""
+    days = int(seconds // 86400)
+    return duration(seconds) if days < 2 else f"{days:,} days"
 
 
 def is_locked(rundir: RunDir) -> bool:
@@ -358,6 +390,7 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         "late": _late_text(facts),
         "slow": _straggler_text(facts),
         "export": facts["export"],
+        "note": "; ".join(facts["skipped"]),
     }
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
 
@@ -393,7 +426,8 @@ def _checkpoint_text(facts: dict[str, Any]) -> str:
     if not (checkpoint := facts["checkpoint"]):
         return "no checkpoint yet"
     unsaved = f"; {counted(facts['unsaved_steps'], 'step')} since" if facts["unsaved_steps"] else ""
-    return f"step {checkpoint['step']:,}, {duration(checkpoint['age_s'])} ago{unsaved}"
+    age = "" if checkpoint["age_s"] is None else f", {duration(checkpoint['age_s'])} ago"
+    return f"step {checkpoint['step']:,}{age}{unsaved}"
 
 
 def _late_text(facts: dict[str, Any]) -> str:

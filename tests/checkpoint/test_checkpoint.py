@@ -43,7 +43,7 @@ from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
-from fsdptrain.errors import CheckpointError, OtherVersion, from_record, to_record
+from fsdptrain.errors import CheckpointError, OtherVersion, Unreadable, from_record, to_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.storage import open_storage
@@ -466,9 +466,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS.keys())
-def test_an_export_with_an_invalid_plan_is_a_checkpoint_error(text: str, run: RunDir) -> None:
+def test_an_export_with_an_invalid_plan_is_refused(text: str, run: RunDir) -> None:
     run.plan.write_text(text)
-    with pytest.raises(CheckpointError, match=r"plan\.json is not a plan of this version"):
+    with pytest.raises(Unreadable, match=r"plan\.json is not a plan of this version"):
         export_checkpoint(run, None, run.export, None, Screen())
 
 

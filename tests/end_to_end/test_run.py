@@ -20,6 +20,8 @@ from support import TESTS, TINY, environment, events, fsdptrain, processes_using
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdptrain.records import EVENTS, Tail
+
 STEPS = 6
 
 
@@ -63,6 +65,15 @@ def test_metrics_have_the_documented_fields(finished: Any) -> None:
     assert all(wanted <= event.keys() for event in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [event["step"] for event in events(finished[0] / "run", "eval")] == [3, 6]
+
+
+def test_what_a_run_writes_is_in_the_table_of_events(finished: Any) -> None:
+    for name in ("metrics.jsonl", "logs/progress.jsonl"):
+        tail = Tail(finished[0] / "run" / name, from_end=False)
+        for record in tail.read():
+            event = EVENTS[record["event"]]
+            assert record.keys() - {"event", "at"} <= event.fields.keys() | event.optional.keys()
+        assert tail.offset and not tail.faults
 
 
 def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:

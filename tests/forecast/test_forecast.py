@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from simulated import SMALL, plan_of
-from support import TINY
+from support import TINY, sample
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
@@ -453,9 +453,9 @@ def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     device = {"device": "NVIDIA H100 80GB HBM3", "device_memory_bytes": H100.memory, "baseline_memory_bytes": 7}
     finished, early = ForecastComparison(plan, rundir), ForecastComparison(plan, rundir)
     with rundir.metrics.open("w") as metrics:
-        for event in [{"event": "start", **device}, *({"event": "step", "step": n} for n in range(1, 12))]:
-            measured = {"step_s": event.get("step", 0) / 10, "peak_memory_bytes": 10**9 + 7}
-            metrics.write(json.dumps(event | measured) + "\n")
+        steps = [sample("step", step=n, step_s=n / 10, peak_memory_bytes=10**9 + 7) for n in range(1, 12)]
+        for event in ({"event": "start", **sample("start", **device)}, *({"event": "step", **step} for step in steps)):
+            metrics.write(json.dumps({"at": 1.0, **event}) + "\n")
     screen = Screen(Console(file=io.StringIO()))
     early.report(screen)  # a run that ends before its forecast is ready does not wait for it
     early.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from rich.console import Console
-from support import fsdptrain, write_recipe
+from support import fsdptrain, sample, write_recipe
 from terminal import Terminal
 
 from fsdptrain.config.plan import make_plan
@@ -21,7 +21,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.events import progress_record, record_error
-from fsdptrain.launch.status import Observer, is_locked, observe, show_status
+from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, show_status
 from fsdptrain.ownership import write_mark
 from fsdptrain.page import Page
 from fsdptrain.rundir import RunDir
@@ -46,7 +46,7 @@ class Written:
 
     def event(self, kind: str, ago_s: float = 0.0, **fields: Any) -> None:
         with self.rundir.metrics.open("a") as stream:
-            stream.write(json.dumps({"event": kind, "at": time.time() - ago_s, **fields}) + "\n")
+            stream.write(json.dumps({"event": kind, "at": time.time() - ago_s, **sample(kind, **fields)}) + "\n")
 
     def start(self, total: int = 100, host: str = HERE, ago_s: float = 500.0) -> None:
         self.event("start", ago_s, total_steps=total, host=host)
@@ -121,6 +121,8 @@ def test_a_run_that_should_have_made_a_step_is_late_and_the_silent_ranks_are_nam
     assert run.facts()["silent_ranks"] == [] and "late   nothing was recorded for 0:23 (a step " in run.shown()
     run.event("straggler", step=4, rank=3, cause="input", cost=0.25)
     assert run.facts()["eta_s"] and "slow   rank 3 on n2: all others wait for its input" in run.shown()
+    run.event("straggler", step=4, rank=9, cause="input", cost=0.25)  # a folder may come from anyone
+    assert "slow   rank 9: all others wait for its input" in run.shown()
 
 
 def test_work_of_unknown_length_is_late_only_after_the_timeout(tmp_path: Path) -> None:
@@ -183,12 +185,61 @@ def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json"):
         observe(RunDir(tmp_path))
+    with pytest.raises(RecipeError, match=r"is not a run folder: it has no plan\.json, and there is no run below it"):
+        list_runs(tmp_path)
     for name in (__file__, tmp_path / "missing"):
         with pytest.raises(RecipeError, match="is not a run folder: there is no such folder"):
-            observe(RunDir(Path(name)))
+            list_runs(Path(name))
     (tmp_path / "plan.json").write_text('{"version": 0}')
-    with pytest.raises(RecipeError, match="cannot be read by this version"):
+    with pytest.raises(RecipeError, match=r"plan.json is not a plan of this version"):
         observe(RunDir(tmp_path))
+
+
+def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start()
+    run.steps(12)
+    for step in (4, 8, 12):
+        run.event("save", step=step, path=f"/x/step-{step:08}")
+    assert run.facts()["checkpoint"]["step"] == 12 and run.facts()["unsaved_steps"] == 0
+    run.start()
+    run.event("resume", step=8)  # the newest one was damaged
+    assert run.facts()["checkpoint"]["path"] == "/x/step-00000008" and "saved  step 8, 0:0" in run.shown()
+    run.steps(9, first=9)
+    assert (run.facts()["checkpoint"]["step"], run.facts()["unsaved_steps"]) == (8, 1)
+    run.start()
+    run.event("resume", step=2)  # of which no save is recorded: the disk was full
+    assert run.facts()["checkpoint"] == {"step": 2, "path": None, "age_s": None} and "saved  step 2\n" in run.shown()
+    run.event("resume", step=0)
+    assert run.facts()["checkpoint"] is None and "saved  no checkpoint yet\n" in run.shown()
+
+
+def test_the_runs_below_a_folder(tmp_path: Path) -> None:
+    for name, last in (("b", 3), ("a/long-name-of-a-run", 12)):
+        (tmp_path / name).mkdir(parents=True)
+        run = Written(tmp_path / name)
+        run.start(total=1200)
+        run.steps(last, ago_s=100)
+    (tmp_path / "a" / "of-another-program").mkdir()
+    (tmp_path / "a" / "of-another-program" / "plan.json").write_text("{}")
+    (tmp_path / "queued").mkdir()
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "plan.json").write_text("[]")
+    for name in ("queued", "z"):
+        write_mark(tmp_path / name)
+    names = ["a/long-name-of-a-run/run", "b/run", "queued", "z"]
+    done = fsdptrain("status", tmp_path, "--json")
+    runs = json.loads(done.stdout)
+    assert [Path(facts["run_dir"]).relative_to(tmp_path).as_posix() for facts in runs] == names
+    assert [facts["state"] for facts in runs] == ["killed", "killed", "waiting", "unreadable"]
+    assert "plan.json is not a plan of this version" in runs[3]["why"] and len({len(facts) for facts in runs}) == 1
+    header, first, *_ = fsdptrain("status", tmp_path).stdout.splitlines()
+    assert header.split() == ["run", "state", "step", "loss", "age"]
+    assert first.split()[:4] == [names[0], "killed", "12/1,200", "5.5000"] and first.split()[4].startswith("1:4")
+    page = Page(Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None))
+    show_runs(list_runs(tmp_path), tmp_path, page)
+    lines = page.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 40 and all(name in lines for name in names)
 
 
 def test_a_run_whose_job_is_in_a_queue_is_shown_when_it_starts(tmp_path: Path) -> None:
@@ -222,7 +273,7 @@ def test_records_that_are_written_meanwhile_are_read_once(tmp_path: Path) -> Non
     run.steps(3)
     assert [observer.facts()["step"] for _ in range(2)] == [3, 3]
     run.steps(5, first=4)
-    assert observer.facts()["step"] == 5 and len(observer._step_times) == 5
+    assert observer.facts()["step"] == 5 and len(observer._run.step_times) == 5
 
 
 def test_a_watched_run_is_shown_until_it_ends(tmp_path: Path) -> None:
