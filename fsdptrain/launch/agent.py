@@ -147,8 +147,8 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[b
 def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: int) -> dict[int, Failure]:
     """Run this node's workers of a run on several nodes; return the failures by rank.
 
-    When the nodes have met, the launcher gets `{nodes, node}`: how many they are, and the number of this one. While
-    it waits for others that train, it gets `{others}` every ten minutes.
+    When the nodes have met, the launcher gets `{nodes, node, before}`: how many they are, the number of this one, and
+    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -160,7 +160,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     topology, launched = plan.topology, find_launcher(os.environ)
     assert topology.endpoint is not None
     register_rendezvous(
-        on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node}),
+        on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node, "before": plan.rundir.newest_attempt()}),
         on_waiting=announce_waiting_node,
         on_others=lambda: tell(pipe, {"others": True}),
     )

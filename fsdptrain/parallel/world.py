@@ -69,7 +69,7 @@ class World:
 
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
-    the ranks.
+    the ranks. `attempt` numbers the times that ranks have met in the run folder.
     """
 
     rank: int
@@ -79,6 +79,7 @@ class World:
     mesh: DeviceMesh
     side: dist.ProcessGroup
     hosts: list[str]
+    attempt: int = 0
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, store: dist.Store | None = None) -> World:
@@ -109,9 +110,11 @@ class World:
         mesh = make_mesh(plan, device.type)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
-        hosts: list[str] = [""] * topology.world_size
-        dist.all_gather_object(hosts, socket.gethostname(), group=side)
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, hosts)
+        own = socket.gethostname(), plan.rundir.newest_attempt()
+        ranks: list[tuple[str, int]] = [own] * topology.world_size
+        dist.all_gather_object(ranks, own, group=side)
+        hosts, attempts = zip(*ranks, strict=True)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], max(attempts) + 1)
 
     @property
     def replicas(self) -> int:

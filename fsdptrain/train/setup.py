@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from fsdptrain.parallel.shard import ShardedModel
+
+KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, which may have hung
+
 
 SHARED_S = 10.0  # until a host sees a file that another has written: network file systems cache folders
 
@@ -238,6 +242,8 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     checkpointer.claim()
     checkpointer.reject_another_run()
     if world.rank == 0:
+        for number in rundir.attempt_numbers()[:-KEPT_ATTEMPTS]:
+            shutil.rmtree(rundir.attempt(number), ignore_errors=True)
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
 

@@ -112,6 +112,7 @@ class Trainer:
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(plan, session.stop)
+        session.watchdog.begin(world.attempt)
         inputs = suited_to_one_gpu(inputs, world)
         session.watchdog.beat()
         check_groups(plan, world)
