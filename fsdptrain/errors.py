@@ -2,7 +2,8 @@
 
     FsdptrainError            1   an internal error, if no subclass applies
     ├── RecipeError           2   the recipe or the command line is wrong
-    │   └── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
+    │   ├── NoModel           2   a model or tokenizer is not on this machine, and the Hub cannot be reached
+    │   └── FolderInUse       2   another run uses the run folder
     ├── DoesNotFit            3   a dry run found that the plan does not fit into memory
     ├── DataError             4   the data is wrong: file, line, what was expected
     │   └── NoData            4   the data is not on this machine, and the Hub or store refuses
@@ -61,6 +62,10 @@ class RecipeError(FsdptrainError):
 
 class NoModel(RecipeError):
     """A model or tokenizer is not on this machine and cannot be downloaded; another machine may have it."""
+
+
+class FolderInUse(RecipeError):
+    """Another run uses the run folder at this moment."""
 
 
 class DoesNotFit(FsdptrainError):
@@ -145,6 +150,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         FsdptrainError,
         RecipeError,
         NoModel,
+        FolderInUse,
         DoesNotFit,
         DataError,
         NoData,

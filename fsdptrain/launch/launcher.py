@@ -30,6 +30,7 @@ from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
+from fsdptrain.launch.refusal import refused_elsewhere
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
@@ -163,6 +164,7 @@ class Attempt:
             cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
         self._started = time.monotonic()
+        self._refusal: dict[str, str] = {}  # of another node, before they met
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
 
@@ -205,6 +207,8 @@ class Attempt:
                     self._place = record
                 elif "others" in record:
                     self.waited = True
+                elif "refused" in record:
+                    self._refusal = record["refused"]
                 else:
                     failure = record
         return failure
@@ -266,6 +270,8 @@ class Attempt:
         looked = 0.0  # for reports of hangs
         while agent.poll() is None:
             self._note_meeting()
+            if self._refusal and not self._met:
+                return
             self._say_late()
             self._show_new_records()
             if self.stop.count and not self._met:  # there are no workers to wait for
@@ -337,6 +343,8 @@ class Attempt:
 
         `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
+        if self._refusal and not self._met:
+            raise refused_elsewhere(self._refusal)
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:
             when = "while this node waited for the others, which go on" if self.others else "before the nodes met"
