@@ -122,9 +122,9 @@ class World:
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes its shards into checkpoints: the ranks of the first copy do."""
-        return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's copy of the model, and of its shards in that copy."""
+        return self.mesh.get_local_rank("replicate") if self.mesh.ndim == 2 else 0, self.mesh.get_local_rank("shard")
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere.
@@ -132,9 +132,9 @@ class World:
         The result is on the device, and the host does not wait for it.
         """
         local = send(values.double(), self.device)
-        ranks = [torch.empty_like(local) for _ in range(self.size)]
-        dist.all_gather(ranks, local)
-        return torch.stack(ranks)
+        ranks = local.new_empty(self.size * len(local))  # one tensor: a list of them costs time for each rank
+        dist.all_gather_into_tensor(ranks, local)
+        return ranks.view(self.size, -1)
 
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""

@@ -251,8 +251,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 def check_shared(plan: Plan, world: World) -> None:
     """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective.
 
-    Each host would keep its part of every checkpoint, and with HYBRID_* all but one would keep none: no resume could
-    read them.
+    Each host would keep its part of every checkpoint: no resume could read them.
     """
     place = plan.rundir.checkpoint_path
     if plan.topology.nnodes == 1 or (place and URL.fullmatch(place)):

@@ -124,3 +124,12 @@ def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
     assert problem.field == "optim.momentum" and problem.message.startswith("was 0 in the run to resume")
     earlier = {key: value for key, value in identities[0].items() if not key.startswith("optim.momentum")}
     assert not resume_problems(identities[0], identities[2]) and not resume_problems(earlier, identities[2])
+
+
+def test_all_copies_of_a_model_write_a_checkpoint_from_which_each_resumes(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=STEPS, train__global_batch_size=12, fsdp__strategy="NO_SHARD")
+    whole = on_ranks(2, "save_between", tmp_path / "a", recipe=str(recipe), overrides=[], at=AT, steps=STEPS)[0]
+    sizes = [path.stat().st_size for path in (tmp_path / "run").glob(f"checkpoints/step-{AT:08}/*.safetensors")]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+    rest = on_ranks(2, "resume", tmp_path / "b", recipe=str(recipe), overrides=[], steps=STEPS)[0]
+    assert (rest["first"], rest["curve"]) == (AT, whole["curve"][AT:])
