@@ -37,6 +37,7 @@ from fsdptrain.text import wrapped_for
 if TYPE_CHECKING:
     from fsdptrain.config.plan import Plan
     from fsdptrain.config.reader import LoadedRecipe
+    from fsdptrain.launch.attempts import EarlierAttempts
     from fsdptrain.rundir import RunDir
     from fsdptrain.screen import Screen
     from fsdptrain.validate.client import Request
@@ -110,13 +111,17 @@ def main() -> None:
         with _os_errors_as_fsdptrain_errors():
             app()
     except FsdptrainError as error:
-        message = f"{_own_name()}: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
-        print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
+        _print_error(error)
         sys.exit(error.exit_code)
     except SystemExit as stop:
         if stop.code or sys.argv[1:2] == ["run"]:  # the result of a run is its folder, not what it prints
             raise
         exit_after_printing(0)
+
+
+def _print_error(error: FsdptrainError) -> None:
+    message = f"{_own_name()}: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
+    print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
 
 
 def _own_name() -> str:
@@ -181,29 +186,30 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a model, or resume its run. The run folder is output_dir: a folder, or a URL such as s3://BUCKET/FOLDER."""
-    written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
-    from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
-    from fsdptrain.config.plan import make_plan
-    from fsdptrain.config.topology import check_name, find_topology
-    from fsdptrain.config.versions import untested_versions
-    from fsdptrain.events import cut_partial_lines
-    from fsdptrain.forecast.allocator import default_settings
-    from fsdptrain.forecast.client import Forecaster
-    from fsdptrain.forecast.compare import ForecastComparison
-    from fsdptrain.forecast.relief import relief_lines
-    from fsdptrain.launch.claim import claim_run_dir
-    from fsdptrain.launch.heading import heading
-    from fsdptrain.launch.launcher import launch, upload_export
-    from fsdptrain.screen import Screen
+    written = None
+    with contextlib.ExitStack() as stack:
+        try:
+            written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+            plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+        except FsdptrainError as error:
+            _print_error(error)
+            from fsdptrain.launch.refusal import tell_other_nodes
 
-    topology = find_topology(written.recipe, os.environ, explicit=written.where)
-    launched = find_launcher(os.environ)
-    os.environ.update(worker_variables(launched))
-    plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
-    rundir = plan.rundir
-    check_name(topology, os.environ)
-    started = time.monotonic()
-    with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
+            tell_other_nodes(error, written.recipe if written else None)
+            sys.exit(error.exit_code)
+        from fsdptrain.config.launchers import find_launcher, is_first
+        from fsdptrain.config.versions import untested_versions
+        from fsdptrain.events import cut_partial_lines
+        from fsdptrain.forecast.allocator import default_settings
+        from fsdptrain.forecast.client import Forecaster
+        from fsdptrain.forecast.compare import ForecastComparison
+        from fsdptrain.forecast.relief import relief_lines
+        from fsdptrain.launch.heading import heading
+        from fsdptrain.launch.launcher import launch, upload_export
+        from fsdptrain.screen import Screen
+
+        started, launched = time.monotonic(), find_launcher(os.environ)
+        rundir, topology = plan.rundir, plan.topology
         # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
             if is_first(launched):
@@ -237,6 +243,22 @@ def run(
         if comparison:
             comparison.report(screen)
         screen.summary(time.monotonic() - started)
+
+
+def _claim(
+    stack: contextlib.ExitStack, written: LoadedRecipe, fresh: bool, trust_remote_code: bool
+) -> tuple[Plan, EarlierAttempts]:
+    """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
+    from fsdptrain.config.launchers import find_launcher, worker_variables
+    from fsdptrain.config.plan import make_plan
+    from fsdptrain.config.topology import check_name, find_topology
+    from fsdptrain.launch.claim import claim_run_dir
+
+    topology = find_topology(written.recipe, os.environ, explicit=written.where)
+    os.environ.update(worker_variables(find_launcher(os.environ)))
+    plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
+    check_name(topology, os.environ)
+    return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,9 @@ from fsdptrain.records import read_object
 from fsdptrain.storage import URL, CheckpointStorage, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
+
+
+ATTEMPT = re.compile(r"[0-9]{4,9}")  # the name of an attempt's folder
 
 
 @dataclass(frozen=True)
@@ -105,17 +109,40 @@ class RunDir:
         """The progress of long work (tokenising, loading, exporting), which the launcher shows."""
         return self.logs / "progress.jsonl"
 
-    def hang_report(self, rank: int | str) -> Path:
-        """Return the file in which the watchdog of a rank reports where the rank hangs."""
-        return self.logs / f"hang-rank-{rank}.json"
+    @property
+    def attempts(self) -> Path:
+        """A folder for each attempt whose ranks have met, named by its number: 0001, 0002, …"""
+        return self.logs / "attempts"
 
-    def stack_dump(self, rank: int | str) -> Path:
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the attempts that have a folder, in ascending order."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(int(path.name) for path in self.attempts.iterdir() if ATTEMPT.fullmatch(path.name))
+        return []
+
+    def newest_attempt(self) -> int:
+        """Return the number of the attempt whose ranks were the last to meet; 0 before the first."""
+        return max(self.attempt_numbers(), default=0)
+
+    def attempt(self, number: int) -> Path:
+        """Return the folder of an attempt: a file of each rank, and below `hangs` what ranks report that hang."""
+        return self.attempts / f"{number:04}"
+
+    def stack_dump(self, attempt: int, rank: int) -> Path:
         """Return the file for the stacks of a rank that hangs and whose watchdog cannot run."""
-        return self.logs / f"stuck-rank-{rank}.txt"
+        return self.attempt(attempt) / f"stuck-rank-{rank}.txt"
 
-    def collectives(self, rank: int) -> Path:
+    def hangs(self, attempt: int) -> Path:
+        """Return the folder of what ranks report that hang; it is empty, or missing, as long as none does."""
+        return self.attempt(attempt) / "hangs"
+
+    def hang_report(self, attempt: int, rank: int) -> Path:
+        """Return the file in which the watchdog of a rank reports where the rank hangs."""
+        return self.hangs(attempt) / f"rank-{rank}.json"
+
+    def collectives(self, attempt: int, rank: int) -> Path:
         """Return the file for the last collectives of a rank that hangs, from torch's flight recorder."""
-        return self.logs / f"collectives-rank-{rank}.json"
+        return self.hangs(attempt) / f"collectives-rank-{rank}.json"
 
     @property
     def model(self) -> Path:

@@ -174,7 +174,8 @@ class RunStore:
     def fetch(self, folder: Path, names: Collection[str] = SMALL) -> None:
         """Download small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
 
-        Their modification time is 1970, so that it tells which were changed here, and no report of a hang looks new.
+        Their modification time is 1970, so that it tells which were changed here. What ranks of earlier attempts have
+        written about hangs is not downloaded: attempts are numbered in each folder.
         """
 
         def copy(name: str) -> None:
@@ -186,7 +187,8 @@ class RunStore:
             os.utime(scratch, (0, 0))
             scratch.replace(target)
 
-        _all(copy, [name for name in self._listed() if _is_copied(name) and name.split("/")[0] in names])
+        wanted = [name for name in self._listed() if _is_copied(name) and name.split("/")[0] in names]
+        _all(copy, [name for name in wanted if not name.startswith("logs/attempts/")])
 
     def push(self) -> None:
         """Upload the small files that are new or have changed since this process uploaded them.

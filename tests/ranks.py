@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
+from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.adapter import base_name
 from fsdptrain.model.parameters import weights_of
@@ -1021,6 +1023,33 @@ def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
             found[name] = (0, "")
         except FsdptrainError as error:
             found[name] = (error.exit_code, str(error))
+    return found
+
+
+def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
+    """Stall between two beats; return after which of the next beats this rank counts as hung.
+
+    `stalls` has for each rank the seconds in which it makes progress before, those of the stall, and whether it holds
+    the interpreter lock meanwhile.
+    """
+    written = load(Path(recipe))
+    plan, rank = make_plan(written, find_topology(written.recipe, {})), int(os.environ["RANK"])
+    found = []
+    with Watchdog(plan, rank) as watchdog:
+        watchdog.begin(1)
+        before_s, seconds, holding_the_gil = stalls[rank]
+        watchdog.beat(step_done=True)
+        time.sleep(before_s)
+        watchdog.beat()
+        if holding_the_gil:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        else:
+            time.sleep(seconds)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            watchdog.beat()
+            found.append(bool(hung_ranks(plan.rundir, 1, [rank])))
+            time.sleep(0.05)
     return found
 
 

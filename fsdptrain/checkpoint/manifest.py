@@ -13,7 +13,6 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,16 +249,21 @@ def reject_external_symlinks(rundir: RunDir) -> None:
     Raises StorageError if the system cannot tell.
     """
     root = os.path.realpath(rundir.root)
-    folders = {rundir.model: "**/*", rundir.checkpoints: "*", rundir.logs: "*", rundir.plans: "*"}
-    within = (path for folder, pattern in folders.items() for path in _matches_inside(folder, pattern))
+    folders = (rundir.checkpoints, rundir.logs, rundir.plans)
     with system_errors(rundir.root):
-        for path in (*rundir.written_paths(), *within):
+        within = (path for folder in folders for path in _links_inside(folder))
+        assets = () if rundir.model.is_symlink() else rundir.model.rglob("*")
+        for path in (*rundir.written_paths(), *within, *assets):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise CheckpointError(f"{path} is a link that leads out of the run folder, to {os.path.realpath(path)}")
 
 
-def _matches_inside(folder: Path, pattern: str) -> Iterable[Path]:
-    return () if folder.is_symlink() else folder.glob(pattern)
+def _links_inside(folder: Path) -> list[Path]:
+    """Return the links in a folder, with one list of it: the logs have a file of every rank."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_symlink()]
 
 
 def resume_problems(before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:

@@ -41,7 +41,7 @@ from fsdptrain.checkpoint.manifest import (
     newest_manifest,
     resume_problems,
 )
-from fsdptrain.checkpoint.shards import Shard, shards_of
+from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, StorageError
 from fsdptrain.files import fsync, is_there
@@ -81,10 +81,8 @@ class Checkpointer:
         # At most one save at a time: host memory holds one copy.
         self.wait()
         started = time.monotonic()
-        # One replica writes its shards. Plain tensors (buffers) are equal on every rank, so only rank 0 writes them.
-        own = self._shards(model, optimizer) if self.world.writes else {}
-        if self.world.rank != 0:
-            own = {name: shard for name, shard in own.items() if not shard.is_whole}
+        copy, place = self.world.place
+        own = share_of_copy(self._shards(model, optimizer), copy, self.world.replicas, writes_whole=place == 0)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
         arguments = (step, staged, started, time.monotonic() - started)
@@ -185,7 +183,9 @@ class Checkpointer:
 
     def _from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on rank 0 and return its result on every rank; if it failed, raise as `_on_rank_zero` does."""
-        return self._all_gather(self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None))[0]
+        result = [self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)]
+        dist.broadcast_object_list(result, src=0, group=self.world.side)
+        return result[0]
 
     def _on_every_rank(self, action: str, work: Callable[[], Any]) -> Any:
         """Do the work on every rank; if it failed on any, raise the same CheckpointError on every rank."""
@@ -222,10 +222,14 @@ class Checkpointer:
 
     def reject_another_run(self) -> None:
         """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
-        manifest = self._on_every_rank("read the newest manifest", partial(newest_manifest, self.rundir))
-        problems = resume_problems(manifest.identity, self.identity) if manifest else []
+        before = self._from_rank_zero("read the newest manifest", self._newest_identity)
+        problems = resume_problems(before, self.identity) if before else []
         if any(self._all_gather(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
+
+    def _newest_identity(self) -> dict[str, Any] | None:
+        manifest = newest_manifest(self.rundir)
+        return manifest.identity if manifest else None
 
     def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
         return shards_of(model, optimizer, self.plan.recipe.optim)

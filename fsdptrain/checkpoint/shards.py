@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,23 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer, optim: Optim) 
                 shard = Shard(value.view(len(rows.local), *tensor.shape[1:]), rows.first, tensor.shape)
             shards[f"optim.{name}.{tensor.key}"] = shard
     return shards
+
+
+def share_of_copy(shards: dict[str, Shard], copy: int, copies: int, writes_whole: bool) -> dict[str, Shard]:
+    """Return those of a rank's shards that it writes: `copies` ranks hold the same ones, and share the bytes evenly.
+
+    `copy` is its number among these. Whole tensors (buffers, single rows) are equal on the ranks of one copy too, so
+    only those with `writes_whole` write them.
+    """
+    loads, share = [(0, number) for number in range(copies)], {}
+    for name, shard in sorted(shards.items(), key=lambda item: (-item[1].local.nbytes, item[0])):
+        if shard.is_whole and not writes_whole:
+            continue
+        load, writer = loads[0]
+        heapq.heapreplace(loads, (load + shard.local.nbytes, writer))
+        if writer == copy:
+            share[name] = shard
+    return share
 
 
 def state_of(optim: Optim, weight: Weight, part: torch.Tensor) -> list[StateTensor]:

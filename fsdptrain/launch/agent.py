@@ -28,6 +28,7 @@ from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
+from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child_command
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
@@ -147,8 +148,9 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[b
 def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: int) -> dict[int, Failure]:
     """Run this node's workers of a run on several nodes; return the failures by rank.
 
-    When the nodes have met, the launcher gets `{nodes, node}`: how many they are, and the number of this one. While
-    it waits for others that train, it gets `{others}` every ten minutes.
+    When the nodes have met, the launcher gets `{nodes, node, before}`: how many they are, the number of this one, and
+    that of the last attempt before. While it waits for others that train, it gets `{others}` every ten minutes, and
+    `{refused}` if one of those that it waits for was refused.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -160,9 +162,11 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     topology, launched = plan.topology, find_launcher(os.environ)
     assert topology.endpoint is not None
     register_rendezvous(
-        on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node}),
+        on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node, "before": plan.rundir.newest_attempt()}),
         on_waiting=announce_waiting_node,
         on_others=lambda: tell(pipe, {"others": True}),
+        on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
+        meeting=meeting_name(plan),
     )
     words = [
         f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",

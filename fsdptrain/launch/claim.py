@@ -28,6 +28,7 @@ from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.topology import writes_run_dir
 from fsdptrain.errors import (
+    FolderInUse,
     FsdptrainError,
     Problem,
     RecipeError,
@@ -299,10 +300,10 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
         if several and not _try_lock(stack, rundir, f"lock-{node_name()}"):
-            raise RecipeError(f"output_dir: another run is using {rundir.place} on this machine")
+            raise FolderInUse(f"output_dir: another run is using {rundir.place} on this machine")
         first = _try_lock(stack, rundir, "lock")
         if not first and not several:
-            raise RecipeError(f"output_dir: another run is using {rundir.place}")
+            raise FolderInUse(f"output_dir: another run is using {rundir.place}")
         yield first
 
 

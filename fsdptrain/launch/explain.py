@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ ALIVE_S, STAMPS_PER_S = 5.0, 100  # how often each rank says that it is alive; h
 
 
 MISSED = 3  # such intervals, after which a rank is silent
+
+
+REPORT = re.compile(r"rank-([0-9]+)\.json")
+
+
+SILENT = "does not respond: it is stopped, or its machine cannot be reached"
 
 
 def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> FsdptrainError:
@@ -41,16 +47,22 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequen
     return WorkerLost(f"{rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}")
 
 
-def hung_ranks(rundir: RunDir, world: int, since: float) -> list[int]:
-    """Return the ranks with a hang report or a stack dump that is newer than `since` (seconds since 1970)."""
+def hung_ranks(rundir: RunDir, attempt: int, dumps_of: Iterable[int]) -> list[int]:
+    """Return the ranks that have reported a hang in an attempt, and those of `dumps_of` that have a stack dump.
 
-    def is_new(path: Path) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            return status.st_size > 0 and status.st_mtime > since
-        return False
+    The reports of all ranks are found with one list of a folder, a dump with a look at the file of its rank.
+    """
+    reported: set[int] = set()
+    with contextlib.suppress(FileNotFoundError):
+        matches = [REPORT.fullmatch(path.name) for path in rundir.hangs(attempt).iterdir()]
+        reported.update(int(match[1]) for match in matches if match)
+    return sorted(reported.union(rank for rank in dumps_of if _is_stuck(rundir.stack_dump(attempt, rank))))
 
-    return [rank for rank in range(world) if is_new(rundir.hang_report(rank)) or is_new(rundir.stack_dump(rank))]
+
+def _is_stuck(dump: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return dump.stat().st_size > 0
+    return False
 
 
 def alive_every_s(world: int) -> float:
@@ -58,7 +70,7 @@ def alive_every_s(world: int) -> float:
     return max(ALIVE_S, world / STAMPS_PER_S)
 
 
-def silent_ranks(rundir: RunDir, world: int) -> list[int]:
+def silent_ranks(rundir: RunDir, attempt: int, world: int) -> list[int]:
     """Return the ranks whose process has given no sign of life for some time, while others have.
 
     The sign is the modification time of the file for stack dumps (see `train.watchdog`). These times are compared with
@@ -66,50 +78,51 @@ def silent_ranks(rundir: RunDir, world: int) -> list[int]:
     """
     stamps: dict[int, float] = {}
     for rank in range(world):
-        with contextlib.suppress(OSError), rundir.stack_dump(rank).open("rb") as file:  # opened: NFS asks its server
+        with contextlib.suppress(OSError), rundir.stack_dump(attempt, rank).open("rb") as file:  # opened: NFS asks
             stamps[rank] = os.fstat(file.fileno()).st_mtime
     oldest = max(stamps.values(), default=0.0) - MISSED * alive_every_s(world)
     return [rank for rank, stamp in stamps.items() if stamp < oldest]
 
 
-def explain_hang(hung: list[int], plan: Plan, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> str:
-    """Return one paragraph that says where each rank waits, from the reports of the watchdogs.
+def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Sequence[str] = ()) -> str:
+    """Return one paragraph that says where each rank waits, from the reports of the watchdogs in an attempt.
 
     `hosts` are the host names of all ranks, if they are known.
     """
-    places: dict[str, list[int]] = {}
-    world = plan.topology.world_size
-    for rank in range(world):
-        report = rundir.hang_report(rank)
-        if rank not in hung:
-            where = "does not respond: it is stopped, or its machine cannot be reached"
-        elif report.exists():
-            facts = json.loads(report.read_text(encoding="utf-8"))
-            where = f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
-        else:
-            stacks = rundir.stack_dump(rank).read_text(encoding="utf-8", errors="replace")
-            where = f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+    ranks = range(plan.topology.world_size)
+    hung, places = hung_ranks(rundir, attempt, ranks), dict[str, list[int]]()
+    for rank in ranks:
+        where = _place(rundir, attempt, rank) if rank in hung else SILENT
         places.setdefault(where, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (not item[0].startswith("waits"), item[1]))
     places_text = "; ".join(
-        f"{ranks_text(ranks, hosts)} {where if len(ranks) == 1 else _plural(where)}" for where, ranks in groups
+        f"{ranks_text(where_ranks, hosts)} {where if len(where_ranks) == 1 else _plural(where)}"
+        for where, where_ranks in groups
     )
-    collective = waited_for(_recorded(hung, rundir), [rank for rank in range(world) if rank not in hung], hosts)
+    collective = waited_for(_recorded(hung, attempt, rundir), places.get(SILENT, []), hosts)
     timeout = plan.recipe.launch.timeout_s
     return (
         f"the run hung {when}: no progress for {timeout} s (launch.timeout_s; 3 times that for the first step); "
-        f"{places_text}{f'; {collective}' if collective else ''}. All stacks and the last collectives: {rundir.logs}"
+        f"{places_text}{f'; {collective}' if collective else ''}. "
+        f"All stacks: {rundir.logs}; the last collectives: {rundir.hangs(attempt)}"
     )
 
 
-def _recorded(hung: list[int], rundir: RunDir) -> dict[int, Any]:
+def _place(rundir: RunDir, attempt: int, rank: int) -> str:
+    """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
+    with contextlib.suppress(FileNotFoundError):
+        facts = json.loads(rundir.hang_report(attempt, rank).read_text(encoding="utf-8"))
+        return f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
+    stacks = rundir.stack_dump(attempt, rank).read_text(encoding="utf-8", errors="replace")
+    return f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+
+
+def _recorded(hung: list[int], attempt: int, rundir: RunDir) -> dict[int, Any]:
     """Return rank → what its flight recorders held, for the ranks whose file is complete."""
     found = {}
     for rank in hung:
-        if not rundir.hang_report(rank).exists():
-            continue  # the file may be of an earlier start: a rank writes it before its report
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            found[rank] = json.loads(rundir.collectives(rank).read_text(encoding="utf-8"))
+            found[rank] = json.loads(rundir.collectives(attempt, rank).read_text(encoding="utf-8"))
     return found
 
 

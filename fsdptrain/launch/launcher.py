@@ -4,7 +4,7 @@
          │  SIGTERM once: save after this step, exit        │
          ├── a pipe: the nodes have met; how the first ─────┤
          │   worker failed                                  │
-         └── metrics.jsonl; hang-rank-N.json of a watchdog ─┘
+         └── metrics.jsonl; hang reports of the watchdogs ──┘
 
 No process outlives this one: the agent ends with it, and the workers end with the agent (see `processes`).
 
@@ -30,6 +30,7 @@ from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
+from fsdptrain.launch.refusal import refused_elsewhere
 from fsdptrain.processes import StopRequest, child_command, child_environment
 from fsdptrain.records import EVENTS, Record, Tail
 from fsdptrain.rundir import RunDir
@@ -43,7 +44,7 @@ POLL_S = 0.1  # between two checks of the agent
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
 
 
-REPORTS_PER_S = 100  # for which each launcher looks: one file system may answer the launchers of all nodes
+LOOKS_PER_S = 100  # for ranks that hang, of the launchers of all nodes together: one file system may answer them all
 
 
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
@@ -157,11 +158,14 @@ class Attempt:
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
         self.waited = False  # for ten minutes or more, for others that train
         self._met = plan.topology.nnodes == 1
-        self._place: dict[str, int] = {}  # once the nodes have met: how many `nodes`, and which `node` this is
+        # Once the nodes have met: how many `nodes`, which `node` this is, and the number of the attempt `before`.
+        self._place: dict[str, int] = {}
         if self._met:
+            self._place = {"nodes": 1, "node": 0, "before": rundir.newest_attempt()}
             cut_partial_lines(rundir)
         self._tails = (Tail(rundir.metrics), Tail(rundir.progress))
-        self._started = time.time()
+        self._started = time.monotonic()
+        self._refusal: dict[str, str] = {}  # of another node, before they met
         self._killed_because = ""  # why this process killed the workers, if it did
         self._said_stop = self._said_late = False
 
@@ -204,6 +208,8 @@ class Attempt:
                     self._place = record
                 elif "others" in record:
                     self.waited = True
+                elif "refused" in record:
+                    self._refusal = record["refused"]
                 else:
                     failure = record
         return failure
@@ -218,12 +224,9 @@ class Attempt:
         """When the nodes have met, plan for as many as they are; from now on the records are of this attempt."""
         if self._met or not self._place:
             return
-        self._met, self._started = True, time.time()
+        self._met = True
         if self._place["node"] == 0:  # the workers, which need seconds to start, do not write yet
             cut_partial_lines(self.rundir)
-            for name in (self.rundir.hang_report("*").name, self.rundir.stack_dump("*").name):
-                for path in self.rundir.logs.glob(name):  # to which a lost host may still write
-                    path.unlink(missing_ok=True)
         self.plan = self.plan.on_nodes(self._place["nodes"])
         if self.plan.topology.is_elastic:
             self.screen.say(nodes_text(self.plan))
@@ -232,7 +235,7 @@ class Attempt:
     def _say_late(self) -> None:
         """Say once what to look for if nodes do not come; a range of nodes starts without them."""
         topology = self.plan.topology
-        if self._met or self._said_late or topology.is_elastic or time.time() - self._started < LATE_S:
+        if self._met or self._said_late or topology.is_elastic or time.monotonic() - self._started < LATE_S:
             return
         self._said_late = True
         self.screen.say(
@@ -272,6 +275,8 @@ class Attempt:
         looked = 0.0  # for reports of hangs
         while agent.poll() is None:
             self._note_meeting()
+            if self._refusal and not self._met:
+                return
             self._say_late()
             self._show_new_records()
             if self.stop.count and not self._met:  # there are no workers to wait for
@@ -295,17 +300,22 @@ class Attempt:
             time.sleep(POLL_S)
 
     def _look_every_s(self) -> float:
-        """Return the seconds between two looks for reports of hangs, which read a file of each rank."""
-        return min(self.plan.topology.world_size / REPORTS_PER_S, HANG_REPORTS_S)
+        """Return the seconds between two looks for ranks that hang: all launchers look at one file of each rank."""
+        return min(self.plan.topology.world_size / LOOKS_PER_S, HANG_REPORTS_S)
 
     def _hung_ranks(self) -> list[int]:
-        return hung_ranks(self.rundir, self.plan.topology.world_size, self._started)
+        """Return the ranks that report a hang in this attempt, and the stuck ones of this node, which cannot."""
+        attempt, local = self.rundir.newest_attempt(), self.plan.topology.nproc_per_node
+        if not self._met or attempt <= self._place["before"]:  # the ranks have not met
+            return []
+        first = self._place["node"] * local
+        return hung_ranks(self.rundir, attempt, range(first, first + local))
 
     def _still_hung(self) -> bool:
         """Wait for the hang reports of the other ranks; return whether any rank still hangs."""
         end = time.monotonic() + HANG_REPORTS_S
         while time.monotonic() < end and len(self._hung_ranks()) < self.plan.topology.world_size:
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, self._look_every_s()))
         return bool(self._hung_ranks())  # none, if the whole machine was only paused for a while
 
     def _say_stop(self) -> None:
@@ -329,14 +339,17 @@ class Attempt:
 
         `code` is the agent's exit code, `failure` how the first worker failed, as it reported.
         """
+        if self._refusal and not self._met:
+            raise refused_elsewhere(self._refusal)
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:
             when = "while this node waited for the others, which go on" if self.others else "before the nodes met"
             raise Stopped(f"stopped {self._killed_because} {when}; run the same command to continue")
         if self._killed_because:
             raise Stopped(f"stopped {self._killed_because}; {self._lost_work()}; run the same command to continue")
-        if self._met and (hung := self._hung_ranks()):
-            raise WorkerLost(explain_hang(hung, self.plan, self.rundir, self._when(), self._hosts()))
+        if self._hung_ranks():
+            attempt = self.rundir.newest_attempt()
+            raise WorkerLost(explain_hang(attempt, self.plan, self.rundir, self._when(), self._hosts()))
         cause = failure if code >= 0 else {}
         # SIGTERM ends an agent or a worker (to which `scancel` sends it) that cannot handle it yet. The terminal sends
         # Ctrl-C to the agent, too, in the moment before it has a session of its own.

@@ -126,7 +126,7 @@ class Observer:
             "attempts": self._run.attempts,
             "last_record_age_s": silent_s,
             "late": late,
-            "silent_ranks": silent_ranks(self.rundir, world) if late or state == "silent" else [],
+            "silent_ranks": self._silent_ranks() if late or state == "silent" else [],
             "stage": self._stage() if running else None,
             "step": made,
             "total_steps": total,
@@ -156,8 +156,9 @@ class Observer:
             return "running", "workers were lost; the other nodes meet again"
         if self._run.ends and not here and self._stage() is None:  # else it was started again, and prepares
             return self._end()
-        if hung := self._hung_ranks():
-            return "hung", explain_hang(hung, self._newest_plan, self.rundir, f"after step {made}", self._hosts())
+        if self._hung_ranks():
+            attempt, when = self.rundir.newest_attempt(), f"after step {made}"
+            return "hung", explain_hang(attempt, self._newest_plan, self.rundir, when, self._hosts())
         if here:
             return "running", "on this machine"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
@@ -253,8 +254,10 @@ class Observer:
         return str(self._store.root / EXPORT) if path and self._store else path
 
     def _hung_ranks(self) -> list[int]:
-        since = float(self._last.get("start", {}).get("at", 0.0))
-        return hung_ranks(self.rundir, self._newest_plan.topology.world_size, since)
+        return hung_ranks(self.rundir, self.rundir.newest_attempt(), range(self._newest_plan.topology.world_size))
+
+    def _silent_ranks(self) -> list[int]:
+        return silent_ranks(self.rundir, self.rundir.newest_attempt(), self._newest_plan.topology.world_size)
 
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])

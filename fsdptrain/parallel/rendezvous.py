@@ -3,17 +3,27 @@
 MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the workers start; the number of nodes is fixed
                                                                                 │
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
+
+A node that is refused before it can come leaves its reason in the store of the meeting place (`tell_refusal`). If it
+is the node that hosts this store, it does so until all others have heard. A fixed number of nodes cannot meet then, so
+those that wait end (`on_refused`). The store ends with them: no later attempt hears of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import secrets
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -33,6 +43,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 BACKEND = "fsdptrain"  # its name for torchrun
 
 
+LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
+
+
+LEAVE_S = 5.0  # for which a node that has heard of a refusal stays, so that all hear of it: it may host the store
+
+
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
@@ -48,6 +64,7 @@ class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which reports that the nodes have met, and that another node waits."""
 
     _node_desc_generator = _UniqueNodes()
+    met: threading.Event
     on_met: Callable[[int, int], None]
     on_waiting: Callable[[], None]
     on_others: Callable[[], None]
@@ -69,6 +86,7 @@ class Rendezvous(DynamicRendezvousHandler):
                     raise
                 self.on_others()
             else:
+                self.met.set()
                 self.on_met(found.rank, found.world_size)
                 return found
 
@@ -81,21 +99,28 @@ class Rendezvous(DynamicRendezvousHandler):
 
 
 def register_rendezvous(
-    on_met: Callable[[int, int], None], on_waiting: Callable[[], None], on_others: Callable[[], None]
+    on_met: Callable[[int, int], None],
+    on_waiting: Callable[[], None],
+    on_others: Callable[[], None],
+    on_refused: Callable[[dict[str, str]], None] = lambda refusal: None,
+    meeting: str = "",
 ) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
     `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
     while the workers run and another node waits, `on_others` when this node has waited for ten minutes while others
-    train.
+    train, `on_refused` from a thread, with what a node has told that was refused in the same `meeting`.
     """
-    rendezvous_handler_registry.register(BACKEND, partial(_create, on_met, on_waiting, on_others))
+    callbacks = on_met, on_waiting, on_others, on_refused
+    rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting)))
 
 
 def _create(
     on_met: Callable[[int, int], None],
     on_waiting: Callable[[], None],
     on_others: Callable[[], None],
+    on_refused: Callable[[dict[str, str]], None],
+    key: str,
     wanted: RendezvousParameters,
 ) -> RendezvousHandler:
     backend, store = create_backend(wanted)
@@ -104,4 +129,51 @@ def _create(
         wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
     )
     handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
+    handler.met = threading.Event()
+    if wanted.min_nodes == wanted.max_nodes:  # else the others can meet without it
+        listening = (store, key, wanted.max_nodes, handler.met, on_refused)
+        threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
     return handler
+
+
+def _refusal_key(meeting: str) -> str:
+    return f"fsdptrain/refused/{meeting}"
+
+
+def _listen(
+    store: dist.Store, key: str, nodes: int, met: threading.Event, on_refused: Callable[[dict[str, str]], None]
+) -> None:
+    """Look for the refusal of another node until this one has met the others, or their store is lost."""
+    with contextlib.suppress(dist.DistError):
+        while not store.check([key]):
+            if met.wait(LISTEN_S):
+                return
+        refusal = json.loads(store.get(key))
+        _leave_together(store, key, nodes, LEAVE_S)
+        on_refused(refusal)
+
+
+def tell_refusal(
+    endpoint: str, meeting: str, nodes: int, is_first: bool | None, refusal: dict[str, str], within_s: float
+) -> None:
+    """Tell all nodes of a meeting at an endpoint that this one was refused; give up after `within_s` seconds.
+
+    `is_first` says whether it hosts the store; None if its address must tell.
+    """
+    settings: dict[str, Any] = {"read_timeout": math.ceil(within_s)}
+    settings |= {} if is_first is None else {"is_host": is_first}
+    wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
+    with contextlib.suppress(dist.DistError, RendezvousError):  # nobody waits there
+        _, store = create_backend(wanted)
+        key = _refusal_key(meeting)
+        store.set(key, json.dumps(refusal))
+        _leave_together(store, key, nodes, within_s)
+
+
+def _leave_together(store: dist.Store, key: str, nodes: int, within_s: float) -> None:
+    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the store."""
+    known, end = store.add(f"{key}/known", 1), time.monotonic() + within_s
+    with contextlib.suppress(dist.DistError):  # the node that hosts it has left
+        while known < nodes and time.monotonic() < end:
+            time.sleep(LISTEN_S / 5)
+            known = store.add(f"{key}/known", 0)

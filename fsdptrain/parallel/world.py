@@ -69,7 +69,7 @@ class World:
 
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
-    the ranks.
+    the ranks. `attempt` numbers the times that ranks have met in the run folder.
     """
 
     rank: int
@@ -79,6 +79,7 @@ class World:
     mesh: DeviceMesh
     side: dist.ProcessGroup
     hosts: list[str]
+    attempt: int = 0
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, store: dist.Store | None = None) -> World:
@@ -109,9 +110,11 @@ class World:
         mesh = make_mesh(plan, device.type)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
-        hosts: list[str] = [""] * topology.world_size
-        dist.all_gather_object(hosts, socket.gethostname(), group=side)
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, hosts)
+        own = socket.gethostname(), plan.rundir.newest_attempt()
+        ranks: list[tuple[str, int]] = [own] * topology.world_size
+        dist.all_gather_object(ranks, own, group=side)
+        hosts, attempts = zip(*ranks, strict=True)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], max(attempts) + 1)
 
     @property
     def replicas(self) -> int:
@@ -119,9 +122,9 @@ class World:
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes its shards into checkpoints: the ranks of the first copy do."""
-        return self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's copy of the model, and of its shards in that copy."""
+        return self.mesh.get_local_rank("replicate") if self.mesh.ndim == 2 else 0, self.mesh.get_local_rank("shard")
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather the vectors [k] of all ranks as float64 [size, k] in rank order: sums are bitwise equal everywhere.
@@ -129,9 +132,9 @@ class World:
         The result is on the device, and the host does not wait for it.
         """
         local = send(values.double(), self.device)
-        ranks = [torch.empty_like(local) for _ in range(self.size)]
-        dist.all_gather(ranks, local)
-        return torch.stack(ranks)
+        ranks = local.new_empty(self.size * len(local))  # one tensor: a list of them costs time for each rank
+        dist.all_gather_into_tensor(ranks, local)
+        return ranks.view(self.size, -1)
 
     def host_copy(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from fsdptrain.parallel.shard import ShardedModel
+
+KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, which may have hung
+
 
 SHARED_S = 10.0  # until a host sees a file that another has written: network file systems cache folders
 
@@ -270,6 +274,8 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     checkpointer.claim()
     checkpointer.reject_another_run()
     if world.rank == 0:
+        for number in rundir.attempt_numbers()[:-KEPT_ATTEMPTS]:
+            shutil.rmtree(rundir.attempt(number), ignore_errors=True)
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
 
@@ -277,8 +283,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 def check_shared(plan: Plan, world: World) -> None:
     """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective.
 
-    Each host would keep its part of every checkpoint, and with HYBRID_* all but one would keep none: no resume could
-    read them.
+    Each host would keep its part of every checkpoint: no resume could read them.
     """
     place = plan.rundir.checkpoint_path
     if plan.topology.nnodes == 1 or (place and URL.fullmatch(place)):

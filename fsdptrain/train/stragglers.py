@@ -8,21 +8,25 @@ whose weights are gathered. These two times are measured here.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fsdptrain.model.units import blocks_of
+from fsdptrain.parallel.world import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_COST = 0.1  # share of a step that a rank must cost the others before it is named
+
+
+CAUSES = "input", "compute"
 
 
 WINDOW = 20  # steps that are judged together
@@ -95,23 +99,21 @@ class Pace:
     """Compares the ranks over 20 steps at a time, and names one that costs the others more than a tenth of a step."""
 
     def __init__(self) -> None:
-        self._costs: list[dict[tuple[int, str], float]] = []  # one for each step: (rank, cause) → share of the step
+        self._costs: list[Floats] = []  # one for each step [causes, ranks]: shares of the step
 
     def add(self, data_s: list[float], compute_s: list[float], step_s: float) -> Straggler | None:
         """Add a step, measured in seconds by rank. Return a straggler every 20 steps if there is one, else None.
 
         A rank's cost is how far it is behind the median rank, in the median step: one slow step makes no straggler.
         """
-        usual = {"input": statistics.median_low(data_s), "compute": statistics.median_low(compute_s)}
-        costs = {(rank, "input"): (own - usual["input"]) / step_s for rank, own in enumerate(data_s)}
-        for rank, own in enumerate(compute_s):
-            delay = own - usual["compute"]
-            # Backward is assumed to be as slow as forward; the cost is at most the rank's own share of delay.
-            costs[rank, "compute"] = min(STEP_PER_FORWARD * delay / step_s, delay / own if own else 0.0)
-        self._costs.append(costs)
+        data, compute = np.array(data_s), np.array(compute_s)
+        late, delay = (own - np.quantile(own, 0.5, method="lower") for own in (data, compute))
+        # Backward is assumed to be as slow as forward; the cost is at most the rank's own share of delay.
+        share = np.divide(delay, compute, out=np.zeros_like(compute), where=compute > 0)
+        self._costs.append(np.stack([late / step_s, np.minimum(STEP_PER_FORWARD * delay / step_s, share)]))
         if len(self._costs) < WINDOW:
             return None
-        steps, self._costs = self._costs, []
-        found = [Straggler(*key, statistics.median(costs[key] for costs in steps)) for key in steps[0]]
-        worst = max(found, key=lambda straggler: straggler.cost)
-        return worst if worst.cost > MIN_COST else None
+        costs, self._costs = np.median(self._costs, axis=0), []
+        cause, rank = np.unravel_index(costs.argmax(), costs.shape)
+        cost = float(costs[cause, rank])
+        return Straggler(int(rank), CAUSES[cause], cost) if cost > MIN_COST else None

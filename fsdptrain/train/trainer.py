@@ -112,6 +112,7 @@ class Trainer:
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(plan, session.stop)
+        session.watchdog.begin(world.attempt)
         inputs = suited_to_one_gpu(inputs, world)
         session.watchdog.beat()
         check_groups(plan, world)
@@ -170,7 +171,7 @@ class Trainer:
                 stop = self.evaluate(done)
             # Save on a stop as well, so that no step is lost. The checkpoint that was resumed from exists already.
             saves = done > resumed and (last or stop or due(done, recipe.checkpoint.every))
-            # A save writes one of the copies, so they are compared before it.
+            # A save writes a part of each copy, so they are compared before it.
             if saves or (done > resumed and due(done, recipe.fsdp.compare_copies_every)):
                 self.compare_copies(done)
             if saves:

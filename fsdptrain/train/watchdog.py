@@ -1,11 +1,14 @@
 """Watch one rank from a thread of its own, and report where the rank is when it makes no progress.
 
 The rank calls `Watchdog.beat` after every unit of work: a micro-batch, a tensor read, a block exported. After
-`launch.timeout_s` seconds without a beat the stacks of all threads go to the rank's log, its last collectives to a file
-beside it, and its place to `logs/hang-rank-N.json`, of which the launcher makes one paragraph. Native code that holds
-the interpreter lock stops this thread as well: then faulthandler's own thread writes the stacks.
+`launch.timeout_s` seconds without a beat the stacks of all threads go to the rank's log, and its last collectives and
+its place into the folder of the attempt, of which the launcher makes one paragraph. Native code that holds the
+interpreter lock stops this thread as well: then faulthandler's own thread, the alarm, writes the stacks.
 
 Another thread sets the modification time of the file for these stacks again and again: a sign of life for `status`.
+
+All files are in the folder of the attempt (`RunDir.attempt`), whose number the ranks agree on when they meet: a rank of
+an earlier attempt, whose host was frozen meanwhile, writes where nobody looks any more.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ SLOWEST_DISK = 20e6  # bytes per second; a slower disk counts as a hang
 PAUSE_S = 3.0  # a longer gap between two polls means that the whole process was not scheduled
 
 
+ALARM_S = 1.0, 2.0  # the alarm is so long after the deadline, at least and at most: most beats need not move it
+
+
 EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher did it before
 
 
@@ -50,62 +56,76 @@ WAITS_FOR = {"save.wait": "checkpoint", "prefetch.get": "data_0"}  # function â†
 
 
 class Watchdog:
-    """Reports a hang of this rank. It does nothing until it is entered; `beat` may be called before."""
+    """Reports a hang of this rank, from `begin` on, inside of its `with` block; `beat` may be called before."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._rundir, self._rank, self._alive_every_s = plan.rundir, rank, alive_every_s(plan.topology.world_size)
+        self._entered, self._attempt = False, 0  # number 0: it has not begun
         self._timeout = float(plan.recipe.launch.timeout_s)
         self._warm = False
         self._deadline = float("inf")  # there is none before the first beat: preparing data may take any time
+        self._alarm = float("inf")  # when faulthandler writes the stacks
+        self._setting_alarm = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self._rundir.logs.mkdir(parents=True, exist_ok=True)
-        self._rundir.hang_report(self._rank).unlink(missing_ok=True)
-        # A new file: a rank of an earlier attempt, whose host was frozen meanwhile, may still write to the old one.
-        self._rundir.stack_dump(self._rank).unlink(missing_ok=True)
-        self._dump = self._rundir.stack_dump(self._rank).open("w")
+        self._entered = True
+        return self
+
+    def begin(self, attempt: int) -> None:
+        """Watch from now on, as a rank of the attempt of this number. Does nothing outside of the `with` block."""
+        if not self._entered:
+            return
+        self._rundir.attempt(attempt).mkdir(parents=True, exist_ok=True)
+        self._dump = self._rundir.stack_dump(attempt, self._rank).open("a")
+        self._attempt = attempt
         self._thread.start()
         stamped = os.dup(self._dump.fileno())
         threading.Thread(target=self._show_alive, args=(stamped,), name="alive", daemon=True).start()
-        return self
 
     def __exit__(self, *exception: object) -> None:
+        self._entered = False
         self._ended.set()
+        if not self._attempt:
+            return
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
-            if not os.fstat(self._dump.fileno()).st_size and self._is_newest():
-                self._rundir.stack_dump(self._rank).unlink()
+            if not os.fstat(self._dump.fileno()).st_size:
+                self._rundir.stack_dump(self._attempt, self._rank).unlink()
         self._dump.close()
-
-    def _is_newest(self) -> bool:
-        """Return whether no later attempt has started. Raises OSError if one is about to."""
-        return os.path.samestat(os.fstat(self._dump.fileno()), self._rundir.stack_dump(self._rank).stat())
 
     def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
         """Note progress. The next beat may take as long as a slow disk needs for `disk_bytes` in addition."""
         self._warm |= step_done
         timeout = self._timeout * (1 if self._warm else FIRST_STEP_FACTOR)
-        self._deadline = time.monotonic() + timeout + disk_bytes / SLOWEST_DISK
+        self._set_deadline(time.monotonic() + timeout + disk_bytes / SLOWEST_DISK)
+
+    def _set_deadline(self, deadline: float) -> None:
+        """Set the deadline and, with it, the alarm. Stacks that the alarm has written meanwhile do not count."""
+        self._deadline = deadline
+        least, most = ALARM_S
+        if not self._attempt or deadline == float("inf") or least <= self._alarm - deadline <= most:
+            return
+        with self._setting_alarm:
+            now, before = time.monotonic(), self._alarm
+            faulthandler.dump_traceback_later(deadline + most - now, file=self._dump)  # waits for one that writes now
+            self._alarm = deadline + most
+            if before <= now:
+                self._dump.truncate(0)
 
     def _watch(self) -> None:
-        polled, armed = time.monotonic(), 0.0
+        polled = time.monotonic()
         while not self._ended.wait(POLL_S):
             now = time.monotonic()
             # A process that was not scheduled does not hang: it gets the time back.
             if now - polled > PAUSE_S:
-                self._deadline += now - polled
-                self._dump.truncate(0)
+                self._set_deadline(self._deadline + now - polled)
             polled = now
             if self._deadline < now:
                 self._report()
                 return
-            # If native code stops this thread before the deadline, faulthandler writes the stacks a second after it.
-            if self._deadline < float("inf") and now - armed > min(5.0, self._timeout / 4):
-                armed = now
-                faulthandler.dump_traceback_later(self._deadline - now + 1, file=self._dump)
 
     def _show_alive(self, stamped: int) -> None:
         """Set the modification time of an open file again and again, until the watchdog has ended.
@@ -118,16 +138,16 @@ class Watchdog:
         os.close(stamped)
 
     def _report(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        with self._setting_alarm:  # the rank has reported itself
+            faulthandler.cancel_dump_traceback_later()
         waits, where = current_place()
         print(f"fsdptrain: rank {self._rank} hangs: {where}", file=sys.stderr)
         faulthandler.dump_traceback(all_threads=True)
         with contextlib.suppress(OSError):
-            self._rundir.collectives(self._rank).write_text(last_collectives(), encoding="utf-8")
+            self._rundir.hangs(self._attempt).mkdir(exist_ok=True)
+            self._rundir.collectives(self._attempt, self._rank).write_text(last_collectives(), encoding="utf-8")
             report = json.dumps({"rank": self._rank, "waits": waits, "where": where})
-            # On a host that was cut off, the lines above waited for the shared folder: the others may train again.
-            if self._is_newest():
-                write_atomically(self._rundir.hang_report(self._rank), report)
+            write_atomically(self._rundir.hang_report(self._attempt, self._rank), report)
         if not self._ended.wait(EXIT_S):
             os._exit(WorkerLost.exit_code)
 

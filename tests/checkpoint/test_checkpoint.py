@@ -38,7 +38,7 @@ from fsdptrain.checkpoint.manifest import (
     with_checksum,
 )
 from fsdptrain.checkpoint.save import host_memory_like, write_shards
-from fsdptrain.checkpoint.shards import Shard, shard_of
+from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
@@ -583,3 +583,15 @@ def test_a_copy_of_gpu_memory_is_pinned_if_possible(capfd: pytest.CaptureFixture
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pinned_memory_of_a_gpu_tensor() -> None:
     assert host_memory_like(torch.empty(8, device="cuda")).is_pinned()
+
+
+@pytest.mark.parametrize("copies", [1, 2, 128])
+def test_the_copies_of_a_model_share_what_they_write(copies: int) -> None:
+    shards = {f"layers.{n}.weight": Shard(torch.zeros(10 + n % 7, 4), 0, (64, 4)) for n in range(640)}
+    shards["buffer"] = Shard(torch.zeros(8), 0, (8,))
+    for first in (True, False):  # the first shard of each copy, and another
+        shares = [share_of_copy(shards, copy, copies, writes_whole=first) for copy in range(copies)]
+        written = [name for share in shares for name in share]
+        assert sorted(written) == sorted(shards.keys() - (set() if first else {"buffer"}))
+        sizes = [sum(shard.local.nbytes for shard in share.values()) for share in shares]
+        assert max(sizes) - min(sizes) <= 16 * 4 * 4  # at most one tensor more

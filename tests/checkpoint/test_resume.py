@@ -165,3 +165,12 @@ def test_a_resume_refuses_other_content_and_says_what_is_only_measured(
     assert not resume_problems(plan, now) and not measured_changes(plan, now)  # an earlier version did not compare it
     says = {HELD_OUT_KEY: ["e" * 12, "f" * 12]} if HELD_OUT_KEY in changed else {}
     assert measured_changes(before, now) == says
+
+
+def test_all_copies_of_a_model_write_a_checkpoint_from_which_each_resumes(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=STEPS, train__global_batch_size=12, fsdp__strategy="NO_SHARD")
+    whole = on_ranks(2, "save_between", tmp_path / "a", recipe=str(recipe), overrides=[], at=AT, steps=STEPS)[0]
+    sizes = [path.stat().st_size for path in (tmp_path / "run").glob(f"checkpoints/step-{AT:08}/*.safetensors")]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+    rest = on_ranks(2, "resume", tmp_path / "b", recipe=str(recipe), overrides=[], steps=STEPS)[0]
+    assert (rest["first"], rest["curve"]) == (AT, whole["curve"][AT:])

@@ -152,16 +152,16 @@ def test_a_hang_on_nccl_is_explained_from_the_dumps_of_all_ranks(
 ) -> None:
     """NCCL does not block the host: all ranks are found at a wait for the device, and only the dumps say for what."""
     rundir, where = RunDir(tmp_path), "world.read (world.py:44)"
-    rundir.logs.mkdir()
+    rundir.hangs(1).mkdir(parents=True)
     monkeypatch.setattr(watchdog, "ISSUED", NOTES)
     for rank, (last, done) in enumerate([(732, 730), (732, 730), (731, 730), (730, 730)]):
         dumps = {"gloo": {"version": "2.10"}, "nccl": dumped(last, done)}  # no entries: the key is absent
         monkeypatch.setattr(watchdog, "recorded_collectives", lambda dumps=dumps: dumps)
-        rundir.collectives(rank).write_text(watchdog.last_collectives())
+        rundir.collectives(1, rank).write_text(watchdog.last_collectives())
         report = {"rank": rank, "waits": rank != 3, "where": where if rank != 3 else "corpus.batch (corpus.py:112)"}
-        write_atomically(rundir.hang_report(rank), json.dumps(report))
+        write_atomically(rundir.hang_report(1, rank), json.dumps(report))
     launch = SimpleNamespace(timeout_s=300)
     plan: Any = SimpleNamespace(topology=SimpleNamespace(world_size=4), recipe=SimpleNamespace(launch=launch))
-    message = explain_hang([0, 1, 2, 3], plan, rundir, "after step 12")
+    message = explain_hang(1, plan, rundir, "after step 12")
     assert "; rank 3 never entered all-gather #731 of model.layers.7. All stacks" in message
     assert "rank 3 is in corpus.batch (corpus.py:112)" in message

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TINY, write_recipe
+from support import TINY, on_ranks, write_recipe
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,12 +61,13 @@ def plan_for(tmp_path: Path, world: int, **changes: Any) -> Plan:
 def test_a_hang_is_explained_in_one_paragraph(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, 4)
     rundir = plan.rundir
-    rundir.logs.mkdir(parents=True)
+    rundir.hangs(1).mkdir(parents=True)
     for rank in (0, 2):
         report = {"rank": rank, "waits": True, "where": "all-gather of model.layers.7"}
-        rundir.hang_report(rank).write_text(json.dumps(report))
-    rundir.stack_dump(1).write_text(STACKS.format(package=Path(errors.__file__).parent))
-    message = explain_hang([0, 1, 2], plan, rundir, "after step 12")
+        rundir.hang_report(1, rank).write_text(json.dumps(report))
+    rundir.stack_dump(1, 1).write_text(STACKS.format(package=Path(errors.__file__).parent))
+    rundir.stack_dump(1, 3).touch()
+    message = explain_hang(1, plan, rundir, "after step 12")
     assert "the run hung after step 12: no progress for 60 s" in message
     assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in message
     assert "rank 3 does not respond" in message
@@ -127,8 +128,9 @@ def test_a_rank_that_waits_for_its_save_is_where_the_save_is() -> None:
 
 def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, 1, launch__timeout_s=1)
-    hang = plan.rundir.hang_report(0)
+    hang = plan.rundir.hang_report(7, 0)
     with Watchdog(plan, 0) as watchdog:
+        watchdog.begin(7)
         watchdog.beat(step_done=True)
         watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
         time.sleep(1.6)
@@ -138,20 +140,47 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
         while not hang.exists() and time.monotonic() < end:
             time.sleep(0.05)
     assert json.loads(hang.read_text())["rank"] == 0
-    assert "entries" in json.loads(plan.rundir.collectives(0).read_text())["gloo"]
+    assert "entries" in json.loads(plan.rundir.collectives(7, 0).read_text())["gloo"]
 
 
-def test_a_rank_of_a_lost_host_does_not_report_to_the_next_attempt(tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, 1, launch__timeout_s=1)
-    collectives, dump = plan.rundir.collectives(0), plan.rundir.stack_dump(0)
+# Seconds of progress before a stall, and seconds of the stall, up to the limit of 8 s: the watchdog acts at moments of
+# its own.
+STALLS_S = {
+    "a few": [(before, 7.5) for before in (0.4, 0.8, 1.2, 1.6)],
+    "many": [(0.25 * n, 5.0 + 0.5 * m) for n in range(8) for m in range(6)],
+}
+
+
+@pytest.mark.parametrize("which", ["a few", pytest.param("many", marks=pytest.mark.soak)])
+def test_a_rank_that_goes_on_does_not_hang_however_long_it_was_stalled(which: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, launch__timeout_s=8)
+    stalls = [(before, seconds, False) for before, seconds in STALLS_S[which]]
+    stalls += [(0.0, seconds, True) for seconds in (5.0, 7.5, 11.0)]  # the last one is longer than the alarm
+    found = on_ranks(len(stalls), "stall", tmp_path / "ranks", recipe=str(recipe), stalls=stalls)
+    assert [any(hung) for hung in found] == [False] * len(stalls)
+
+
+def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, 2, launch__timeout_s=1)
+    first, report = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest()), plan.rundir.hang_report(1, 0)
     with Watchdog(plan, 0) as watchdog:
-        dump.unlink()  # as the next attempt does
-        dump.touch()
+        watchdog.begin(1)
         watchdog.beat(step_done=True)
         end = time.monotonic() + 30
-        while not collectives.exists() and time.monotonic() < end:
+        while not report.exists() and time.monotonic() < end:
             time.sleep(0.05)
-    assert collectives.exists() and dump.exists() and not plan.rundir.hang_report(0).exists()
+    plan.rundir.stack_dump(1, 1).write_text(STACKS)
+    assert first._hung_ranks() == [0, 1]
+    for path in plan.rundir.logs.rglob("*"):  # another machine wrote them, with a clock that is ahead
+        os.utime(path, (time.time() + 3600,) * 2)
+    second = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest())
+    assert second._hung_ranks() == []  # also before its ranks have met
+    with Watchdog(plan, 1) as later:
+        later.begin(2)
+        assert second._hung_ranks() == []
+        plan.rundir.stack_dump(2, 1).write_text(STACKS)
+        os.utime(plan.rundir.stack_dump(2, 1), (0, 0))
+        assert second._hung_ranks() == [1]
 
 
 def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
@@ -159,15 +188,16 @@ def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
 ) -> None:
     monkeypatch.setattr("fsdptrain.train.watchdog.alive_every_s", lambda world: 0.05)
     plan = plan_for(tmp_path, 1)
-    dump = plan.rundir.stack_dump(0)
-    with Watchdog(plan, 0):
+    dump = plan.rundir.stack_dump(1, 0)
+    with Watchdog(plan, 0) as watchdog:
+        watchdog.begin(1)
         for _ in range(2):
             os.utime(dump, (0, 0))
             end = time.monotonic() + 30
             while not dump.stat().st_mtime:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-        assert not dump.stat().st_size and hung_ranks(plan.rundir, 1, since=0.0) == []
+        assert not dump.stat().st_size and hung_ranks(plan.rundir, 1, [0]) == []
     assert not dump.exists()
 
 

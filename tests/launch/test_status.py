@@ -98,8 +98,9 @@ def test_of_another_machine_the_age_of_the_newest_record_counts(ago_s: float, st
 
 def alive(run: Written, *ages_s: float) -> None:
     """Leave the signs of life of all ranks, so many seconds old."""
+    run.rundir.attempt(1).mkdir(parents=True, exist_ok=True)
     for rank, age_s in enumerate(ages_s):
-        path = run.rundir.stack_dump(rank)
+        path = run.rundir.stack_dump(1, rank)
         path.touch()
         os.utime(path, (time.time() - age_s,) * 2)
 
@@ -174,9 +175,10 @@ def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
     assert "stage  tokenising: 30 of 90\n" in run.shown()
     run.start(host="n1", ago_s=1)
     run.steps(6)
-    run.rundir.hang_report(2).write_text(
-        json.dumps({"rank": 2, "waits": True, "where": "all-gather of model.layers.7"})
-    )
+    report = json.dumps({"rank": 2, "waits": True, "where": "all-gather of model.layers.7"})
+    for attempt, rank in ((1, 0), (2, 2)):
+        run.rundir.hangs(attempt).mkdir(parents=True)
+        run.rundir.hang_report(attempt, rank).write_text(report)
     facts = run.facts()
     assert (facts["state"], facts["hung_ranks"], facts["stage"]) == ("hung", [2], None)
     assert "rank 2 waits in all-gather of model.layers.7" in facts["why"]

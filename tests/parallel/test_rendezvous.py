@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from fsdptrain.parallel import rendezvous
-from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous
+from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
 
 Places = list[tuple[int, int]]  # (number of a node, number of all nodes), of each node that has met others
 
@@ -81,3 +82,33 @@ def test_nodes_with_the_same_host_name_and_process_number_meet(
         nodes[-1].settings.timeout._join = timedelta(seconds=10)
     with ThreadPoolExecutor() as pool:
         assert [each.world_size for each in pool.map(lambda each: each.next_rendezvous(), nodes)] == [2, 2]
+
+
+REFUSAL = {"host": "n2", "type": "DataError", "message": "data.path: rows.jsonl was not found"}
+
+
+@pytest.mark.parametrize("refused", ["the first node", "another node", "all nodes"])
+def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[dict[str, str]] = []
+    monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
+    register_rendezvous(lambda *place: None, lambda: None, lambda: None, heard.append, "Slurm job 7")
+    endpoint, waiting = free_endpoint(), {"the first node": (1, 2), "another node": (0, 1), "all nodes": ()}[refused]
+
+    def wait_at(number: int) -> None:
+        wanted = RendezvousParameters(BACKEND, endpoint, "run", 3, 3, "127.0.0.1", is_host=number == 0)
+        node = get_rendezvous_handler(wanted)
+        assert isinstance(node, Rendezvous)
+        node.settings.timeout._join = timedelta(seconds=3)
+        with contextlib.suppress(RendezvousError):  # the store may have ended
+            node.next_rendezvous()
+
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(wait_at, number) for number in waiting]
+        for number in {0, 1, 2}.difference(waiting):
+            pool.submit(tell_refusal, endpoint, "Slurm job 6", 3, False, {**REFUSAL, "message": "of another job"}, 1.0)
+            nodes.append(pool.submit(tell_refusal, endpoint, "Slurm job 7", 3, number == 0, REFUSAL, 60.0))
+        started = time.monotonic()
+        for each in nodes:
+            each.result()
+        assert time.monotonic() - started < 30  # nobody waits for the 60 s in which others might come
+    assert heard == [REFUSAL] * len(waiting)

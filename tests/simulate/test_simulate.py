@@ -186,13 +186,9 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
         plan = make_plan(load(recipe, overrides), Topology("cpu", 1, 2))
         trace = on_fake(plan)
         called = Counter()
-        gathered = [size for what, size in found[0][name]["gloo"] if what == "gloo:all_gather"]
         for kind, size in found[0][name]["calls"]:
             called[kind] += 1
             called[f"{kind} bytes"] += size or 0
-        called["all-gather bytes"] += 2 * min(
-            gathered
-        )  # the gathers of the step's statistics, whose sizes are not in `calls`
         forecast = Counter()
         for collective in traffic(trace.repeated(plan.accumulation), 2):
             forecast[collective.kind] += collective.count

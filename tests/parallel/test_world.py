@@ -1,0 +1,34 @@
+"""What gathering numbers of every rank costs, on ranks that are pretended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptrain.parallel.world import World
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors while entered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_gathering_takes_as_many_operations_on_a_thousand_ranks_as_on_two() -> None:
+    counts = []
+    for size in (2, 1024):
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        world = World(0, 0, size, torch.device("cpu"), None, None, [])  # type: ignore[arg-type]
+        with Operations() as operations:
+            assert world.all_gather(torch.zeros(9)).shape == (size, 9)
+        dist.destroy_process_group()
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 10
