@@ -12,7 +12,8 @@
     │   └── NotMet            5   the nodes did not meet, so no worker was started
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
-    │   └── StorageError      6   the object store of the checkpoints refuses, or does not answer
+    │   ├── StorageError      6   the object store of the checkpoints refuses, or does not answer
+    │   └── FolderLost        6   the run folder was removed, renamed or replaced while the run used it
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
         └── NodeWaits        75   the workers ended after a checkpoint, so that another node can join them
@@ -111,6 +112,10 @@ class StorageError(CheckpointError):
     """The object store of the checkpoints refuses or does not answer, so nothing is known about them."""
 
 
+class FolderLost(CheckpointError):
+    """The run folder was removed, renamed or replaced: nothing more is written there, not even this error."""
+
+
 class NonFiniteError(FsdptrainError):
     """The loss or the gradient norm is NaN or infinite; the weights were not changed."""
 
@@ -154,6 +159,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         CheckpointError,
         OtherVersion,
         StorageError,
+        FolderLost,
         NonFiniteError,
         Stopped,
         NodeWaits,

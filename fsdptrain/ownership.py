@@ -11,10 +11,21 @@ import glob
 import json
 import os
 import shutil
+import uuid
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fsdptrain.files import is_regular_file, regular_file_status, set_aside, unused_name, write_atomically
+from fsdptrain.errors import FolderLost, RecipeError
+from fsdptrain.files import (
+    is_at,
+    is_regular_file,
+    regular_file_status,
+    set_aside,
+    try_lock,
+    unused_name,
+    write_atomically,
+)
 from fsdptrain.rundir import MARK, RunDir
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
@@ -37,14 +48,81 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
+class FolderWatch:
+    """Tells whether a run folder is still the one that a process has begun to use."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        """Watch the mark, which goes with the folder, or else the folder. An open file keeps its number from others."""
+        self._rundir = rundir
+        self._path = rundir.mark if is_marked(rundir.root) else rundir.root
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raise FolderLost if the folder was removed, renamed or replaced."""
+        if is_at(self._descriptor, self._path):
+            return
+        place, now = self._rundir.root, None
+        with contextlib.suppress(OSError):  # not Linux
+            now = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        ended = "while the run was using it, so the run was ended"
+        if now and not str(now).endswith(" (deleted)"):
+            moved = now.parent if self._path == self._rundir.mark else now
+            way_out = f"to continue, rename it back and run the same command, or run it with output_dir={moved}"
+            raise FolderLost(f"output_dir: {place} was renamed to {moved} {ended}: {way_out}")
+        rest = "delete what is left of it, then " if place.exists() and not is_marked(place) else ""
+        raise FolderLost(f"output_dir: {place} was removed {ended}: {rest}the same command begins a new run there")
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def parents_made(path: Path) -> Iterator[None]:
+    """Create the folders above a path, and remove those that are empty in the end. Raise RecipeError if one cannot."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(f"cannot write {path}: {error.filename}: {error.strerror}; name another folder") from None
+        yield
+    finally:
+        for folder in made:  # the innermost first
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def output_lock(out: Path) -> Iterator[None]:
+    """Lock the name of a folder while this process writes an export there. Raise RecipeError if another one does."""
+    path = out.with_name(f".{out.name}.lock")
+    try:
+        descriptor = try_lock(path)
+    except OSError as error:
+        raise RecipeError(f"cannot write {out}: {out.parent}: {error.strerror}; name another folder") from None
+    if descriptor is None:
+        raise RecipeError(f"another export is writing {out}: wait until it has ended, or name another folder")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is unlocked, or it could be the file that another process locks
+        os.close(descriptor)
+
+
 def make_scratch(target: Path) -> Path:
-    """Create a marked folder beside `target` to write into, and remove those that killed processes left there."""
+    """Create a marked folder beside `target` to write into, and remove those that killed processes left there.
+
+    The process holds the `output_lock` of the target, so no living process writes into one of them.
+    """
     name = f".{target.name}.writing"
     for path in target.parent.glob(f"{glob.escape(name)}*"):
         if is_marked(path) and not path.is_symlink():
             shutil.rmtree(path)
-    scratch = unused_name(target.with_name(name))
-    scratch.mkdir(parents=True)
+    scratch = target.with_name(
+        f"{name}-{uuid.uuid4().hex[:8]}"
+    )  # unique also where hosts do not see each other's locks
+    scratch.mkdir()
     write_mark(scratch)
     return scratch
 
@@ -62,7 +140,12 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     if os.path.lexists(out) and not _is_empty(out):
         old = unused_name(out.with_name(f"{out.name}.kept"))
         out.rename(old)
-    scratch.rename(out)
+    try:
+        scratch.rename(out)
+    except BaseException:
+        if old:
+            old.rename(out)
+        raise
     (out / MARK).unlink(missing_ok=True)
     if old is None or not written:
         return old
@@ -109,6 +192,7 @@ def install_assets(scratch: Path, folder: Path) -> None:
     A file in its place that the user wrote or edited is renamed to NAME.kept, unless its content is the same.
     """
     before = _recorded_assets(folder)
+    folder.mkdir(exist_ok=True)  # but not the run folder, if it was removed
     names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
     for name in names:
         target, new = folder / name, (scratch / name).read_bytes()

@@ -7,6 +7,7 @@ binds itself to its parent before it imports the module, because the import may 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import errno
 import gc
@@ -18,9 +19,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from fsdptrain.errors import Stopped
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
@@ -30,6 +34,38 @@ JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint
 
 # A SIGTERM so soon after another is the same request: at a time limit, Slurm sends it to a step, and to its job.
 SAME_REQUEST_S = 0.7
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
+
+
+class Interrupted(BaseException):
+    """A stop signal came; no `except Exception` of a library may take it for an error of its own."""
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Raise Stopped from the block at the first stop signal, wherever the block is; later ones do not disturb its end.
+
+    So whatever the block has begun is undone by its own context managers.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                signal.signal(number, interrupt)
+        yield
+    except Interrupted as stop:
+        raise Stopped(f"stopped by {stop}: nothing was written; run the same command again") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

@@ -21,14 +21,14 @@ from glob import has_magic
 from pathlib import Path
 from typing import NoReturn
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import writes_run_dir
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, disk_full_error, is_disk_full, listed
-from fsdptrain.files import write_atomically
+from fsdptrain.files import try_lock, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
@@ -123,7 +123,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
-    # The mark makes the folder one of fsdptrain's; the lock is a file in it.
+    # The mark makes the folder one of fsdptrain's, and is what is locked.
     with _os_errors_as_recipe_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
         write_mark(rundir.root)
@@ -267,7 +267,7 @@ def _is_of_earlier_version(rundir: RunDir) -> bool:
 def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Lock a run folder to write its export; raise RecipeError if a run is using it."""
     with contextlib.ExitStack() as stack:
-        if not _try_lock(stack, rundir, "lock"):
+        if not _lock_run(stack, rundir):
             raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
         yield
 
@@ -280,9 +280,9 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _try_lock(stack, rundir, f"lock-{node_name()}"):
+        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{node_name()}"):
             raise RecipeError(f"output_dir: another run is using {rundir.place} on this machine")
-        first = _try_lock(stack, rundir, "lock")
+        first = _lock_run(stack, rundir)
         if not first and not several:
             raise RecipeError(f"output_dir: another run is using {rundir.place}")
         yield first
@@ -293,17 +293,25 @@ def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
 
     Then a node that joins them does not take it, and writes no other plan.
     """
-    _try_lock(stack, rundir, "lock")
+    _lock_run(stack, rundir)
 
 
-def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
+def _lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
+    """Lock the mark, which stays when the logs are removed, and the file that earlier versions lock."""
+    with contextlib.ExitStack() as locks:
+        if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
+            stack.enter_context(locks.pop_all())
+            return True
+    return False
+
+
+def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
     with _os_errors_as_recipe_errors(rundir):
         rundir.logs.mkdir(exist_ok=True)
-        try:
-            stack.enter_context(FileLock(rundir.logs / name, timeout=0))
-        except Timeout:
-            return False
-    return True
+        descriptor = try_lock(path)
+    if descriptor is not None:
+        stack.callback(os.close, descriptor)
+    return descriptor is not None
 
 
 def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:

@@ -61,7 +61,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self._rundir.logs.mkdir(parents=True, exist_ok=True)
+        self._rundir.logs.mkdir(exist_ok=True)  # but not the run folder, if it was removed
         self._rundir.hang_report(self._rank).unlink(missing_ok=True)
         # A new file: a rank of an earlier attempt, whose host was frozen meanwhile, may still write to the old one.
         self._rundir.stack_dump(self._rank).unlink(missing_ok=True)
