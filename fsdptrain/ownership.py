@@ -48,6 +48,28 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
+def mark_checkpoints(folder: Path, run: str) -> None:
+    """Mark a folder outside of the run folder as that of the checkpoints of a run, whose place is `run`.
+
+    Raises FileExistsError if another run has marked it a moment ago.
+    """
+    text = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n"
+    if marked_run(folder):
+        write_atomically(folder / MARK, text)  # of this run at another place
+    else:
+        with (folder / MARK).open("x", encoding="utf-8") as stream:
+            stream.write(text)
+
+
+def marked_run(folder: Path) -> str | None:
+    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark."""
+    try:
+        found = json.loads((folder / MARK).read_bytes() if is_marked(folder) else "{}")["run"]
+        return found if isinstance(found, str) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
 class FolderWatch:
     """Tells whether a run folder is still the one that a process has begun to use."""
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from fsdptrain.ownership import (
     file_stamps,
     install_assets,
     make_scratch,
+    marked_run,
     read_export_record,
     replace_export,
     write_export_record,
@@ -446,7 +448,7 @@ def run_folder_after(
 ) -> RunDir:
     """Write a run folder as after `steps` of `total` steps: plan, events, a checkpoint, and an export at the end."""
     plan = plan_of(recipe, *overrides)
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     with claim_run_dir(plan, "", False):
         pass
     with contextlib.closing(Reporter(rundir)) as reporter:
@@ -591,6 +593,69 @@ def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> N
     assert contents(rundir.root) == before
     with claim(recipe, "train.steps=5") as found:
         assert (found.step, found.finished) == (4, False)
+
+
+# --- checkpoint.path --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
+def test_the_checkpoints_of_another_run_are_not_continued(marked: bool, tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
+    run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
+    if not marked:
+        (place / ".fsdptrain").unlink()
+    before, words = contents(place), [f"checkpoint.path={place}"]
+    of = re.escape(f"the run in {tmp_path}/run" if marked else "another run")
+    for check in (lambda plan: claim_run_dir(plan, "", False).__enter__(), check_run_dir):
+        with pytest.raises(RecipeError, match=rf"checkpoint\.path: {place} holds the checkpoints of {of}; choose"):
+            check(plan_of(recipe, *words, f"output_dir={tmp_path}/other"))
+    assert contents(place) == before and not (tmp_path / "other").exists()
+    with claim(recipe, *words) as found:  # its own
+        assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
+
+
+def test_a_run_folder_that_was_renamed_has_its_checkpoints_and_a_copy_has_not(tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
+    run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
+    words = [f"checkpoint.path={place}", f"output_dir={tmp_path}/new"]
+    shutil.copytree(tmp_path / "run", tmp_path / "new")
+    with pytest.raises(RecipeError, match=rf"holds the checkpoints of the run in {tmp_path}/run; choose another"):
+        claim(recipe, *words).__enter__()
+    shutil.rmtree(tmp_path / "run")
+    with claim(recipe, *words) as found:
+        assert found.step == 3 and marked_run(place) == str(tmp_path / "new")
+    shutil.copytree(place, tmp_path / "copied", ignore=shutil.ignore_patterns(".fsdptrain"))
+    with claim(recipe, words[1], f"checkpoint.path={tmp_path}/copied") as found:
+        assert found.step == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("/", "checkpoint.path: / is the root or home folder; use a subfolder"),
+        ("{tmp}/text.jsonl", "{tmp}/text.jsonl is a file; choose another"),
+        ("{tmp}/m", "holds files that fsdptrain did not write (config.json); choose another"),
+        ("{tmp}/empty", "model.id: {tmp}/empty is inside checkpoint.path ({tmp}/empty), which this run writes"),
+        ("{tmp}/run", "{tmp}/run is inside output_dir, where the run stores other files"),
+        ("{tmp}/run/export", "{tmp}/run/export is inside output_dir, where the run stores other files"),
+        ("{tmp}/data/x", "data.path: {tmp}/data would include files that this run writes to checkpoint.path"),
+        ("{tmp}/b", "checkpoint.path: {tmp}/b is in {tmp}/b, which another run writes"),
+        ("{tmp}/b/export", "checkpoint.path: {tmp}/b/export is in {tmp}/b, which another run writes"),
+    ],
+)
+def test_an_unusable_checkpoint_path_is_refused(place: str, message: str, tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path), place.format(tmp=tmp_path)
+    fill(tmp_path, "m/config.json", "data/a.jsonl")
+    (tmp_path / "empty").mkdir()
+    with claim(recipe, f"output_dir={tmp_path}/b"):
+        pass
+    words = [f"data.path={tmp_path}/data", f"checkpoint.path={place}"]
+    words += [f"model.id={tmp_path}/empty", "model.config={}"] if place.endswith("empty") else []
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError) as refusal:
+        claim(recipe, *words).__enter__()
+    assert message.format(tmp=tmp_path) in str(refusal.value)
+    assert contents(tmp_path) == before
 
 
 # --- removal and replacement -----------------------------------------------------------------------------------------

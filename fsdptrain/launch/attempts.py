@@ -7,8 +7,10 @@ whatever attempts came in between.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from fsdptrain.checkpoint.manifest import Manifest, complete_steps, newest_manifest, read_manifest, resume_problems
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import all_paths
-from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.errors import CheckpointError, Problem, RecipeError
 from fsdptrain.events import Record, read_history
 from fsdptrain.files import set_aside, write_atomically
 from fsdptrain.ownership import read_export_record
@@ -132,6 +134,21 @@ def _check_checkpoints_not_lost(rundir: RunDir) -> None:
         )
 
 
+def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:
+    """Return whether an attempt in this run folder wrote the newest checkpoint: its events or its plans say so."""
+    step = max(rundir.checkpoint_steps(), default=None)
+    if step is None:
+        return False
+    folder = rundir.checkpoint(step)
+    if any(e["event"] == "save" and e.get("path") == str(folder) for e in read_history(rundir.metrics)):
+        return True
+    with contextlib.suppress(CheckpointError):
+        digest = read_manifest(folder).plan_digest
+        plans = [list(plan.on_each_number()), *(plans for _, plans in _plans_of_attempts(rundir))]
+        return any(digest == each.digest() for of_attempt in plans for each in of_attempt)
+    return False
+
+
 def changes_since(rundir: RunDir, step: int, plan: Plan) -> Changes:
     """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0."""
     if not step:
@@ -187,6 +204,17 @@ def _archived_plans(rundir: RunDir) -> list[Path]:
 def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[str, Any]:
     """Return the fields of the plan that made a checkpoint; if it was not archived, of the newest other than `now`."""
     newest: dict[str, Any] = {}
+    for fields, plans in _plans_of_attempts(rundir):
+        digests = [plan.digest() for plan in plans]
+        if manifest.plan_digest in digests:
+            found: dict[str, Any] = json.loads(plans[digests.index(manifest.plan_digest)].to_json())
+            return found
+        newest = newest or (fields if now.digest() not in digests else {})
+    return newest
+
+
+def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], list[Plan]]]:
+    """Yield the plan of every attempt, the newest first: its fields, and the plan on each number of nodes."""
     for path in reversed([rundir.plan, *_archived_plans(rundir)]):
         try:
             text = path.read_text(encoding="utf-8")
@@ -194,12 +222,7 @@ def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[s
             plans = [] if "${" in text else list(Plan.from_json(text).on_each_number())
         except Exception:  # of another version or program: JSON, OmegaConf and dataclasses raise many types
             continue
-        digests = [plan.digest() for plan in plans]
-        if manifest.plan_digest in digests:
-            found: dict[str, Any] = json.loads(plans[digests.index(manifest.plan_digest)].to_json())
-            return found
-        newest = newest or (fields if now.digest() not in digests else {})
-    return newest
+        yield fields, plans
 
 
 def _start_of_newest_step(events: list[Record]) -> Record | None:
