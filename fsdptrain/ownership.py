@@ -193,9 +193,10 @@ def _may_be_part_of_model(name: str, written: Stamps) -> bool:
     return name in names or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
-def write_export_record(rundir: RunDir, step: int, written: Stamps) -> None:
-    """Write the record of the export: its step and its files."""
-    write_atomically(rundir.export_record, json.dumps({"step": step, "files": written}, indent=2))
+def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[str, str] | None = None) -> None:
+    """Write the record of the export: its step, its files, and their SHA-256."""
+    record = {"step": step, "files": written, "sha256": sums or {}}
+    write_atomically(rundir.export_record, json.dumps(record, indent=2))
 
 
 def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
@@ -206,6 +207,21 @@ def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
         return int(record["step"]), files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, {}
+
+
+def read_export_sums(rundir: RunDir) -> dict[str, str]:
+    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none."""
+    try:
+        record = json.loads(rundir.export_record.read_bytes() if is_regular_file(rundir.export_record) else "{}")
+        return {str(name): str(digest) for name, digest in record["sha256"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def export_has(rundir: RunDir, written: Stamps) -> bool:
+    """Return whether the export has all files that were written into it, with their sizes."""
+    found = {name: _stamp(rundir.export / name) for name in written}
+    return all(stamp and stamp[0] == written[name][0] for name, stamp in found.items())
 
 
 def install_assets(scratch: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -12,12 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -35,12 +38,15 @@ from fsdptrain.events import Reporter, read_history, without_undone
 from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
 from fsdptrain.launch.claim import DATA_LIKE_FILES, check_run_dir, claim_run_dir, lock_for_export, would_read_run_files
 from fsdptrain.launch.heading import heading
+from fsdptrain.launch.status import is_locked
 from fsdptrain.ownership import (
     asset_names,
     file_stamps,
     install_assets,
     make_scratch,
     marked_run,
+    output_lock,
+    parents_made,
     read_export_record,
     replace_export,
     write_export_record,
@@ -231,6 +237,18 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert read_plan(root / "plan.json").recipe.optim.lr == 1
 
 
+def test_a_run_without_its_logs_still_has_its_lock(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    with claim(recipe):
+        shutil.rmtree(root / "logs")
+        assert is_locked(RunDir(root))
+        with pytest.raises(RecipeError, match=f"output_dir: another run is using {root}"):
+            claim(recipe).__enter__()
+    assert not is_locked(RunDir(root))
+    with FileLock(root / "logs" / "lock"), pytest.raises(RecipeError, match="another run"):  # by an earlier version
+        claim(recipe).__enter__()
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -334,6 +352,66 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], marked: 
         with pytest.raises(RecipeError):
             check_run_dir(plan_of(recipe, *overrides))
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("part", ["logs", "logs/rank-0.log", "metrics.jsonl", "checkpoints", ".fsdptrain"])
+def test_a_run_of_another_user_is_refused_before_it_trains(part: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
+    fill(rundir.root, "logs/rank-0.log")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.chown(rundir.root / part, 0, 0)
+    message = as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path)
+    assert f"output_dir: {rundir.root / part} cannot be written by this user" in message, message
+    assert len(list(rundir.plans.glob("*.json"))) == 1
+    os.chown(rundir.root / part, NOBODY, NOBODY)
+    assert as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_above_an_export_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    os.chown(tmp_path, 0, 0)
+    tmp_path.chmod(0o755)
+
+    def export_to(out: Path) -> None:
+        with parents_made(out), output_lock(out):
+            pass
+
+    for out in (tmp_path / "out", tmp_path / "new" / "out"):
+        message = as_nobody(functools.partial(export_to, out), tmp_path)
+        assert re.fullmatch(
+            rf"RecipeError: cannot write {out}: {tmp_path}.*: Permission denied; name another.*", message
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+NOBODY = 65534
+
+
+def as_nobody(work: Callable[[], object], folder: Path) -> str:
+    """Do the work in a child process as a user without rights; return the error that it raises, or an empty string."""
+    for above in (folder, *folder.parents):  # pytest's folders are for their user only
+        above.chmod(above.stat().st_mode | 0o711)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        message = ""
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            work()
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(write, message.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        message = pipe.read()
+    os.waitpid(child, 0)
+    return message
 
 
 # --- other ranks and other nodes -------------------------------------------------------------------------------------
@@ -563,6 +641,16 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     with contextlib.closing(Reporter(rundir)) as reporter:
         reporter.event("eval", step=6)
     assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
+def test_a_finished_run_without_all_of_its_export_continues(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
+    assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished
+    damage(rundir.export / "config.json")
+    left = inspect_earlier_attempts(rundir, plan_of(recipe))
+    assert not left.finished and "export is not complete" in heading(plan_of(recipe), rundir, left)
 
 
 @pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])

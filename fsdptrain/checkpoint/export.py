@@ -34,6 +34,7 @@ from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     checkpoint_problems,
+    file_sums,
     read_manifest,
     reject_external_symlinks,
     resume_problems,
@@ -423,7 +424,9 @@ def export_live(
         with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
                 with output_lock(rundir.export):
-                    facts = _write_and_record(rundir, step, what, tensors, reporter.progress, comparison, check_base)
+                    facts = _write_and_record(
+                        rundir, step, what, tensors, reporter.progress, comparison, wait, check_base
+                    )
                 reporter.event("export", **facts)
             except (CheckpointError, RecipeError) as error:
                 failure = error
@@ -485,7 +488,7 @@ def _write_checkpoint(
     ):
         tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
-            return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison)
+            return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
         done = what.write(tensors, out, progress, check=comparison.check)
         return _facts(what, out, done) | comparison.facts
 
@@ -563,12 +566,23 @@ def _write_and_record(
     tensors: Iterator[Tensors],
     progress: Progress,
     comparison: Comparison,
+    wait: Callable[[], None],
     check_base: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event."""
+    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event.
+
+    `wait` is called while checksums are computed.
+    """
     _, before = read_export_record(rundir)
-    done = what.write(tensors, rundir.export, progress, before, comparison.check, check_base)
-    write_export_record(rundir, step, done.files)
+    sums: dict[str, str] = {}
+
+    def check(folder: Path) -> None:
+        progress("computing the checksums of the export", 0, 0)
+        sums.update(file_sums(folder, file_stamps(folder), wait))
+        comparison.check(folder)
+
+    done = what.write(tensors, rundir.export, progress, before, check, check_base)
+    write_export_record(rundir, step, done.files, sums)
     return {"step": step, **_facts(what, rundir.export, done), **comparison.facts}
 
 

@@ -21,7 +21,7 @@ from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError
 from fsdptrain.events import Record, read_history
 from fsdptrain.files import set_aside, write_atomically
-from fsdptrain.ownership import read_export_record
+from fsdptrain.ownership import export_has, read_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.text import counted
@@ -242,12 +242,16 @@ def _is_evaluated(plan: Plan, step: int, events: list[Record]) -> bool:
 
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
-    """Return whether the export of this step exists (or is not wanted); an export without a record counts.
+    """Return whether the export of this step is whole (or is not wanted); an export without a record counts.
 
     If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
     """
-    recorded, _ = read_export_record(rundir)
-    exists = rundir.export.is_dir() and recorded in ((None, step) if rundir.url is None else (step,))
+    recorded, written = read_export_record(rundir)
+    exists = (
+        rundir.export.is_dir()
+        and export_has(rundir, written)
+        and recorded in ((None, step) if rundir.url is None else (step,))
+    )
     if not plan.recipe.export.at_end or exists:
         return True
     store = RunStore.of(rundir)

@@ -44,11 +44,11 @@ from fsdptrain.runstore import RunStore
 from fsdptrain.storage import URL, try_writing
 
 # Files of a run that could be read as data; a data.path must not match them.
-DATA_LIKE_FILES = (
+DATA_LIKE_FILES: tuple[str, ...] = (
     "metrics.jsonl", "plan.json", "plans/0001.json", "logs/progress.jsonl", "logs/defect.txt", "model/config.json",
     "export/config.json", "checkpoints/step-00000001/manifest.json",
 )  # fmt: skip
-DATA_LIKE_CHECKPOINT = ("step-00000001/manifest.json",)  # below checkpoint.path
+DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
 
 
 POLL_S = 0.2  # between two checks of plan.json
@@ -124,6 +124,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
+    _check_access(rundir)
     # The mark makes the folder one of fsdptrain's, and is what is locked.
     with _os_errors_as_recipe_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
@@ -150,7 +151,25 @@ def check_run_dir(plan: Plan) -> EarlierAttempts:
     _check_places(plan, rundir)
     if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
         _refuse_used(rundir)
-    return inspect_earlier_attempts(rundir, plan)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if not earlier.finished:
+        _check_access(rundir)
+    return earlier
+
+
+def _check_access(rundir: RunDir) -> None:
+    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
+    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.export, checkpoints]
+    folders += checkpoints.glob("step-*")
+    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
+    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
+        for path in paths:
+            if path.exists() and not os.access(path, mode):
+                raise RecipeError(
+                    f"output_dir: {path} cannot be written by this user (its owner has the number "
+                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
+                )
 
 
 def _refuse_used(rundir: RunDir) -> NoReturn:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_saves import flip
 from injection import small_recipe
 from support import TESTS, environment, fsdptrain, python_path
 
 from fsdptrain.checkpoint import export as exports
+from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import CheckpointError
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -90,3 +92,20 @@ def test_a_mount_point_is_refused_before_anything_is_read(trained: Path, tmp_pat
         pytest.skip(f"no mount namespaces here: {done.stderr}")
     assert done.returncode == 2 and "out is a mount point, which an export cannot replace" in done.stderr, done.stderr
     assert names(tmp_path) == {"out"}
+
+
+def test_verify_compares_the_bytes_of_an_export(run: RunDir) -> None:
+    exports.export_checkpoint(run, None, run.export, None, Screen())
+    weights, before = run.export / "model.safetensors", run.export_record.read_text()
+    (run.export / "notes.md").write_text("mine")
+    assert survey(run)["good"] and survey(run)["export"]["note"] is None
+    flip(weights, weights.stat().st_size - 1)
+    assert survey(run)["export"]["problems"] == [f"{weights} is damaged: its checksum differs from that in export.json"]
+    assert not survey(run)["good"]
+    fields = json.loads(before)
+    del fields["sha256"]
+    run.export_record.write_text(json.dumps(fields))  # as an earlier version wrote it
+    assert survey(run)["good"] and "no checksums were recorded" in survey(run)["export"]["note"]
+    run.export_record.write_text(before)
+    (run.export / "config.json").unlink()
+    assert not survey(run)["good"]
