@@ -21,6 +21,7 @@ import typer
 
 from fsdptrain.errors import (
     CheckpointError,
+    FolderLost,
     FsdptrainError,
     OutOfMemory,
     RecipeError,
@@ -162,7 +163,7 @@ def _errors_recorded(rundir: RunDir) -> Iterator[None]:
         with _os_errors_as_fsdptrain_errors():
             yield
     except FsdptrainError as error:
-        if not isinstance(error, Stopped):  # the workers have written that they stopped
+        if not isinstance(error, (Stopped, FolderLost)):  # the workers have written that they stopped
             with contextlib.suppress(OSError):
                 record_error(rundir, error)
         raise
@@ -407,17 +408,25 @@ def export(
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
-    with _opened_run(run_dir) as rundir:
+    from fsdptrain.processes import interrupted_by_signals
+
+    with interrupted_by_signals(), _opened_run(run_dir) as rundir:
         if not rundir.plan.is_file():
             raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
         if not rundir.checkpoint_steps():
             raise CheckpointError(f"{run_dir} has no complete checkpoint")
-        from fsdptrain.checkpoint.export import export_checkpoint
         from fsdptrain.launch.claim import lock_for_export
+        from fsdptrain.ownership import output_lock, parents_made
         from fsdptrain.screen import Screen
 
-        with Screen() as screen, lock_for_export(rundir) if out is None else contextlib.nullcontext():
+        with (
+            Screen() as screen,
+            lock_for_export(rundir) if out is None else parents_made(target),
+            output_lock(target),
+        ):
+            from fsdptrain.checkpoint.export import export_checkpoint  # takes seconds, so it comes after the locks
+
             export_checkpoint(rundir, step, target, dtype, screen, adapter, merge_base, not no_compare)
 
 
@@ -452,8 +461,11 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     target = Path(os.path.realpath(out))
     if os.path.lexists(target) and not target.is_dir():
         raise RecipeError(f"--out: {out} is a file; name a new folder")
-    if target.is_dir() and any(target.iterdir()):
-        raise RecipeError(f"--out: {out} is not empty, and its files are not overwritten; name a new folder")
+    with _write_errors_as_recipe_errors(out):
+        if target.is_dir() and any(target.iterdir()):
+            raise RecipeError(f"--out: {out} is not empty, and its files are not overwritten; name a new folder")
+    if os.path.ismount(target):
+        raise RecipeError(f"--out: {out} is a mount point, which an export cannot replace; name a new folder in it")
     parts = [Path(os.path.realpath(part)) for part in rundir.written_paths()]
     if inside := next((part for part in parts if target.is_relative_to(part)), None):
         raise RecipeError(f"--out: {out} is inside {inside}, which the run itself writes; name a new folder")

@@ -14,8 +14,9 @@
     │   └── NotMet            5   the nodes did not meet, so no worker was started
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
-    │   └── StorageError      6   a disk or an object store refuses, or does not answer
-    │       └── RunLost       6   another machine writes the run in the object store, or it was removed from there
+    │   ├── StorageError      6   a disk or an object store refuses, or does not answer
+    │   │   └── RunLost       6   another machine writes the run in the object store, or it was removed from there
+    │   └── FolderLost        6   the run folder was removed, renamed or replaced while the run used it
     ├── NonFiniteError        7   the loss or the gradient became NaN or infinite
     └── Stopped              75   stopped by a signal, checkpoint saved: run the command again to continue
         └── NodeWaits        75   the workers ended after a checkpoint, so that another node can join them
@@ -126,6 +127,10 @@ class RunLost(StorageError):
     """Another machine writes the run in the object store now, or the run was removed from there."""
 
 
+class FolderLost(CheckpointError):
+    """The run folder was removed, renamed or replaced: nothing more is written there, not even this error."""
+
+
 class NonFiniteError(FsdptrainError):
     """The loss or the gradient norm is NaN or infinite; the weights were not changed."""
 
@@ -172,6 +177,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         OtherVersion,
         StorageError,
         RunLost,
+        FolderLost,
         NonFiniteError,
         Stopped,
         NodeWaits,

@@ -40,7 +40,7 @@ class Reporter:
         self._last_progress = ("", 0.0)
         if rundir is None:
             return
-        rundir.logs.mkdir(parents=True, exist_ok=True)
+        rundir.logs.mkdir(exist_ok=True)  # but not the run folder, if it was removed
         self._metrics = rundir.metrics.open("a", buffering=1, encoding="utf-8")
         self._progress = rundir.progress.open("a", buffering=1, encoding="utf-8")
         if tensorboard:

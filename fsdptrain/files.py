@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -119,6 +120,39 @@ def is_regular_file(path: Path) -> bool:
     with contextlib.suppress(*NOTHING_THERE), system_errors(path):
         return regular_file_status(path) is not None
     return False
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file, which is created if it is missing; return its descriptor, or None if it is locked already.
+
+    The content stays. The lock lasts until the descriptor is closed, also by the end of this process.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder has removed it: only a lock on the new file keeps others out
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file or folder is still the one at `path`: not removed, renamed or replaced.
+
+    A file system that does not answer says nothing, so then it is.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def fsync(path: Path) -> None:

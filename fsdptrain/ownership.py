@@ -11,14 +11,19 @@ import glob
 import json
 import os
 import shutil
+import uuid
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fsdptrain.errors import FolderLost, RecipeError
 from fsdptrain.files import (
     NOTHING_THERE,
+    is_at,
     is_regular_file,
     regular_file_status,
     set_aside,
+    try_lock,
     unused_name,
     write_atomically,
 )
@@ -45,14 +50,103 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
+def mark_checkpoints(folder: Path, run: str) -> None:
+    """Mark a folder outside of the run folder as that of the checkpoints of a run, whose place is `run`.
+
+    Raises FileExistsError if another run has marked it a moment ago.
+    """
+    text = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n"
+    if marked_run(folder):
+        write_atomically(folder / MARK, text)  # of this run at another place
+    else:
+        with (folder / MARK).open("x", encoding="utf-8") as stream:
+            stream.write(text)
+
+
+def marked_run(folder: Path) -> str | None:
+    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark."""
+    try:
+        found = json.loads((folder / MARK).read_bytes() if is_marked(folder) else "{}")["run"]
+        return found if isinstance(found, str) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+class FolderWatch:
+    """Tells whether a run folder is still the one that a process has begun to use."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        """Watch the mark, which goes with the folder, or else the folder. An open file keeps its number from others."""
+        self._rundir = rundir
+        self._path = rundir.mark if is_marked(rundir.root) else rundir.root
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raise FolderLost if the folder was removed, renamed or replaced."""
+        if is_at(self._descriptor, self._path):
+            return
+        place, now = self._rundir.root, None
+        with contextlib.suppress(OSError):  # not Linux
+            now = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        ended = "while the run was using it, so the run was ended"
+        if now and not str(now).endswith(" (deleted)"):
+            moved = now.parent if self._path == self._rundir.mark else now
+            way_out = f"to continue, rename it back and run the same command, or run it with output_dir={moved}"
+            raise FolderLost(f"output_dir: {place} was renamed to {moved} {ended}: {way_out}")
+        rest = "delete what is left of it, then " if place.exists() and not is_marked(place) else ""
+        raise FolderLost(f"output_dir: {place} was removed {ended}: {rest}the same command begins a new run there")
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def parents_made(path: Path) -> Iterator[None]:
+    """Create the folders above a path, and remove those that are empty in the end. Raise RecipeError if one cannot."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(f"cannot write {path}: {error.filename}: {error.strerror}; name another folder") from None
+        yield
+    finally:
+        for folder in made:  # the innermost first
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def output_lock(out: Path) -> Iterator[None]:
+    """Lock the name of a folder while this process writes an export there. Raise RecipeError if another one does."""
+    path = out.with_name(f".{out.name}.lock")
+    try:
+        descriptor = try_lock(path)
+    except OSError as error:
+        raise RecipeError(f"cannot write {out}: {out.parent}: {error.strerror}; name another folder") from None
+    if descriptor is None:
+        raise RecipeError(f"another export is writing {out}: wait until it has ended, or name another folder")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is unlocked, or it could be the file that another process locks
+        os.close(descriptor)
+
+
 def make_scratch(target: Path) -> Path:
-    """Create a marked folder beside `target` to write into, and remove those that killed processes left there."""
+    """Create a marked folder beside `target` to write into, and remove those that killed processes left there.
+
+    The process holds the `output_lock` of the target, so no living process writes into one of them.
+    """
     name = f".{target.name}.writing"
     for path in target.parent.glob(f"{glob.escape(name)}*"):
         if is_marked(path) and not path.is_symlink():
             shutil.rmtree(path)
-    scratch = unused_name(target.with_name(name))
-    scratch.mkdir(parents=True)
+    scratch = target.with_name(
+        f"{name}-{uuid.uuid4().hex[:8]}"
+    )  # unique also where hosts do not see each other's locks
+    scratch.mkdir()
     write_mark(scratch)
     return scratch
 
@@ -70,7 +164,12 @@ def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:
     if os.path.lexists(out) and not _is_empty(out):
         old = unused_name(out.with_name(f"{out.name}.kept"))
         out.rename(old)
-    scratch.rename(out)
+    try:
+        scratch.rename(out)
+    except BaseException:
+        if old:
+            old.rename(out)
+        raise
     (out / MARK).unlink(missing_ok=True)
     if old is None or not written:
         return old
@@ -96,9 +195,10 @@ def _may_be_part_of_model(name: str, written: Stamps) -> bool:
     return name in names or any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 
-def write_export_record(rundir: RunDir, step: int, written: Stamps) -> None:
-    """Write the record of the export: its step and its files."""
-    write_atomically(rundir.export_record, json.dumps({"step": step, "files": written}, indent=2))
+def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[str, str] | None = None) -> None:
+    """Write the record of the export: its step, its files, and their SHA-256."""
+    record = {"step": step, "files": written, "sha256": sums or {}}
+    write_atomically(rundir.export_record, json.dumps(record, indent=2))
 
 
 def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
@@ -114,12 +214,28 @@ def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
         return None, {}
 
 
+def read_export_sums(rundir: RunDir) -> dict[str, str]:
+    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none."""
+    try:
+        record = json.loads(rundir.export_record.read_bytes() if is_regular_file(rundir.export_record) else "{}")
+        return {str(name): str(digest) for name, digest in record["sha256"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def export_has(rundir: RunDir, written: Stamps) -> bool:
+    """Return whether the export has all files that were written into it, with their sizes."""
+    found = {name: _stamp(rundir.export / name) for name in written}
+    return all(stamp and stamp[0] == written[name][0] for name, stamp in found.items())
+
+
 def install_assets(scratch: Path, folder: Path) -> None:
     """Move every file of `scratch` into a `model` folder, which may hold the user's files, and list them in its mark.
 
     A file in its place that the user wrote or edited is renamed to NAME.kept, unless its content is the same.
     """
     before = _recorded_assets(folder)
+    folder.mkdir(exist_ok=True)  # but not the run folder, if it was removed
     names = sorted(str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file())
     for name in names:
         target, new = folder / name, (scratch / name).read_bytes()

@@ -37,8 +37,36 @@ JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint
 SAME_REQUEST_S = 0.7
 
 
-class StopSignal(BaseException):
-    """A stop signal inside `StopRequest.obeyed_at_once`; no Exception, because libraries catch those."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
+
+
+class Interrupted(BaseException):
+    """A stop signal came; no `except Exception` of a library may take it for an error of its own."""
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Raise Stopped from the block at the first stop signal, wherever the block is; later ones do not disturb its end.
+
+    So whatever the block has begun is undone by its own context managers.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                signal.signal(number, interrupt)
+        yield
+    except Interrupted as stop:
+        raise Stopped(f"stopped by {stop}: nothing was written; run the same command again") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -74,7 +102,7 @@ class StopRequest:
         self.name = signal.Signals(number).name
         if self._raises:
             self._raises = False  # a second signal must not interrupt what the first one ends
-            raise StopSignal
+            raise Interrupted
 
     @contextlib.contextmanager
     def obeyed_at_once(self) -> Iterator[None]:
@@ -82,9 +110,9 @@ class StopRequest:
         try:
             self._raises = True
             if self.count:
-                raise StopSignal
+                raise Interrupted
             yield
-        except StopSignal:
+        except Interrupted:
             raise Stopped(f"stopped by {self.by} before the first step; nothing was lost") from None
         finally:
             self._raises = False

@@ -154,6 +154,14 @@ class RunDir:
         """The folder of checkpoints, unless they are somewhere else; for an object store, of files to upload."""
         return self.root / "checkpoints"
 
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """The local folder of the checkpoints, if it is not the one in this folder."""
+        folder = (
+            Path(self.checkpoint_path) if self.checkpoint_path and not URL.fullmatch(self.checkpoint_path) else None
+        )
+        return None if folder == self.checkpoints else folder
+
     @cached_property
     def storage(self) -> CheckpointStorage:
         """Where the checkpoints are; raises StorageError for a URL that cannot be used."""

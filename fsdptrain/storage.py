@@ -277,7 +277,7 @@ class _LocalStorage(CheckpointStorage):
         return path
 
     def claim(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_root()
         for path in self.root.glob("step-*"):
             if UNFINISHED.fullmatch(path.name):
                 with contextlib.suppress(OSError, StorageError):
@@ -287,10 +287,15 @@ class _LocalStorage(CheckpointStorage):
         scratch = self.staging(step)
         _reject_existing(self.checkpoint(step))
         remove_checkpoint(scratch)
-        missing = [folder for folder in (scratch, *scratch.parents) if not folder.exists()]
-        scratch.mkdir(parents=True)
-        for folder in missing:
-            fsync(folder.parent)
+        self._make_root()
+        scratch.mkdir()
+        fsync(self.root)
+
+    def _make_root(self) -> None:
+        """Create the folder if it is missing, but not the one above, which is missing if the run folder was removed."""
+        if not self.root.exists():
+            self.root.mkdir(exist_ok=True)
+            fsync(self.root.parent)
 
     def publish(self, step: int, manifest: bytes) -> None:
         scratch, target = self.staging(step), self.checkpoint(step)

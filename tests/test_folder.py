@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -33,11 +37,15 @@ from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
 from fsdptrain.launch.claim import DATA_LIKE_FILES, check_run_dir, claim_run_dir, lock_for_export, would_read_run_files
 from fsdptrain.launch.heading import heading
+from fsdptrain.launch.status import is_locked
 from fsdptrain.ownership import (
     asset_names,
     file_stamps,
     install_assets,
     make_scratch,
+    marked_run,
+    output_lock,
+    parents_made,
     read_export_record,
     replace_export,
     write_export_record,
@@ -228,6 +236,18 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert read_plan(root / "plan.json").recipe.optim.lr == 1
 
 
+def test_a_run_without_its_logs_still_has_its_lock(tmp_path: Path) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "run"
+    with claim(recipe):
+        shutil.rmtree(root / "logs")
+        assert is_locked(RunDir(root))
+        with pytest.raises(RecipeError, match=f"output_dir: another run is using {root}"):
+            claim(recipe).__enter__()
+    assert not is_locked(RunDir(root))
+    with FileLock(root / "logs" / "lock"), pytest.raises(RecipeError, match="another run"):  # by an earlier version
+        claim(recipe).__enter__()
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -331,6 +351,66 @@ def test_a_refused_run_writes_nothing_not_even_a_lock(words: list[str], marked: 
         with pytest.raises(RecipeError):
             check_run_dir(plan_of(recipe, *overrides))
     assert sorted((path, path.lstat().st_mtime_ns) for path in [rundir.root, *rundir.root.rglob("*")]) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("part", ["logs", "logs/rank-0.log", "metrics.jsonl", "checkpoints", ".fsdptrain"])
+def test_a_run_of_another_user_is_refused_before_it_trains(part: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir, plan = run_folder_after(recipe, steps=3, total=6), plan_of(recipe)
+    fill(rundir.root, "logs/rank-0.log")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.chown(rundir.root / part, 0, 0)
+    message = as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path)
+    assert f"output_dir: {rundir.root / part} cannot be written by this user" in message, message
+    assert len(list(rundir.plans.glob("*.json"))) == 1
+    os.chown(rundir.root / part, NOBODY, NOBODY)
+    assert as_nobody(lambda: claim_run_dir(plan, "", False).__enter__(), tmp_path) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_above_an_export_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    os.chown(tmp_path, 0, 0)
+    tmp_path.chmod(0o755)
+
+    def export_to(out: Path) -> None:
+        with parents_made(out), output_lock(out):
+            pass
+
+    for out in (tmp_path / "out", tmp_path / "new" / "out"):
+        message = as_nobody(functools.partial(export_to, out), tmp_path)
+        assert re.fullmatch(
+            rf"RecipeError: cannot write {out}: {tmp_path}.*: Permission denied; name another.*", message
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+NOBODY = 65534
+
+
+def as_nobody(work: Callable[[], object], folder: Path) -> str:
+    """Do the work in a child process as a user without rights; return the error that it raises, or an empty string."""
+    for above in (folder, *folder.parents):  # pytest's folders are for their user only
+        above.chmod(above.stat().st_mode | 0o711)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        message = ""
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            work()
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(write, message.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        message = pipe.read()
+    os.waitpid(child, 0)
+    return message
 
 
 # --- other ranks and other nodes -------------------------------------------------------------------------------------
@@ -445,7 +525,7 @@ def run_folder_after(
 ) -> RunDir:
     """Write a run folder as after `steps` of `total` steps: plan, events, a checkpoint, and an export at the end."""
     plan = plan_of(recipe, *overrides)
-    rundir = RunDir(Path(plan.run_dir))
+    rundir = plan.rundir
     with claim_run_dir(plan, "", False):
         pass
     with contextlib.closing(Reporter(rundir)) as reporter:
@@ -562,6 +642,16 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
+def test_a_finished_run_without_all_of_its_export_continues(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
+    assert inspect_earlier_attempts(rundir, plan_of(recipe)).finished
+    damage(rundir.export / "config.json")
+    left = inspect_earlier_attempts(rundir, plan_of(recipe))
+    assert not left.finished and "export is not complete" in heading(plan_of(recipe), rundir, left)
+
+
 @pytest.mark.parametrize("overrides", [[], ["export.at_end=false"], ["train.steps=9"]])
 def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides: list[str], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
@@ -597,6 +687,69 @@ def test_fewer_steps_than_were_made_are_refused(steps: int, tmp_path: Path) -> N
     assert contents(rundir.root) == before
     with claim(recipe, "train.steps=5") as found:
         assert (found.step, found.finished) == (4, False)
+
+
+# --- checkpoint.path --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marked", [True, False])  # without a mark, as of an earlier version
+def test_the_checkpoints_of_another_run_are_not_continued(marked: bool, tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
+    run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
+    if not marked:
+        (place / ".fsdptrain").unlink()
+    before, words = contents(place), [f"checkpoint.path={place}"]
+    of = re.escape(f"the run in {tmp_path}/run" if marked else "another run")
+    for check in (lambda plan: claim_run_dir(plan, "", False).__enter__(), check_run_dir):
+        with pytest.raises(RecipeError, match=rf"checkpoint\.path: {place} holds the checkpoints of {of}; choose"):
+            check(plan_of(recipe, *words, f"output_dir={tmp_path}/other"))
+    assert contents(place) == before and not (tmp_path / "other").exists()
+    with claim(recipe, *words) as found:  # its own
+        assert found.step == 3 and marked_run(place) == str(tmp_path / "run")
+
+
+def test_a_run_folder_that_was_renamed_has_its_checkpoints_and_a_copy_has_not(tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path, train__steps=6), tmp_path / "checkpoints"
+    run_folder_after(recipe, f"checkpoint.path={place}", steps=3, total=6)
+    words = [f"checkpoint.path={place}", f"output_dir={tmp_path}/new"]
+    shutil.copytree(tmp_path / "run", tmp_path / "new")
+    with pytest.raises(RecipeError, match=rf"holds the checkpoints of the run in {tmp_path}/run; choose another"):
+        claim(recipe, *words).__enter__()
+    shutil.rmtree(tmp_path / "run")
+    with claim(recipe, *words) as found:
+        assert found.step == 3 and marked_run(place) == str(tmp_path / "new")
+    shutil.copytree(place, tmp_path / "copied", ignore=shutil.ignore_patterns(".fsdptrain"))
+    with claim(recipe, words[1], f"checkpoint.path={tmp_path}/copied") as found:
+        assert found.step == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("/", "checkpoint.path: / is the root or home folder; use a subfolder"),
+        ("{tmp}/text.jsonl", "{tmp}/text.jsonl is a file; choose another"),
+        ("{tmp}/m", "holds files that fsdptrain did not write (config.json); choose another"),
+        ("{tmp}/empty", "model.id: {tmp}/empty is inside checkpoint.path ({tmp}/empty), which this run writes"),
+        ("{tmp}/run", "{tmp}/run is inside output_dir, where the run stores other files"),
+        ("{tmp}/run/export", "{tmp}/run/export is inside output_dir, where the run stores other files"),
+        ("{tmp}/data/x", "data.path: {tmp}/data would include files that this run writes to checkpoint.path"),
+        ("{tmp}/b", "checkpoint.path: {tmp}/b is in {tmp}/b, which another run writes"),
+        ("{tmp}/b/export", "checkpoint.path: {tmp}/b/export is in {tmp}/b, which another run writes"),
+    ],
+)
+def test_an_unusable_checkpoint_path_is_refused(place: str, message: str, tmp_path: Path) -> None:
+    recipe, place = write_recipe(tmp_path), place.format(tmp=tmp_path)
+    fill(tmp_path, "m/config.json", "data/a.jsonl")
+    (tmp_path / "empty").mkdir()
+    with claim(recipe, f"output_dir={tmp_path}/b"):
+        pass
+    words = [f"data.path={tmp_path}/data", f"checkpoint.path={place}"]
+    words += [f"model.id={tmp_path}/empty", "model.config={}"] if place.endswith("empty") else []
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError) as refusal:
+        claim(recipe, *words).__enter__()
+    assert message.format(tmp=tmp_path) in str(refusal.value)
+    assert contents(tmp_path) == before
 
 
 # --- removal and replacement -----------------------------------------------------------------------------------------
@@ -718,13 +871,10 @@ def test_an_export_record_cannot_delete_files_outside_the_export(tmp_path: Path)
 
 
 def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
-    fill(make_scratch(tmp_path / "export"), "model.safetensors")
-    fill(tmp_path, ".export.writing-2/mine", "export.writing/mine")
-    assert make_scratch(tmp_path / "export").name == ".export.writing"
-    assert not (tmp_path / ".export.writing" / "model.safetensors").exists()
-    shutil.rmtree(tmp_path / ".export.writing")
-    fill(tmp_path, ".export.writing/mine")
-    assert make_scratch(tmp_path / "export").name == ".export.writing-3"
+    fill(tmp_path, ".export.writing/mine", ".export.writing-2/mine", "export.writing/mine")
+    left = make_scratch(tmp_path / "export")
+    fill(left, "model.safetensors")
+    assert list(make_scratch(tmp_path / "export").iterdir()) != [] and not left.exists()
     assert all((tmp_path / name / "mine").exists() for name in (".export.writing", ".export.writing-2"))
 
 

@@ -6,6 +6,7 @@ rest is the same. The folder is written under another name, read back, checked, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shlex
@@ -33,6 +34,7 @@ from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.manifest import (
     BASE_KEY,
     checkpoint_problems,
+    file_sums,
     read_manifest,
     reject_external_symlinks,
     resume_problems,
@@ -58,12 +60,14 @@ from fsdptrain.ownership import (
     copy_assets,
     file_stamps,
     make_scratch,
+    output_lock,
     read_export_record,
     replace_export,
     write_export_record,
 )
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
+from fsdptrain.storage import MANIFEST_NAME, Location
 
 MAX_FILE_BYTES = 5 * 10**9
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files: BF16, …
@@ -227,19 +231,22 @@ def write_folder(
 def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps | None = None) -> ExportResult:
     """Let `fill` write a folder, return its bytes and check it; then rename it to `out`.
 
-    `needed` are the bytes on the disk. Raises CheckpointError as `write_folder` does; then `out` is as it was.
+    `needed` are the bytes on the disk. The caller holds the `output_lock` of `out`. Raises CheckpointError as
+    `write_folder` does; then, and after a signal, `out` is as it was.
     """
     scratch = make_scratch(out)
     try:
         with report_full_disk(scratch, needed):
             count = fill(scratch)
-    except Exception as error:  # safetensors and transformers raise classes of their own
+        files = file_stamps(scratch)
+        kept = replace_export(scratch, out, written or {})
+    except BaseException as error:  # safetensors and transformers raise classes of their own
         shutil.rmtree(scratch, ignore_errors=True)
-        if isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError):
+        if not isinstance(error, Exception) or (
+            isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError)
+        ):
             raise
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    files = file_stamps(scratch)
-    kept = replace_export(scratch, out, written or {})
     fsync(out.parent)
     return ExportResult(count, files, kept)
 
@@ -416,7 +423,10 @@ def export_live(
         ways = what.ways() if sample else {}
         with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
-                facts = _write_and_record(rundir, step, what, tensors, reporter.progress, comparison, check_base)
+                with output_lock(rundir.export):
+                    facts = _write_and_record(
+                        rundir, step, what, tensors, reporter.progress, comparison, wait, check_base
+                    )
                 reporter.event("export", **facts)
             except (CheckpointError, RecipeError) as error:
                 failure = error
@@ -445,7 +455,17 @@ def export_checkpoint(
     """
     reject_external_symlinks(rundir)
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
-    folder = _choose_checkpoint(rundir, step, screen.say)
+    folder = _choose_checkpoint(rundir, plan, step, screen.say)
+    with _removal_reported(folder, plan):
+        facts = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
+    screen.show({"event": "export", **facts})
+    screen.summary(0.0)
+
+
+def _write_checkpoint(
+    rundir: RunDir, plan: Plan, folder: Path, out: Path, dtype: str | None, screen: Screen, compare: bool
+) -> dict[str, Any]:
+    """Write a verified checkpoint to `out`; return the fields of the `export` event."""
     manifest = read_manifest(folder)
     what = Exported(_build_skeleton(rundir, plan), plan, rundir.model, dtype)
     if dtype is not None and what.adapter == "separate":
@@ -460,7 +480,6 @@ def export_checkpoint(
 
     # There is no trained model to compare with: the folder is only opened. The base of a separate adapter may be on
     # another machine.
-    compare = compare and plan.recipe.export.compare
     ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
     wait = partial(time.sleep, POLL_S)
     with (
@@ -469,12 +488,30 @@ def export_checkpoint(
     ):
         tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
-            facts = _write_and_record(rundir, manifest.step, what, tensors, progress, comparison)
-        else:
-            done = what.write(tensors, out, progress, check=comparison.check)
-            facts = _facts(what, out, done) | comparison.facts
-    screen.show({"event": "export", **facts})
-    screen.summary(0.0)
+            return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
+        done = what.write(tensors, out, progress, check=comparison.check)
+        return _facts(what, out, done) | comparison.facts
+
+
+@contextlib.contextmanager
+def _removal_reported(folder: Location, plan: Plan) -> Iterator[None]:
+    """Raise what `_reject_removed` raises instead of an error that the removal of a checkpoint causes in the block."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        _reject_removed(folder, plan)
+        raise
+
+
+def _reject_removed(folder: Location, plan: Plan) -> None:
+    """Raise CheckpointError if a checkpoint that was there is gone."""
+    try:
+        (folder / MANIFEST_NAME).lstat()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} was removed while it was read (a run keeps checkpoint.keep: {plan.recipe.checkpoint.keep}): "
+            "run the command again for a newer one"
+        ) from None
 
 
 def with_options(plan: Plan, adapter: str | None, merge_base: str | None) -> Plan:
@@ -529,12 +566,23 @@ def _write_and_record(
     tensors: Iterator[Tensors],
     progress: Progress,
     comparison: Comparison,
+    wait: Callable[[], None],
     check_base: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event."""
+    """Write the export of a run folder, replacing an earlier one; return the fields of the `export` event.
+
+    `wait` is called while checksums are computed.
+    """
     _, before = read_export_record(rundir)
-    done = what.write(tensors, rundir.export, progress, before, comparison.check, check_base)
-    write_export_record(rundir, step, done.files)
+    sums: dict[str, str] = {}
+
+    def check(folder: Path) -> None:
+        progress("computing the checksums of the export", 0, 0)
+        sums.update(file_sums(folder, file_stamps(folder), wait))
+        comparison.check(folder)
+
+    done = what.write(tensors, rundir.export, progress, before, check, check_base)
+    write_export_record(rundir, step, done.files, sums)
     return {"step": step, **_facts(what, rundir.export, done), **comparison.facts}
 
 
@@ -557,15 +605,16 @@ def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:
         raise CheckpointError(f"{rundir.model} does not describe a model: {first_line(error)}") from None
 
 
-def _choose_checkpoint(rundir: RunDir, step: int | None, say: Callable[[str], None]) -> Path:
+def _choose_checkpoint(rundir: RunDir, plan: Plan, step: int | None, say: Callable[[str], None]) -> Path:
     """Return the verified checkpoint of `step`, or the newest valid one; raises CheckpointError without one."""
     steps = rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(f"{rundir.storage} has no checkpoint of step {step}; steps: {steps}")
     for candidate in [step] if step is not None else reversed(steps):
-        folder = rundir.checkpoint(candidate)
+        folder: Path = rundir.checkpoint(candidate)
         problems = checkpoint_problems(folder)
         if not problems:
             return folder
+        _reject_removed(folder, plan)
         say(f"{folder.name} is not valid: {problems[0]}")
     raise CheckpointError(f"no valid checkpoint in {rundir.storage}")

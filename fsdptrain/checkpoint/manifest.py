@@ -13,7 +13,8 @@ import json
 import os
 import re
 import reprlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,20 @@ def file_entry(path: Location) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _file_problem(path: Location, facts: dict[str, Any], checksums: bool) -> str | None:
+def file_sums(folder: Path, names: Iterable[str], meanwhile: Callable[[], None]) -> dict[str, str]:
+    """Return the SHA-256 of files, read in parallel; `meanwhile` is called until all are read, and may raise."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        entries = {name: pool.submit(file_entry, folder / name) for name in names}
+        try:
+            while wait(entries.values(), timeout=0).not_done:
+                meanwhile()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return {name: entry.result()["sha256"] for name, entry in entries.items()}
+
+
+def file_problem(path: Location, facts: dict[str, Any], checksums: bool, record: str = "the manifest's") -> str | None:
+    """Return how a file differs from its recorded size and, with `checksums`, SHA-256; None if it does not."""
     try:
         with system_errors(path):
             status = regular_file_status(path)
@@ -186,7 +200,7 @@ def _file_problem(path: Location, facts: dict[str, Any], checksums: bool) -> str
             if status.st_size != facts["bytes"]:
                 return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
             if checksums and file_entry(path) != facts:
-                return f"{path} is damaged: its checksum differs from the manifest's"
+                return f"{path} is damaged: its checksum differs from {record}"
     except NOTHING_THERE:
         return f"{path} is missing"
     return None
@@ -209,7 +223,7 @@ def checkpoint_problems(folder: Location, share: slice = slice(None), checksums:
     found = [None if checkpoint_name(manifest.step) == folder.name else f"{folder} holds step {manifest.step}"]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         names = sorted(manifest.files)[share]
-        found += pool.map(lambda name: _file_problem(folder / name, manifest.files[name], checksums), names)
+        found += pool.map(lambda name: file_problem(folder / name, manifest.files[name], checksums), names)
     return [problem for problem in found if problem]
 
 

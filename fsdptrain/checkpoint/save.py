@@ -45,6 +45,7 @@ from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, StorageError
 from fsdptrain.files import fsync, is_there
+from fsdptrain.ownership import FolderWatch
 from fsdptrain.parallel.world import World
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -63,6 +64,7 @@ class Checkpointer:
         """Take the run, its plan, and in `content` digests of the data and the tokenizer that the recipe names."""
         self.rundir, self.plan, self.world, self.write_event = rundir, plan, world, write_event
         self.storage = rundir.storage
+        self._folder = FolderWatch(rundir) if world.rank == 0 else None
         self.store = RunStore.of(rundir)
         self.identity = plan.identity() | content
         self._thread: threading.Thread | None = None
@@ -136,7 +138,7 @@ class Checkpointer:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
-            self._on_rank_zero(action, self._if_writer(partial(storage.prepare, step)))
+            self._on_rank_zero(action, self._if_writer(partial(self._prepare, step)))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
             total = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
             needed = storage.bytes_on_disk(total, 1)
@@ -171,6 +173,12 @@ class Checkpointer:
             return work(*arguments)
 
         return checked
+
+    def _prepare(self, step: int) -> None:
+        """Begin a save, on rank 0; raises FolderLost instead of writing into a folder that is another one now."""
+        if self._folder:
+            self._folder.check()
+        self.storage.prepare(step)
 
     def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world.size

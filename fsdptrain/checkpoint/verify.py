@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import checkpoint_problems, parse_object, reject_external_symlinks
+from fsdptrain.checkpoint.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
 from fsdptrain.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
+from fsdptrain.ownership import read_export_record, read_export_sums
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
@@ -30,7 +34,7 @@ def survey(rundir: RunDir) -> dict[str, Any]:
     if rundir.url is not None:
         export = _survey_uploaded(RunStore(rundir))
     else:
-        export = _survey_export(rundir.export) if is_there(rundir.export) else None
+        export = _survey_export(rundir) if is_there(rundir.export) else None
     found = [*checkpoints, *([export] if export else [])]
     return {
         "run": rundir.place,
@@ -49,6 +53,8 @@ def show_survey(found: dict[str, Any], screen: Screen) -> None:
     rows += [_row("export", found["export"])] if found["export"] else []
     if rows:
         screen.table(["what", "size", "files", "state"], rows)
+    if found["export"] and found["export"]["note"]:
+        screen.say(f"export: {found['export']['note']}")
     for name in found["set_aside"]:
         screen.say(f"{name}: a run found it damaged and set it aside")
     for name in found["left_over"]:
@@ -97,14 +103,24 @@ def _newest_undamaged(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | Non
     return next(candidates, None)
 
 
-def _survey_export(folder: Path) -> dict[str, Any]:
-    """Check a Hugging Face folder, which has no checksums: open its files and compare the index with them."""
+def _survey_export(rundir: RunDir) -> dict[str, Any]:
+    """Open the files of the export, compare the index with them, and all with the sizes and checksums in export.json.
+
+    Earlier versions recorded no checksums; `note` says so.
+    """
+    folder, (_, written), sums = rundir.export, read_export_record(rundir), read_export_sums(rundir)
     try:
         _check_export(folder)
-        problems = []
+        names = sorted(written)
+        facts = [{"bytes": written[name][0], "sha256": sums.get(name)} for name in names]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            compare = partial(file_problem, record="that in export.json")
+            found = pool.map(compare, [folder / name for name in names], facts, [name in sums for name in names])
+            problems = [problem for problem in found if problem]
     except CheckpointError as error:
         problems = [str(error)]
-    return {**_size_on_disk(folder), "problems": problems}
+    note = None if sums else "no checksums were recorded (an earlier version wrote it): contents were not compared"
+    return {**_size_on_disk(folder), "problems": problems, "note": note}
 
 
 def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
@@ -117,7 +133,13 @@ def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
     ]
     if not wanted:
         problems = ["incomplete: its upload was interrupted, and the next run continues it"]
-    return {"path": str(store.root / EXPORT), "bytes": sum(found.values()), "files": len(found), "problems": problems}
+    return {
+        "path": str(store.root / EXPORT),
+        "bytes": sum(found.values()),
+        "files": len(found),
+        "problems": problems,
+        "note": None,
+    }
 
 
 def _check_export(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from fsdptrain.checkpoint.manifest import (
 )
 from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.schema import all_paths
-from fsdptrain.errors import Problem, RecipeError, Unreadable, listed
+from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.files import NOTHING_THERE, is_there, set_aside, write_atomically
-from fsdptrain.ownership import read_export_record
+from fsdptrain.ownership import export_has, read_export_record
 from fsdptrain.records import RunState, Tail, read_object, read_text
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -151,6 +152,26 @@ def _check_checkpoints_not_lost(rundir: RunDir) -> None:
     )
 
 
+def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:
+    """Return whether an attempt in this run folder wrote the newest checkpoint: its events or its plans say so."""
+    step = max(rundir.checkpoint_steps(), default=None)
+    if step is None:
+        return False
+    folder = rundir.checkpoint(step)
+    records = Tail(rundir.metrics, from_end=False).read()
+    if any(record["event"] == "save" and record["path"] == str(folder) for record in records):
+        return True
+    try:
+        manifest = read_manifest(folder)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False
+    plans = [plan, *(of_attempt for _, of_attempt in _plans_of_attempts(rundir) if of_attempt)]
+    world = {"world_size": manifest.world_size}
+    return any(each.of_attempt(world).digest() == manifest.plan_digest for each in plans)
+
+
 def changes_since(rundir: RunDir, step: int, plan: Plan, identity: dict[str, Any]) -> Changes:
     """Return how the plan differs from the one that made the checkpoint of `step`; empty for step 0.
 
@@ -219,21 +240,28 @@ def _archived_plans(rundir: RunDir) -> list[Path]:
 def _plan_of_checkpoint(rundir: RunDir, manifest: Manifest, now: Plan) -> dict[str, Any]:
     """Return the fields of the plan that made a checkpoint; if it was not archived, of the newest other than `now`."""
     newest: dict[str, Any] = {}
+    worlds = (manifest.world_size, now.topology.world_size)
+    for fields, plan in _plans_of_attempts(rundir):
+        plans = [plan.of_attempt({"world_size": ranks}) for ranks in worlds] if plan else []
+        for each in plans:
+            if each.digest() == manifest.plan_digest:
+                found: dict[str, Any] = json.loads(each.to_json())
+                return found
+        newest = newest or (fields if now not in plans else {})
+    return newest
+
+
+def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | None]]:
+    """Yield the plan of every attempt, the newest first: its fields, and the plan if this version can read it."""
     for path in reversed([rundir.plan, *_archived_plans(rundir)]):
         try:
             fields = read_object(path)
         except (*NOTHING_THERE, Unreadable):
             continue
-        plans = []
+        plan = None
         with contextlib.suppress(*NOTHING_THERE, Unreadable):  # of another version
             plan = open_plan(path)
-            plans = [plan.of_attempt({"world_size": ranks}) for ranks in (manifest.world_size, now.topology.world_size)]
-        for plan in plans:
-            if plan.digest() == manifest.plan_digest:
-                found: dict[str, Any] = json.loads(plan.to_json())
-                return found
-        newest = newest or (fields if now not in plans else {})
-    return newest
+        yield fields, plan
 
 
 def _recorded(rundir: RunDir) -> RunState:
@@ -245,12 +273,16 @@ def _is_evaluated(plan: Plan, step: int, before: RunState) -> bool:
 
 
 def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
-    """Return whether the export of this step exists (or is not wanted); an export without a record counts.
+    """Return whether the export of this step is whole (or is not wanted); an export without a record counts.
 
     If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
     """
-    recorded, _ = read_export_record(rundir)
-    exists = is_there(rundir.export) and recorded in ((None, step) if rundir.url is None else (step,))
+    recorded, written = read_export_record(rundir)
+    exists = (
+        is_there(rundir.export)
+        and export_has(rundir, written)
+        and recorded in ((None, step) if rundir.url is None else (step,))
+    )
     if not plan.recipe.export.at_end or exists:
         return True
     store = RunStore.of(rundir)

@@ -21,7 +21,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NoReturn
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
 from fsdptrain.config.paths import expanded, is_folder
@@ -38,26 +38,28 @@ from fsdptrain.errors import (
     is_disk_full,
     listed,
 )
-from fsdptrain.files import NOTHING_THERE, is_regular_file, write_atomically
+from fsdptrain.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
 from fsdptrain.launch.attempts import (
     EarlierAttempts,
     archive_plan,
     describe_changes,
     inspect_earlier_attempts,
     plan_changes,
+    wrote_newest_checkpoint,
 )
 from fsdptrain.launch.holder import claimed, node_name
-from fsdptrain.ownership import is_marked, write_mark
+from fsdptrain.ownership import is_marked, mark_checkpoints, marked_run, write_mark
 from fsdptrain.records import read_object
-from fsdptrain.rundir import RunDir
+from fsdptrain.rundir import MARK, RunDir
 from fsdptrain.runstore import RunStore
 from fsdptrain.storage import URL, try_writing
 
 # Files of a run that could be read as data; a data.path must not match them.
-DATA_LIKE_FILES = (
+DATA_LIKE_FILES: tuple[str, ...] = (
     "metrics.jsonl", "plan.json", "plans/0001.json", "logs/progress.jsonl", "logs/defect.txt", "model/config.json",
     "export/config.json", "checkpoints/step-00000001/manifest.json",
 )  # fmt: skip
+DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
 
 
 POLL_S = 0.2  # between two checks of plan.json
@@ -73,8 +75,7 @@ def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
     rundir = plan.rundir
     fresh = fresh or plan.recipe.checkpoint.resume == "never"
     # Refuse whatever can be refused while nothing has been written.
-    check_output_dir(rundir)
-    check_inputs(plan, rundir)
+    _check_places(plan, rundir)
     with (
         _in_store(plan) if rundir.url else contextlib.nullcontext(),
         _claimed_here(plan, recipe_text, fresh) as earlier,
@@ -136,7 +137,8 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         _wait_for_plan(plan, rundir)
         yield earlier
         return
-    # The mark makes the folder one of fsdptrain's; the lock is a file in it.
+    _check_access(rundir)
+    # The mark makes the folder one of fsdptrain's, and is what is locked.
     with _os_errors_as_recipe_errors(rundir):
         rundir.root.mkdir(parents=True, exist_ok=True)
         write_mark(rundir.root)
@@ -146,6 +148,8 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
             _refuse_used(rundir)
         earlier = inspect_earlier_attempts(rundir, plan)
         if first and not earlier.finished:
+            _check_places(plan, rundir)
+            _mark_checkpoint_folder(rundir)
             with _os_errors_as_recipe_errors(rundir):
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())
@@ -157,11 +161,28 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
 def check_run_dir(plan: Plan) -> EarlierAttempts:
     """Make the checks of `claim_run_dir` without changing anything, for a dry run; raise what it raises."""
     rundir = plan.rundir
-    check_output_dir(rundir)
-    check_inputs(plan, rundir)
+    _check_places(plan, rundir)
     if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
         _refuse_used(rundir)
-    return inspect_earlier_attempts(rundir, plan)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if not earlier.finished:
+        _check_access(rundir)
+    return earlier
+
+
+def _check_access(rundir: RunDir) -> None:
+    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
+    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.export, checkpoints]
+    folders += checkpoints.glob("step-*")
+    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
+    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
+        for path in paths:
+            if path.exists() and not os.access(path, mode):
+                raise RecipeError(
+                    f"output_dir: {path} cannot be written by this user (its owner has the number "
+                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
+                )
 
 
 def _refuse_used(rundir: RunDir) -> NoReturn:
@@ -170,19 +191,30 @@ def _refuse_used(rundir: RunDir) -> NoReturn:
     raise RecipeError(f"output_dir: {rundir.place} is not empty: choose another, or delete it")
 
 
+def _check_places(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless this run may write where its recipe says."""
+    check_output_dir(rundir)
+    _check_checkpoint_folder(plan, rundir)
+    check_inputs(plan, rundir)
+
+
+def _check_path(folder: Path, key: str) -> None:
+    if os.path.realpath(folder) in ("/", os.path.realpath(expanded("~"))):
+        raise RecipeError(f"{key}: {folder} is the root or home folder; use a subfolder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a broken link" if folder.is_symlink() else "a file"
+        raise RecipeError(f"{key}: {folder} is {what}; choose another")
+
+
 def check_output_dir(rundir: RunDir) -> None:
     """Raise RecipeError unless the folder can be created, is empty, or has the mark of a run.
 
     Raises CheckpointError if a link inside it leads out of it.
     """
     root = rundir.root
-    if os.path.realpath(root) in ("/", os.path.realpath(expanded("~"))):
-        raise RecipeError(f"output_dir: {root} is the root or home folder; use a subfolder")
-    if os.path.lexists(root) and not root.is_dir():
-        what = "a broken link" if root.is_symlink() else "a file"
-        raise RecipeError(f"output_dir: {root} is {what}; choose another")
+    _check_path(root, "output_dir")
     with _os_errors_as_recipe_errors(rundir):
-        entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in _folder_contents(root))
+        entries = _names_in(root)
     if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
         raise RecipeError(
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
@@ -196,11 +228,54 @@ def check_output_dir(rundir: RunDir) -> None:
             )
 
 
+def _check_checkpoint_folder(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless a folder in checkpoint.path is for this run: new, empty, or with its own checkpoints."""
+    folder = rundir.checkpoint_folder
+    if folder is None:
+        return
+    _check_path(folder, "checkpoint.path")
+    real, root = Path(os.path.realpath(folder)), Path(os.path.realpath(rundir.root))
+    if real == root or any(real.is_relative_to(root / path.name) for path in rundir.written_paths()):
+        raise RecipeError(
+            f"checkpoint.path: {folder} is inside output_dir, where the run stores other files: leave it out (then it "
+            f"is {rundir.checkpoints}), or choose another place"
+        )
+    above = next((path for path in real.parents if path != root and is_marked(path)), None)
+    if above or (is_marked(real) and marked_run(real) is None):
+        raise RecipeError(f"checkpoint.path: {folder} is in {above or real}, which another run writes; choose another")
+    with _os_errors_as_recipe_errors(rundir, folder):
+        entries, owner = _names_in(folder), marked_run(folder)
+    if not entries or owner == rundir.place:
+        return
+    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the folder.
+    in_use = owner is not None and (Path(owner) / rundir.plan.name).exists()
+    if not in_use and (entries == [MARK] or wrote_newest_checkpoint(rundir, plan)):
+        return
+    if owner or rundir.checkpoint_steps():
+        of = f"the run in {owner}" if owner else "another run"
+        raise RecipeError(f"checkpoint.path: {folder} holds the checkpoints of {of}; choose another")
+    raise RecipeError(
+        f"checkpoint.path: {folder} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+    )
+
+
+def _mark_checkpoint_folder(rundir: RunDir) -> None:
+    """Mark the folder in checkpoint.path for this run, after it was checked."""
+    folder = rundir.checkpoint_folder
+    if folder is None or marked_run(folder) == rundir.place:
+        return
+    with _os_errors_as_recipe_errors(rundir, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_checkpoints(folder, rundir.place)
+
+
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError for a model or data inside the run folder, and for data that would include files of the run."""
-    root = os.path.realpath(rundir.root)
     model, names = plan.recipe.model, {"data.path": plan.data_path, "data.eval": plan.eval_path}
     names |= {"model.id": model.id} | ({"model.tokenizer": model.tokenizer} if model.tokenizer else {})
+    written = [("output_dir", rundir.root, rundir.place, DATA_LIKE_FILES)]
+    if folder := rundir.checkpoint_folder:
+        written.append(("checkpoint.path", folder, str(folder), DATA_LIKE_CHECKPOINT))
     problems = []
     for key, name in names.items():
         if isinstance(name, str) and URL.fullmatch(name):
@@ -209,14 +284,14 @@ def check_inputs(plan: Plan, rundir: RunDir) -> None:
             continue
         if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
             continue
-        if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
-            problems.append(
-                Problem(f"{name} is inside output_dir ({rundir.place}), which this run writes: move one", key)
-            )
-        elif key.startswith("data.") and would_read_run_files(name, root):
-            problems.append(
-                Problem(f"{name} would include files that this run writes to output_dir ({root}): move one", key)
-            )
+        for field, folder, place, files in written:
+            root = os.path.realpath(folder)
+            if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
+                problems.append(Problem(f"{name} is inside {field} ({place}), which this run writes: move one", key))
+            elif key.startswith("data.") and would_read_run_files(name, root, files):
+                problems.append(
+                    Problem(f"{name} would include files that this run writes to {field} ({root}): move one", key)
+                )
     if problems:
         raise RecipeError(problems)
 
@@ -229,13 +304,13 @@ def _fixed_part(name: str) -> str:
     return str(Path(*parts[: next(i for i, part in enumerate(parts) if has_magic(part))]))
 
 
-def would_read_run_files(name: str, root: str) -> bool:
-    """Return whether a data path (a file, a folder or a glob) includes files that a run writes below `root`."""
+def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIKE_FILES) -> bool:
+    """Return whether a data path (a file, a folder or a glob) includes `files` that a run writes below `root`."""
     if Path(name).is_dir():
         return Path(root).is_relative_to(os.path.realpath(name))
     fixed = _fixed_part(name)
     pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
-    written = [Path(root), *(Path(root, file) for file in DATA_LIKE_FILES)]
+    written = [Path(root), *(Path(root, file) for file in files)]
     return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
 
 
@@ -245,7 +320,7 @@ def store_fault(name: str, rundir: RunDir) -> str | None:
     None if it does neither.
     """
     written = {
-        "checkpoint.path": (rundir.checkpoint_path, "checkpoints", ("step-00000001/manifest.json",)),
+        "checkpoint.path": (rundir.checkpoint_path, "checkpoints", DATA_LIKE_CHECKPOINT),
         "output_dir": (rundir.url, "files that this run writes", DATA_LIKE_FILES),
     }
     pattern = tuple(name.rstrip("/").split("/"))
@@ -269,8 +344,10 @@ def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def _folder_contents(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; those of folders end with a slash."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries)
 
 
 def _is_of_earlier_version(rundir: RunDir) -> bool:
@@ -286,7 +363,7 @@ def _is_of_earlier_version(rundir: RunDir) -> bool:
 def lock_for_export(rundir: RunDir) -> Iterator[None]:
     """Lock a run folder to write its export; raise RecipeError if a run is using it."""
     with contextlib.ExitStack() as stack:
-        if not _try_lock(stack, rundir, "lock"):
+        if not _lock_run(stack, rundir):
             raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
         yield
 
@@ -299,9 +376,9 @@ def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
     """
     several = plan.topology.nnodes > 1 and not plan.topology.joined
     with contextlib.ExitStack() as stack:
-        if several and not _try_lock(stack, rundir, f"lock-{node_name()}"):
+        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{node_name()}"):
             raise FolderInUse(f"output_dir: another run is using {rundir.place} on this machine")
-        first = _try_lock(stack, rundir, "lock")
+        first = _lock_run(stack, rundir)
         if not first and not several:
             raise FolderInUse(f"output_dir: another run is using {rundir.place}")
         yield first
@@ -312,17 +389,25 @@ def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
 
     Then a node that joins them does not take it, and writes no other plan.
     """
-    _try_lock(stack, rundir, "lock")
+    _lock_run(stack, rundir)
 
 
-def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, name: str) -> bool:
+def _lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
+    """Lock the mark, which stays when the logs are removed, and the file that earlier versions lock."""
+    with contextlib.ExitStack() as locks:
+        if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
+            stack.enter_context(locks.pop_all())
+            return True
+    return False
+
+
+def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
     with _os_errors_as_recipe_errors(rundir):
         rundir.logs.mkdir(exist_ok=True)
-        try:
-            stack.enter_context(FileLock(rundir.logs / name, timeout=0))
-        except Timeout:
-            return False
-    return True
+        descriptor = try_lock(path)
+    if descriptor is not None:
+        stack.callback(os.close, descriptor)
+    return descriptor is not None
 
 
 def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
@@ -357,11 +442,17 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors_as_recipe_errors(rundir: RunDir) -> Iterator[None]:
+def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Path | None = None) -> Iterator[None]:
+    """Raise RecipeError for an error of the system with the run folder, or with the folder in checkpoint.path."""
     try:
         yield
     except OSError as error:
         if is_disk_full(error):
             raise disk_full_error(error) from None
-        way_out = "; set FSDPTRAIN_CACHE to a writable folder" if rundir.url else ""
-        raise RecipeError(f"output_dir: cannot write to {rundir.root}: {error.strerror}{way_out}") from None
+        way_out = "; set FSDPTRAIN_CACHE to a writable folder" if rundir.url and not checkpoints else ""
+        place = (
+            f"checkpoint.path: cannot write to {checkpoints}"
+            if checkpoints
+            else f"output_dir: cannot write to {rundir.root}"
+        )
+        raise RecipeError(f"{place}: {error.strerror}{way_out}") from None

@@ -31,7 +31,8 @@ from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.refusal import refused_elsewhere
-from fsdptrain.processes import StopRequest, child_command, child_environment
+from fsdptrain.ownership import FolderWatch
+from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
 from fsdptrain.records import EVENTS, Record, Tail
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
@@ -50,7 +51,7 @@ LOOKS_PER_S = 100  # for ranks that hang, of the launchers of all nodes together
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
+FOLDER_S = 1.0  # between two looks whether the run folder is still there
 
 
 LATE_S = 60.0  # so long a node waits for the others before it says so
@@ -68,11 +69,11 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     rundir = plan.rundir
     restarts = fruitless = 0
     alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
-    with StopRequest() as stop, contextlib.ExitStack() as lock:
+    with StopRequest() as stop, contextlib.ExitStack() as lock, contextlib.closing(FolderWatch(rundir)) as folder:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
-            attempt = Attempt(plan, rundir, screen, stop)
+            attempt = Attempt(plan, rundir, screen, stop, folder=folder)
             try:
                 attempt.run()
                 return
@@ -153,8 +154,18 @@ def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:
 class Attempt:
     """One start of the workers, watched to their end. `worker` is a key of the agent's WORKERS: what they do."""
 
-    def __init__(self, plan: Plan, rundir: RunDir, screen: Screen, stop: StopRequest, worker: str = "train") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rundir: RunDir,
+        screen: Screen,
+        stop: StopRequest,
+        worker: str = "train",
+        folder: FolderWatch | None = None,
+    ) -> None:
+        """`folder` tells whether the run folder is still there."""
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
+        self._check_folder = folder.check if folder else lambda: None
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
         self.waited = False  # for ten minutes or more, for others that train
         self._met = plan.topology.nnodes == 1
@@ -171,6 +182,8 @@ class Attempt:
 
     def run(self) -> None:
         """Start the workers and watch them to their end; raise what `launch` raises."""
+        self._check_folder()
+        self.rundir.logs.mkdir(exist_ok=True)  # it may have been removed since the last attempt
         read, write = os.pipe()
         with (
             os.fdopen(read, "rb") as pipe,
@@ -272,8 +285,11 @@ class Attempt:
     def _watch(self, agent: subprocess.Popen[bytes]) -> None:
         """Show what the workers report and forward stop signals, until the workers have ended or must be killed."""
         grace, stopped_at = self.plan.recipe.launch.grace_s or float("inf"), float("inf")
-        looked = 0.0  # for reports of hangs
+        looked = checked = 0.0  # for reports of hangs; whether the folder is there
         while agent.poll() is None:
+            if time.monotonic() - checked > FOLDER_S:
+                self._check_folder()
+                checked = time.monotonic()
             self._note_meeting()
             if self._refusal and not self._met:
                 return
@@ -341,6 +357,7 @@ class Attempt:
         """
         if self._refusal and not self._met:
             raise refused_elsewhere(self._refusal)
+        self._check_folder()  # without it, all else fails
         # Ends caused by this process come first, because they make the agent and the workers fail.
         if self._killed_because and not self._met:
             when = "while this node waited for the others, which go on" if self.others else "before the nodes met"

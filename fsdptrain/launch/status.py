@@ -339,7 +339,9 @@ def is_locked(rundir: RunDir) -> bool:
     """
     with contextlib.suppress(OSError):
         held = {line.split()[-3] for line in LOCKS.read_text(encoding="ascii").splitlines() if " FLOCK " in line}
-        for path in rundir.logs.glob("lock*"):
+        for path in (rundir.mark, *rundir.logs.glob("lock*")):
+            if not path.exists():
+                continue
             status = path.stat()
             device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
             if f"{device}:{status.st_ino}" in held:

@@ -77,7 +77,9 @@ class Watchdog:
         """Watch from now on, as a rank of the attempt of this number. Does nothing outside of the `with` block."""
         if not self._entered:
             return
-        self._rundir.attempt(attempt).mkdir(parents=True, exist_ok=True)
+        folder = self._rundir.attempt(attempt)
+        for each in (self._rundir.logs, folder.parent, folder):  # but not the run folder, if it was removed
+            each.mkdir(exist_ok=True)
         self._dump = self._rundir.stack_dump(attempt, self._rank).open("a")
         self._attempt = attempt
         self._thread.start()

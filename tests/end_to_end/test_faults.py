@@ -33,7 +33,7 @@ from injection import (
     small_recipe,
     valid_steps,
 )
-from support import environment, events, fsdptrain
+from support import environment, events, fsdptrain, wait_for_step
 
 from fsdptrain.parallel.pulse import MAX_MISSED
 
@@ -665,3 +665,21 @@ def test_a_finished_run_exits_0_every_time(tmp_path: Path, fault_table: FaultTab
         codes.append(fsdptrain("run", recipe).returncode)
     fault_table.add("none: a finished run exits 0", FINISHED, codes.count(0))
     assert codes == [0] * FINISHED
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_run_whose_folder_goes_away_ends_and_makes_no_other(how: str, tmp_path: Path) -> None:
+    recipe, run, away = small_recipe(tmp_path, train__steps=10_000), tmp_path / "run", tmp_path / "away"
+    running = Running(recipe)
+    wait_for_step(run, 4)
+    run.rename(away)
+    if how == "removed":
+        shutil.rmtree(away)
+    ended = running.wait(60)
+    message = f"run was renamed to {away}" if how == "renamed" else "run was removed while the run was using it"
+    assert ended.problems(6, message) == []
+    assert not run.exists()
+    if how == "renamed":
+        assert valid_steps(away)
+    again = run_with(small_recipe(tmp_path, train__steps=4))
+    assert again.problems(0) == []

@@ -55,7 +55,9 @@ Thread 0x00007f7d2a5f5b80 (most recent call first):
 
 def plan_for(tmp_path: Path, world: int, **changes: Any) -> Plan:
     written = load(write_recipe(tmp_path, launch__nproc_per_node=world, **changes))
-    return make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}))
+    plan = make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}))
+    plan.rundir.root.mkdir(exist_ok=True)
+    return plan
 
 
 def test_a_hang_is_explained_in_one_paragraph(tmp_path: Path) -> None:
