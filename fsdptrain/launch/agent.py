@@ -68,6 +68,7 @@ def main() -> None:
     else:
         os.environ.update(default_settings(os.environ))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
+    kills = kills_for_memory()
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         if plan.topology.nnodes == 1:
             failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
@@ -75,7 +76,7 @@ def main() -> None:
             failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
         signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
         if failures:
-            tell(pipe, first_failure(failures))
+            tell(pipe, first_failure(failures, kills_for_memory() > kills))
             sys.exit(1)
 
 
@@ -188,8 +189,19 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     return {}
 
 
-def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
-    """Return the failure that caused the others: `{rank, exitcode, signal, record}`; the worker wrote `record`.
+def kills_for_memory() -> int:
+    """Return how many processes the kernel has killed on this machine because memory was full, in any cgroup."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> dict[str, object]:
+    """Return the failure that caused the others: `{rank, exitcode, signal, out_of_memory, record}`.
+
+    The worker wrote `record`. `full_memory`: the kernel has killed a process meanwhile, because memory was full.
 
     A killed worker comes first, because the others fail when it stops answering. Next come workers whose error is not
     that they lost their peers, the earliest first. (torchelastic's times are whole seconds, too coarse to tell a
@@ -202,6 +214,7 @@ def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
         killed = name not in (None, "SIGTERM")
         facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
+        facts["out_of_memory"] = full_memory and name == "SIGKILL"
         lost = record.get("type") == WorkerLost.__name__
         candidates.append(((not killed, not record, lost, record.get("at", 0.0), rank), facts))
     return min(candidates, key=lambda each: each[0])[1]

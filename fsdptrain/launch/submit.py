@@ -31,12 +31,16 @@ from fsdptrain.config.schema import node_range
 from fsdptrain.config.syntax import yaml_documents
 from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import Problem, RecipeError, Stopped
+from fsdptrain.launch import requeue
 from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.launch.sbatch import check_times, directives, parse_options, take_stop_signal
 from fsdptrain.ownership import write_mark
 from fsdptrain.rundir import MARK
 from fsdptrain.storage import URL
 from fsdptrain.text import counted
+
+PYTHON = (sys.executable, "-P")  # -P: imports nothing from the working folder
+
 
 KINDS = ("slurm", "k8s", "hosts")
 
@@ -47,7 +51,10 @@ KIND_OF = {  # options of `submit` that only one kind of job has
 }  # fmt: skip
 
 
-SHORTEST_S = 30  # a job that lived shorter is not requeued
+SHORTEST_S = 30  # a job that reaches its time limit in less is not requeued
+
+
+RESTARTS = 3  # of the workers of a job, unless the recipe sets launch.max_restarts: less work than a requeue
 
 
 WHOLE_NODES = {"--exclusive": "", "--mem": "0"}  # all cores and memory: without an option, a task has one core
@@ -105,8 +112,7 @@ class Job:
 
     def command(self, *more: str) -> list[str]:
         """Return the command that runs it, with this Python."""
-        python = [sys.executable, "-P", "-m", "fsdptrain"]  # -P: imports nothing from the working folder
-        return [*python, "run", self.recipe, *self.overrides, *more]
+        return [*PYTHON, "-m", "fsdptrain", "run", self.recipe, *self.overrides, *more]
 
 
 def check_kind(on: str, options: Mapping[str, str | Sequence[str] | None]) -> None:
@@ -216,29 +222,43 @@ def slurm_script(
     }
     named = {"--time": limit, "--partition": partition, "--account": account}
     lines = directives(own | {name: value for name, value in named.items() if value is not None} | options)
-    script = SCRIPT.format(command=shlex.join(job.command()), stopped=Stopped.exit_code, shortest_s=SHORTEST_S)
+    restarts = [] if "launch.max_restarts" in job.written.where else [f"launch.max_restarts={RESTARTS}"]
+    script = SCRIPT.format(
+        command=shlex.join(job.command(*restarts)), stopped=Stopped.exit_code, shortest_s=SHORTEST_S,
+        python=shlex.join(PYTHON), judge=shlex.join([requeue.__name__, job.plan.recipe.output_dir, str(job.logs)]),
+    )  # fmt: skip
     return "\n".join(["#!/bin/bash", *lines, script])
 
 
 # `wait` returns when a signal comes, so it is repeated until srun has ended.
 SCRIPT = """
-step= time_is_over=
+step='' time_is_over='' cancelled='' started=$(date +%s)
 trap 'time_is_over=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
-trap time_is_over= TERM  # scancel: the step gets it too, and needs time for its checkpoint
+trap 'time_is_over="" cancelled=yes' TERM  # scancel: the step gets it too, and needs time for its checkpoint
 
 srun --kill-on-bad-exit=0 {command} &
 step=$!
 while wait "$step"; code=$?; [ "$code" -gt 128 ] && kill -0 "$step" 2>/dev/null; do :; done
 
 # A job whose signal comes at once, because its time limit is too short, would be requeued for ever.
-[ "$SECONDS" -gt {shortest_s} ] || time_is_over=
+[ "$SECONDS" -gt {shortest_s} ] || time_is_over=''
 
 # The step of a preempted job gets SIGTERM, as with scancel. In the record of the job they differ; SIGNALING is RUNNING.
 is_preempted() {{
   scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE ' JobState=(RUNNING|SIGNALING) .* PreemptTime=[0-9]'
 }}
 
-if [ "$code" -eq {stopped} ] && {{ [ -n "$time_is_over" ] || is_preempted; }}; then
+# It says why. A lost worker was restarted before, unless the step itself was lost.
+is_worth_it() {{
+  [ -z "$cancelled" ] && {python} -m fsdptrain.processes $$ {judge} "$code" "$started"
+}}
+
+case "$code" in
+  0) again='' ;;
+  {stopped}) if [ -n "$time_is_over" ] || is_preempted; then again=yes; else again=''; fi ;;
+  *) if is_worth_it; then again=yes; else again=''; fi ;;
+esac
+if [ -n "$again" ]; then
   trap - TERM
   scontrol requeue "$SLURM_JOB_ID" && sleep infinity  # Slurm ends this script, and starts it again
 fi

