@@ -1,7 +1,8 @@
-"""Runs as jobs: the batch script with stand-ins for Slurm, the manifest for Kubernetes, the commands for hosts."""
+"""Runs as jobs of Slurm: the batch script, with stand-ins for srun and scontrol."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -11,16 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
 from support import fsdptrain, write_recipe
 
 from fsdptrain.cli import _load_recipe
@@ -30,16 +27,10 @@ from fsdptrain.launch.requeue import LOST, REQUEUES, judge
 from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
 from fsdptrain.launch.submit import (
     Job,
-    check_kind,
     gpus_of_node,
-    host_commands,
-    host_names,
-    kubernetes_name,
-    manifest,
     prepare_job,
     slurm_script,
     submit_to_slurm,
-    train_job,
 )
 from fsdptrain.rundir import RunDir
 
@@ -65,9 +56,9 @@ PREEMPTED_JUST_NOW = PREEMPTED.replace("RUNNING", "SIGNALING")
 CANCELLED_LATER = RECORD.format("CANCELLED", "2026-11-23T00:04:26")  # scancel within the grace time of a preemption
 
 
-def job_of(tmp: Path, *overrides: str, on: str = "slurm", nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
+def job_of(tmp: Path, *overrides: str, nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
     recipe = write_recipe(tmp, launch={"nproc_per_node": "auto"}, **changes)
-    return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, on, nodes, gpus)
+    return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, nodes, gpus)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:
@@ -288,114 +279,25 @@ def test_times_that_leave_none_for_the_last_checkpoint_are_refused(tmp_path: Pat
     assert slurm_script(job, ["--signal=B:USR1@360"])
 
 
-def test_options_of_another_kind_of_job_are_refused() -> None:
-    check_kind("slurm", {"--time": "3:00", "--image": None, "--hosts": None})
-    with pytest.raises(RecipeError) as refused:
-        check_kind("hosts", {"--time": "3:00", "--sbatch": ["--hold"], "--image": None, "--hosts": ""})
-    assert str(refused.value).splitlines() == [
-        "--time: 3:00 has no effect with --on hosts: remove it, or use --on slurm",
-        "--sbatch: --hold has no effect with --on hosts: remove it, or use --on slurm",
-        "--hosts: is empty: give a value, or remove it",
-    ]
-    with pytest.raises(RecipeError, match="--on: 'pbs' is not one of slurm, k8s, hosts"):
-        check_kind("pbs", {})
+def test_an_empty_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--partition and --account: is empty"):
+        slurm_script(job_of(tmp_path), partition="", account="")
 
 
-def test_the_manifest_has_the_published_schema(tmp_path: Path) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    job = job_of(tmp_path, on="k8s", name="My_run 1", output_dir="/data/run")
-    config, train = train_job(job, "org/image:1", "claim", "/data", "torch-distributed")
-    assert models.TrainerV1alpha1TrainJob.from_dict(train).to_dict() == train  # it drops unknown fields
-    assert train["metadata"]["name"] == config["metadata"]["name"] == "my-run-1"
+def test_the_log_of_a_run_in_an_object_store_is_here(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    recipe = dataclasses.replace(job.plan.recipe, output_dir="s3://bucket/run")
+    stored = dataclasses.replace(job, plan=dataclasses.replace(job.plan, recipe=recipe))
+    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(stored)
 
 
-@given(st.text() | st.from_regex(r"[a-z0-9 -]{40,70}", fullmatch=True), st.integers(1, 5000))
-@example("70b-sft", 2)
-@example("a" * 46 + "-" + "b" * 20, 2)
-@example("", 1)
-def test_a_job_has_a_name_that_kubernetes_accepts(name: str, nnodes: int) -> None:
-    """The patterns are those of Kubeflow's TrainJob, and of JobSet for the pods of the replicated job `node`."""
-    label = kubernetes_name(name, nnodes)
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", label)
-    assert len(f"{label}-node-0-{nnodes - 1}-abcde") <= 63
-    if re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name) and "--" not in name:
-        assert label == name
-
-
-def test_the_manifest_of_a_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path, "optim.lr=1e-4", on="k8s", output_dir="/data/run", data__path="org/name")
-    text = manifest(job, "org/image:1", "claim:/data", "torch-distributed")
-    config, train = yaml.safe_load_all(text)
-    recipe = (tmp_path / "recipe.yaml").read_text()
-    assert config["data"]["recipe.yaml"] == recipe
-    assert f"  recipe.yaml: |\n{textwrap.indent(recipe, '    ')}---\n" in text
-    trainer = train["spec"]["trainer"]
-    assert trainer == {
-        "image": "org/image:1", "numNodes": 2, "resourcesPerNode": {"limits": {"nvidia.com/gpu": "4"}},
-        "command": ["fsdptrain", "run", "/etc/fsdptrain/recipe.yaml", "optim.lr=1e-4"],
-    }  # fmt: skip
-    (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    pod = pods["template"]["spec"]["template"]["spec"]
-    mounted = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]} and mounted["run"] == "/data"
-    for image, volume in ((None, "claim:/data"), ("i", None), ("i", "claim"), ("i", "claim:data")):
-        with pytest.raises(RecipeError, match="needs --image, and --volume"):
-            manifest(job, image, volume, "r")
-    with pytest.raises(RecipeError, match=r"output_dir: /data/run is not on the volume: give a path below /mnt"):
-        manifest(job, "i", "claim:/mnt", "r")
-
-
-def test_a_run_in_an_object_store_needs_no_volume_and_its_log_is_here(tmp_path: Path) -> None:
-    pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
-    job = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run", data__path="org/name")
-    _, train = yaml.safe_load_all(manifest(job, "org/image:1", None, "torch-distributed"))
-    (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert [volume["name"] for volume in pods["template"]["spec"]["template"]["spec"]["volumes"]] == ["recipe"]
-    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(job)
-    local = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run")
-    with pytest.raises(RecipeError, match=r"data\.path: .* is not on the volume: add --volume CLAIM:/PATH"):
-        manifest(local, "org/image:1", None, "torch-distributed")
-
-
-def test_the_commands_of_hosts_form_one_run(tmp_path: Path) -> None:
-    job = job_of(tmp_path, on="hosts", gpus=0)
-    commands = [shlex.split(command) for command in host_commands(job, ["a", "b"])]
-    assert [command[:2] for command in commands] == [["ssh", "a"], ["ssh", "b"]]
-    assert commands[0][2] == commands[1][2]
-    words = shlex.split(commands[0][2])
-    assert words[:3] == ["cd", str(Path.cwd()), "&&"] and words[-3:] == [
-        str(tmp_path / "recipe.yaml"), "launch.nnodes=2", "launch.rdzv_endpoint=a:29500",
-    ]  # fmt: skip
-    (alone,) = host_commands(job_of(tmp_path, on="hosts", nodes=1, gpus=0), ["a"])
-    assert "launch." not in alone
-    with pytest.raises(RecipeError, match="--hosts names 1 host, but the job has 2 nodes: --hosts a,b"):
-        host_commands(job, ["a"])
-
-
-def test_the_names_of_hosts(tmp_path: Path) -> None:
-    assert host_names(" a, b.lab ,10.0.0.3") == ["a", "b.lab", "10.0.0.3"]
-    commands = host_commands(job_of(tmp_path, on="hosts", gpus=0), host_names("me@a, me@b"))
-    assert [shlex.split(command)[1] for command in commands] == ["me@a", "me@b"]
-    assert all("launch.rdzv_endpoint=a:29500" in command for command in commands)
-    for text in ("a,", "a, ,b", "a b", "-oProxyCommand=x,b", "a:22", "me@"):
-        with pytest.raises(RecipeError, match="is not the name of a host"):
-            host_names(text)
-    for text in ("a,b,a", "me@a,you@a"):
-        with pytest.raises(RecipeError, match="--hosts: a is named twice"):
-            host_names(text)
-
-
-def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(tmp_path: Path) -> None:
+def test_a_range_of_nodes_becomes_the_number_of_the_job(tmp_path: Path) -> None:
     job = job_of(tmp_path, "launch.nnodes=1:2", nodes=None)
     assert "#SBATCH --nodes=2\n" in slurm_script(job)
     assert job.range_note() == "launch.nnodes: 1:2: this job is for 2 nodes; --nodes chooses another number"
     assert job_of(tmp_path, "launch.nnodes=1:2", nodes=1).plan.topology.nnodes == 1
     with pytest.raises(RecipeError, match=r"launch\.nnodes: 1:2 contradicts this job, which has 4"):
         job_of(tmp_path, "launch.nnodes=1:2", nodes=4)
-    ranged = ("launch.nnodes=1:4", "launch.max_restarts=1")
-    assert "launch.nnodes=1:2" in host_commands(job_of(tmp_path, *ranged, on="hosts", gpus=0), ["a", "b"])[0]
-    with pytest.raises(RecipeError, match=r"has no effect without launch\.max_restarts"):
-        job_of(tmp_path, "launch.nnodes=1:2", on="hosts", nodes=2, gpus=0)
 
 
 @pytest.mark.parametrize(
