@@ -179,6 +179,7 @@ def run(
     """Train a model, or resume its run. The run folder is output_dir: a folder, or a URL such as s3://BUCKET/FOLDER."""
     written = _load_recipe(recipe, overrides)  # before the imports, so that a wrong recipe is refused at once
     from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
+    from fsdptrain.config.limits import limits_here, raise_limits, risky_limits
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import check_name, find_topology
     from fsdptrain.config.versions import untested_versions
@@ -198,6 +199,7 @@ def run(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     rundir = plan.rundir
     check_name(topology, os.environ)
+    raise_limits(plan)
     started = time.monotonic()
     with claim_run_dir(plan, written.text, fresh) as earlier, contextlib.ExitStack() as stack:
         # A finished run is not trained again, so its second start only shows where the model is.
@@ -216,7 +218,7 @@ def run(
             work(plan)
         # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
-        for warning in untested_versions():
+        for warning in (*untested_versions(), *risky_limits(plan, limits_here())):
             screen.say(warning)
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":

@@ -20,11 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import local_end
+from fsdptrain.config.network import address_of, is_this_machine, local_end
 from fsdptrain.config.plan import Plan, read_plan
+from fsdptrain.config.topology import host_of
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
@@ -55,8 +56,7 @@ def main() -> None:
     try:
         plan = read_plan(plan_path)
     except RecipeError as error:
-        tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
-        sys.exit(1)
+        refuse(pipe, error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_forwarding)
     signal.signal(signal.SIGALRM, _forward_stop)
@@ -73,11 +73,20 @@ def main() -> None:
         if plan.topology.nnodes == 1:
             failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
         else:
-            failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+            try:
+                failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+            except RecipeError as error:  # at the meeting place
+                refuse(pipe, error)
         signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
         if failures:
             tell(pipe, first_failure(failures, kills_for_memory() > kills))
             sys.exit(1)
+
+
+def refuse(pipe: int, error: RecipeError) -> NoReturn:
+    """Exit because the workers cannot be started, and tell the launcher why."""
+    tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
+    sys.exit(1)
 
 
 def tell(pipe: int, record: dict[str, object]) -> None:
@@ -164,6 +173,9 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_met=lambda node, nodes: tell(pipe, {"nodes": nodes, "node": node}),
         on_waiting=announce_waiting_node,
         on_others=lambda: tell(pipe, {"others": True}),
+        run=json.dumps(
+            run_here(plan) if worker == WORKERS["train"] else {"digest": worker}
+        ),  # plans are compared there
     )
     words = [
         f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",
@@ -174,10 +186,14 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         f"--log-dir={scratch}",
         f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={topology.endpoint}",
-        f"--rdzv-id={plan.recipe.name}",
+        f"--rdzv-id={plan.digest() if worker == WORKERS['train'] else worker}",
     ]
-    if launched:  # on plain hosts torchrun compares addresses, which fails where a node's name is not its host name
+    # On plain hosts torchrun compares addresses. That fails under launchers, where a node's name need not be its host
+    # name, and on a host that cannot resolve its own name.
+    if launched:
         words.append(f"--rdzv-conf=is_host={launched.node == 0}")
+    elif address_of(socket.gethostname()) is None:
+        words.append(f"--rdzv-conf=is_host={is_this_machine(host_of(topology.endpoint))}")
     # Without it the first node gives the others the name that it finds for itself, which may be localhost.
     if end := local_end(parse_rendezvous_endpoint(topology.endpoint, default_port=0)[0]):
         words.append(f"--local-addr={end.address}")
@@ -187,6 +203,15 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     except ChildFailedError as error:
         return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
     return {}
+
+
+def run_here(plan: Plan) -> dict[str, object]:
+    """Return what must be equal on all nodes that meet at one place, and what names the run and this node."""
+    versions = {"fsdptrain": plan.version, **plan.libraries}
+    return {
+        "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
+        "versions": versions, "host": socket.gethostname(),
+    }  # fmt: skip
 
 
 def kills_for_memory() -> int:
