@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import address_of, is_this_machine, local_end
+from fsdptrain.config.network import address_of, is_loopback, is_this_machine, local_end
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.config.topology import host_of
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
@@ -192,8 +192,8 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     # name, and on a host that cannot resolve its own name.
     if launched:
         words.append(f"--rdzv-conf=is_host={launched.node == 0}")
-    elif address_of(socket.gethostname()) is None:
-        words.append(f"--rdzv-conf=is_host={is_this_machine(host_of(topology.endpoint))}")
+    elif address_of(socket.gethostname()) is None and not is_loopback(host := host_of(topology.endpoint)):
+        words.append(f"--rdzv-conf=is_host={is_this_machine(host)}")  # several nodes on one machine use loopback
     # Without it the first node gives the others the name that it finds for itself, which may be localhost.
     if end := local_end(parse_rendezvous_endpoint(topology.endpoint, default_port=0)[0]):
         words.append(f"--local-addr={end.address}")
