@@ -75,6 +75,9 @@ Trust = Annotated[
 RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or the URL that is output_dir")]
 
 
+CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
+
+
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
 
 
@@ -199,6 +202,7 @@ def run(
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
         from fsdptrain.config.launchers import find_launcher, is_first
+        from fsdptrain.config.limits import limits_here, risky_limits
         from fsdptrain.config.versions import untested_versions
         from fsdptrain.events import cut_partial_lines
         from fsdptrain.forecast.allocator import default_settings
@@ -227,7 +231,7 @@ def run(
             work(plan)
         # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
-        for warning in untested_versions():
+        for warning in (*untested_versions(), *risky_limits(plan, limits_here())):
             screen.say(warning)
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
@@ -251,6 +255,7 @@ def _claim(
 ) -> tuple[Plan, EarlierAttempts]:
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
     from fsdptrain.config.launchers import find_launcher, worker_variables
+    from fsdptrain.config.limits import raise_limits
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.topology import check_name, find_topology
     from fsdptrain.launch.claim import claim_run_dir
@@ -259,6 +264,7 @@ def _claim(
     os.environ.update(worker_variables(find_launcher(os.environ)))
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     check_name(topology, os.environ)
+    raise_limits(plan)
     return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
@@ -476,7 +482,6 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(help="slurm, k8s (Kubeflow Trainer) or hosts")] = "slurm",
     nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes, of a range the most")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of a node; 0: train on the CPU")] = None,
     hardware: Annotated[
@@ -484,40 +489,26 @@ def submit(
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPTION", help="slurm: another option of sbatch, such as --constraint=ib"),
+        typer.Option(metavar="OPTION", help="another option of sbatch, such as --constraint=ib"),
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time", help="slurm: time limit such as 24:00:00, after which it resumes")
+        str | None, typer.Option("--time", help="time limit such as 24:00:00, after which it resumes")
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="slurm: partition")] = None,
-    account: Annotated[str | None, typer.Option(help="slurm: account")] = None,
-    hosts: Annotated[str | None, typer.Option(help="hosts: their names, as a,b,c or user@a,user@b")] = None,
-    image: Annotated[str | None, typer.Option(help="k8s: container image with fsdptrain")] = None,
-    volume: Annotated[str | None, typer.Option(help="k8s: CLAIM:PATH of a PersistentVolumeClaim for the run")] = None,
-    runtime: Annotated[
-        str | None, typer.Option(help="k8s: name of the training runtime; default: torch-distributed")
-    ] = None,
+    partition: Annotated[str | None, typer.Option(help="partition")] = None,
+    account: Annotated[str | None, typer.Option(help="account")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
-    """Run a recipe as a job. Prints the manifest for Kubernetes, and the commands for hosts."""
+    """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
     written = _load_recipe(recipe, overrides)
     from fsdptrain.config.hardware import parse_hardware
     from fsdptrain.launch import submit as jobs
 
     # Check every option before the dry run starts, because that takes a while.
-    of_kind = {"--sbatch": sbatch or None, "--time": time_limit, "--partition": partition, "--account": account}
-    jobs.check_kind(on, of_kind | {"--image": image, "--volume": volume, "--runtime": runtime, "--hosts": hosts})
     target = parse_hardware(hardware) if hardware is not None else None
-    names = jobs.host_names(hosts) if hosts else []
     gpus = jobs.gpus_of_node(target, gpus_per_node)
-    job = jobs.prepare_job(recipe, written, overrides or [], on, nodes or len(names) or None, gpus)
-    if on == "k8s":
-        text = jobs.manifest(job, image, volume, runtime or "torch-distributed")
-    elif on == "hosts":
-        text = "\n".join(jobs.host_commands(job, names)) + "\n"
-    else:
-        text = jobs.slurm_script(job, sbatch or [], time_limit, partition, account)
-    for note in (job.range_note() if on != "hosts" else None, target.note if target else None):
+    job = jobs.prepare_job(recipe, written, overrides or [], nodes, gpus)
+    text = jobs.slurm_script(job, sbatch or [], time_limit, partition, account)
+    for note in (job.range_note(), target.note if target else None):
         if note:
             print(note, file=sys.stderr)
     if hardware and target:
@@ -528,7 +519,7 @@ def submit(
             f"memory was not checked: give --hardware, such as {f'{gpus}xh100-80gb' if gpus else 'cpu'}",
             file=sys.stderr,
         )
-    if on == "slurm" and not dry_run:
+    if not dry_run:
         number, run_dir = jobs.submit_to_slurm(job, text), job.plan.rundir.place
         text = f"Slurm job {number}; its log: {job.logs}/slurm-{number}.log\nnext: fsdptrain status {run_dir}\n"
     print(text, end="")
@@ -633,9 +624,17 @@ def init(
 
 
 @recipes_app.command("list")
-def list_recipes() -> None:
-    """List the shipped recipes."""
-    for path in _shipped_recipes():
+def list_recipes(
+    kind: Annotated[str | None, typer.Argument(metavar="[clusters]", help="files for clusters and clouds")] = None,
+) -> None:
+    """List the shipped recipes, or the files for clusters and clouds."""
+    if kind not in (None, CLUSTERS):
+        raise RecipeError(f"{kind!r} is not {CLUSTERS}: leave it out to list the recipes")
+    for name, path in _shipped_files().items():
+        if kind and name.startswith(f"{CLUSTERS}/"):
+            comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
+            print(wrapped_for(f"{name:36} {comment.strip('# :')}", sys.stdout))
+    for path in () if kind else _shipped_recipes():
         first = next(
             (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
         )
@@ -645,7 +644,7 @@ def list_recipes() -> None:
 @recipes_app.command("show")
 def show_recipe(name: ShippedName) -> None:
     """Print a shipped recipe."""
-    print(_find_shipped(name).read_text(encoding="utf-8"), end="")
+    print(_find_shipped(name, _shipped_files()).read_text(encoding="utf-8"), end="")
 
 
 @recipes_app.command("copy")
@@ -653,7 +652,7 @@ def copy_recipe(
     name: ShippedName, dest: Annotated[Path, typer.Argument(metavar="DEST", help="a file or folder")]
 ) -> None:
     """Copy a shipped recipe and its example data. DEST is a file or folder."""
-    source, dest = _find_shipped(name), _expanded_path(dest)
+    source, dest = _find_shipped(name, _shipped_files()), _expanded_path(dest)
     dest = dest / source.name if dest.is_dir() or not dest.suffix else dest
     copies = {source: dest}
     data = source.parent / "data"
@@ -700,10 +699,16 @@ def _shipped_recipes() -> list[Path]:
     return sorted(shipped("recipes").glob("*.yaml"))
 
 
-def _find_shipped(name: str) -> Path:
+def _shipped_files() -> dict[str, Path]:
+    """Return name → path of the shipped recipes, and of the files for clusters, as `clusters/trainjob.yaml`."""
+    files = {f"{CLUSTERS}/{path.name}": path for path in sorted(shipped("recipes", CLUSTERS).iterdir())}
+    return {path.stem: path for path in _shipped_recipes()} | files
+
+
+def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
     from difflib import get_close_matches
 
-    recipes = {path.stem: path for path in _shipped_recipes()}
+    recipes = recipes or {path.stem: path for path in _shipped_recipes()}
     if name in recipes:
         return recipes[name]
     nearby = [str(path) for path in Path(os.path.dirname(name) or ".").glob("*.y*ml")]  # noqa: PTH120

@@ -11,6 +11,7 @@
     ├── WorkerError           5   a worker raised another exception: a restart would raise it again
     │   ├── OutOfMemory       5   a worker needed more memory than its device has
     │   ├── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
+    │   │   └── KilledForMemory 5 the kernel killed a worker for full host memory: a restart may help once
     │   └── NotMet            5   the nodes did not meet, so no worker was started
     ├── CheckpointError       6   a checkpoint is damaged, or the disk is full
     │   ├── OtherVersion      6   a checkpoint is intact, but was written by another version of fsdptrain
@@ -105,6 +106,10 @@ class WorkerLost(WorkerError):
     """A worker was killed, hung, or lost its peers: its code is not the cause, so the launcher may restart it."""
 
 
+class KilledForMemory(WorkerLost):
+    """The kernel killed a worker because the memory of its host was full; another process may be the cause."""
+
+
 class NotMet(WorkerError):
     """The nodes did not meet: one did not answer, or the rendezvous ended before this node could join."""
 
@@ -173,6 +178,7 @@ _CLASSES: dict[str, type[FsdptrainError]] = {
         WorkerError,
         OutOfMemory,
         WorkerLost,
+        KilledForMemory,
         CheckpointError,
         OtherVersion,
         StorageError,

@@ -8,6 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO
 
+MIB = 2**20
+
+
 GIB = 2**30
 
 

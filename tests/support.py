@@ -34,7 +34,11 @@ TINY = {
 }  # fmt: skip
 
 # What begins the names of the variables from which a launcher is recognised.
-LAUNCHERS = ("TORCHELASTIC", "RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_STEP", "OMPI_COMM", "MPI_LOCAL", "PET_")
+LAUNCHERS = (
+    "TORCHELASTIC", "RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_STEP", "OMPI_COMM", "MPI_LOCAL", "PET_", "PMI",
+    "PALS_", "PBS_NODENUM", "JSM_", "MV2_COMM", "FLUX_", "AZUREML_", "SKYPILOT_", "NODE_RANK", "NUM_NODES", "SM_",
+    "TRAINING_JOB", "CLUSTER_SPEC",
+)  # fmt: skip
 
 STRATEGIES: dict[str, tuple[int, list[str]]] = {  # name → (ranks it needs, overrides)
     "FULL_SHARD": (1, []),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -452,6 +453,19 @@ def test_under_torchrun_the_first_rank_writes_and_the_others_wait_for_its_plan(
         with pytest.raises(RecipeError, match=r"matches this recipe \(.*optim\.lr: 0\.0003 → 0\.1"):
             claim(recipe, "optim.lr=0.1", RANK="1", **JOINED).__enter__()
         assert contents(root) == before
+
+
+def test_a_node_with_other_versions_is_refused_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, root = write_recipe(tmp_path, launch__timeout_s=1), tmp_path / "run"
+    RunDir(root).logs.mkdir(parents=True)
+    write_mark(root)
+    own = plan_of(recipe)
+    first = {"version": "0.0.9", "libraries": {**own.libraries, "transformers": "5.17.0rc1"}}
+    RunDir(root).plan.write_text(dataclasses.replace(own, **first).to_json())
+    monkeypatch.setenv("RANK", "1")
+    own_versions = rf"version: 0\.0\.9 → {own.version}; libraries.transformers: 5.17.0rc1 → {version('transformers')}"
+    with pytest.raises(RecipeError, match=rf"does not have the versions of the first node \({own_versions}\): install"):
+        claim(recipe, RANK="1", **JOINED).__enter__()
 
 
 def test_one_of_several_nodes_writes_and_the_others_join_only_with_the_same_plan(

@@ -1,17 +1,21 @@
-"""How this process was started: by torchrun, Slurm, MPI or Kubeflow, as the variables of its environment say.
+"""How this process was started: by torchrun, Slurm, MPI, Kubeflow or a cloud, as the variables of its environment say.
 
-Every function is a function of the environment. Some launchers start one process on each machine, and fsdptrain starts
-the workers there; others start every worker themselves. `find_launcher` tells them apart.
+Every function is a function of the environment, except that SageMaker tells its hosts in a file. Some launchers start
+one process on each machine, and fsdptrain starts the workers there; others start every worker themselves.
+`find_launcher` tells them apart, and `check_announced` refuses a run on one node where a variable says several.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, listed
+from fsdptrain.text import counted
 
 Environment = Mapping[str, str]
 
@@ -25,6 +29,61 @@ FIRST_PORT, PORTS, STEPS = 20000, 10000, 37
 
 
 SLURM_OWN_STEP = 0xFFFFFFF0  # higher step ids are the shells of `sbatch` and `salloc`: `srun` did not start them
+
+
+SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")  # in containers without SageMaker's toolkit too
+
+
+class Variables(NamedTuple):
+    """The variables of a launcher that starts processes: the number of this one and of all, then both on its machine.
+
+    `option` gives every process another variable; it is empty where the launcher sets MASTER_ADDR.
+    """
+
+    source: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+    option: str = ""
+
+
+TORCHRUN = Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+MPI = (
+    Variables(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR=HOST",
+    ),
+    Variables(
+        "JSM", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
+        "jsrun --env MASTER_ADDR=HOST",
+    ),
+    Variables(
+        "MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE", "mpirun_rsh MASTER_ADDR=HOST",
+    ),
+    Variables(
+        "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpirun -genv MASTER_ADDR HOST"
+    ),
+)  # fmt: skip
+
+
+PALS = Variables("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "mpiexec --env MASTER_ADDR=HOST")
+
+
+# Variables of launchers: the number of nodes, the number of processes, and which of them this one is, from 0.
+NODE_COUNTS = (
+    "SLURM_STEP_NUM_NODES", "FLUX_JOB_NNODES", "PET_NNODES", "AZUREML_NODE_COUNT", "SKYPILOT_NUM_NODES",
+    "SM_HOST_COUNT",
+)  # fmt: skip
+
+
+PROCESS_COUNTS = (*(each.world for each in (TORCHRUN, *MPI)), "FLUX_JOB_SIZE")
+
+
+NUMBERS = ("NODE_RANK", "PMIX_RANK", "PALS_RANKID", "PBS_NODENUM")
 
 
 @dataclass(frozen=True)
@@ -52,19 +111,46 @@ def find_launcher(env: Environment) -> Launched | None:
     """
     if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} and env.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         return _torchrun(env)
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in env:
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-        return _mpi(env, "Open MPI", *names, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if "MPI_LOCALNRANKS" in env and "PMI_SIZE" in env:  # Slurm's PMI sets PMI_SIZE alone
-        return _mpi(env, "MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    shell = "SLURM_PTY_PORT" in env  # `srun --pty bash`: what a user types there runs on this machine only
-    if "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID") < SLURM_OWN_STEP and not shell:
+    for names in MPI:
+        if names.local_world in env and names.world in env:  # Slurm's PMI sets PMI_SIZE alone
+            return _mpi(env, names)
+    if "SLURM_STEP_ID" in env and not _is_shell(env):
         return _slurm(env)
+    if PALS.local_world in env and PALS.world in env:
+        return _mpi(env, PALS)
+    if "FLUX_TASK_LOCAL_ID" in env:
+        return _flux(env)
     if "PET_NNODES" in env:
         return _kubeflow_trainer(env)
     if env.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"}:
         return _pytorch_job(env)
-    return None
+    return _cloud(env)
+
+
+def _is_shell(env: Environment) -> bool:
+    """Return whether the variables of a Slurm step are those of a shell: what a user types there runs on one machine.
+
+    `srun` did not start the shells of `sbatch` and `salloc`, and started that of `srun --pty bash` for typing.
+    """
+    return _number(env, "SLURM_STEP_ID") >= SLURM_OWN_STEP or "SLURM_PTY_PORT" in env
+
+
+def check_announced(env: Environment, source: str) -> None:
+    """Raise RecipeError if a variable contradicts a run on one node: it counts several, or this is not the first.
+
+    `source` is the launcher that said so; it is empty if none was found. Then several processes are several runs too.
+    """
+    shell = "SLURM_STEP_ID" in env and _is_shell(env)
+    alone = source or shell  # then counts of processes, and numbers, are those of this node or of another launcher
+    for name in (*NODE_COUNTS[shell:], *(() if alone else (*PROCESS_COUNTS, *NUMBERS))):
+        if not (text := env.get(name, "")).isdecimal() or int(text) <= (name not in NUMBERS):
+            continue
+        known = f"{source} has 1 node" if source else "no launcher was found, so this run would have 1 node"
+        raise RecipeError(
+            f"the environment variable {name} is {text}, but {known}: start the command with a launcher of "
+            "docs/clusters.md, or set launch.nnodes and launch.rdzv_endpoint; if the other processes are no part of "
+            f"this run, unset {name}"
+        )
 
 
 def is_first(launched: Launched | None) -> bool:
@@ -109,33 +195,66 @@ class Place(NamedTuple):
 
 
 def _torchrun(env: Environment) -> Launched:
+    """Read what torchrun sets; Azure ML sets the same, but the number of nodes instead of LOCAL_WORLD_SIZE."""
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    local_world = _number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
-    local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank % local_world
-    nnodes = _nodes(world, local_world, "torchrun")
+    if "LOCAL_WORLD_SIZE" not in env and "AZUREML_NODE_COUNT" in env:
+        nnodes = _number(env, "AZUREML_NODE_COUNT")
+        if not nnodes or world % nnodes:
+            raise RecipeError(f"WORLD_SIZE is {world}, but AZUREML_NODE_COUNT is {nnodes}: start as many on each node")
+        counts = {**env, "LOCAL_WORLD_SIZE": str(world // nnodes)}
+        return _started(env, "Azure ML", _place(counts, TORCHRUN), env["MASTER_ADDR"], DEFAULT_PORT)
+    if "LOCAL_WORLD_SIZE" not in env and world > 1:
+        raise RecipeError(
+            f"RANK is {rank}, LOCAL_RANK is {env['LOCAL_RANK']} and WORLD_SIZE is {world}, but LOCAL_WORLD_SIZE is not "
+            "set: set it to the number of processes on each node"
+        )
+    local_world = _number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1
+    implied = {"LOCAL_WORLD_SIZE": str(local_world), "LOCAL_RANK": str(rank % (local_world or 1))}
+    place = _place({**implied, **env}, TORCHRUN)
     endpoint = _endpoint(env, env["MASTER_ADDR"], DEFAULT_PORT)
-    return Launched("torchrun", nnodes, rank // local_world, local_world, endpoint, local_rank)
+    return Launched("torchrun", place.nnodes, place.node, local_world, endpoint, place.local_rank)
 
 
-def _mpi(env: Environment, source: str, *names: str) -> Launched:
-    """Read rank, number of ranks, and both on this machine. MPI tells no address: a user or Slurm must."""
-    rank, world, local_rank, local_world = (_number(env, name) for name in names)
-    place = Place(_nodes(world, local_world, source), rank // local_world, local_world, local_rank)
+def _place(env: Environment, names: Variables) -> Place:
+    """Return the place of this process; raise RecipeError for numbers that contradict each other."""
+    rank, world, local_rank, local_world = (_number(env, name) for name in names[1:5])
+    if not local_world or world % local_world:
+        raise RecipeError(
+            f"{names.source} started {world} processes, {local_world} of them here: start as many on each node"
+        )
+    if rank >= world:
+        raise RecipeError(f"{names.rank} is {rank}, but {names.world} is {world}: ranks are counted from 0")
     if rank % local_world != local_rank:
         raise RecipeError(
-            f"{source} placed rank {rank} as number {local_rank} of {local_world} on its machine: ranks that share a "
-            "machine must have consecutive numbers (mpirun --map-by slot)"
+            f"{names.rank} is {rank}, but {names.local_rank} is {local_rank} of {names.local_world} {local_world}: "
+            "ranks that share a machine must have consecutive numbers (mpirun --map-by slot)"
         )
-    host = first_host(env.get("SLURM_JOB_NODELIST", ""))
+    return Place(world // local_world, rank // local_world, local_world, local_rank)
+
+
+def _mpi(env: Environment, names: Variables) -> Launched:
+    """Read what MPI and its relatives set for a process. They tell no address: a user or Slurm must."""
+    place, host = _place(env, names), first_host(env.get("SLURM_JOB_NODELIST", ""))
     if place.nnodes > 1 and not (host or env.get("MASTER_ADDR")):
         raise RecipeError(
-            f"{source} does not say where rank 0 runs: give every process MASTER_ADDR, with mpirun -x MASTER_ADDR=HOST "
-            "(Open MPI) or -genv MASTER_ADDR HOST (MPICH, Intel)"
+            f"{names.source} does not say where rank 0 runs: give every process MASTER_ADDR, with {names.option}"
         )
-    job = env.get("PMIX_NAMESPACE") or env.get("SLURM_JOB_ID", "")
+    jobs = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+    job = next((env[name] for name in jobs if env.get(name)), "")
     digits = re.findall(r"\d+", job)  # `1266221057`; since Open MPI 5 `prterun-HOST-PID@1`
     port = port_of_job(int("".join(digits[-2:]))) if digits else DEFAULT_PORT
-    return _started(env, source, place, host, port)
+    return _started(env, names.source, place, host, port)
+
+
+def _flux(env: Environment) -> Launched:
+    """Read what Flux sets for a task; it says how many nodes there are instead of how many tasks each has."""
+    world, nnodes = _number(env, "FLUX_JOB_SIZE"), _number(env, "FLUX_JOB_NNODES")
+    if not nnodes or world % nnodes:
+        raise RecipeError(f"Flux started {world} tasks on {nnodes} nodes: start as many on each (--tasks-per-node)")
+    names = Variables(
+        "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "tasks per node", "--env=MASTER_ADDR=HOST"
+    )
+    return _mpi({**env, names.local_world: str(world // nnodes)}, names)
 
 
 def _slurm(env: Environment) -> Launched:
@@ -152,7 +271,7 @@ def _slurm(env: Environment) -> Launched:
     return _started(env, f"Slurm job {job}", place, host, port_of_job(job, step))
 
 
-def _started(env: Environment, source: str, place: Place, host: str, port: int) -> Launched:
+def _started(env: Environment, source: str, place: Place, host: str, port: int | str) -> Launched:
     """Return how a process was started that is alone on its machine, or a worker beside others."""
     endpoint = _endpoint(env, host if place.nnodes > 1 else "127.0.0.1", port)
     if place.per_node > 1:
@@ -174,21 +293,71 @@ def _kubeflow_trainer(env: Environment) -> Launched:
 
 def _pytorch_job(env: Environment) -> Launched:
     """Read RANK and WORLD_SIZE without their local counterparts: as in Kubeflow's `PyTorchJob`, they count pods."""
-    nnodes = _number(env, "WORLD_SIZE")
-    endpoint = _endpoint(env, env["MASTER_ADDR"], DEFAULT_PORT) if nnodes > 1 else None
-    return Launched("RANK and WORLD_SIZE", nnodes, _number(env, "RANK"), None, endpoint)
+    return _node(env, "RANK and WORLD_SIZE", ("WORLD_SIZE", "RANK"), env["MASTER_ADDR"], DEFAULT_PORT)
 
 
-def _endpoint(env: Environment, host: str, port: int) -> str:
+def _cloud(env: Environment) -> Launched | None:
+    """Read what a cloud sets on each of its nodes, on which it starts the command once; None without any."""
+    if "SKYPILOT_NUM_NODES" in env:
+        job = re.findall(r"\d+", env.get("SKYPILOT_TASK_ID", ""))
+        first, _, _ = _value(env, "SKYPILOT_NODE_IPS").strip().partition("\n")
+        job_port = port_of_job(int(job[-1])) if job else DEFAULT_PORT
+        return _node(env, "SkyPilot", ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"), first, job_port)
+    if env.keys() >= {"NUM_NODES", "NODE_RANK"} and env.keys() & {"MASTER_ADDR", "PRIMARY_ADDR"}:  # RunPod
+        first, port = env.get("PRIMARY_ADDR", ""), env.get("PRIMARY_PORT") or DEFAULT_PORT
+        return _node(env, "NUM_NODES and NODE_RANK", ("NUM_NODES", "NODE_RANK"), first, port)
+    if "SM_HOSTS" in env or "TRAINING_JOB_ARN" in env:
+        return _sagemaker(env)
+    if "workerpool0" in env.get("CLUSTER_SPEC", ""):
+        return _vertex(env)
+    return None
+
+
+def _node(env: Environment, source: str, names: tuple[str, str], first: str, port: int | str) -> Launched:
+    """Return the place of a node from the variables of their number and of its own; `first` is the first host."""
+    nnodes, node = (_number(env, name) for name in names)
+    if node >= nnodes:
+        raise RecipeError(f"{names[1]} is {node}, but {names[0]} is {nnodes}: nodes are counted from 0")
+    return _started(env, source, Place(nnodes, node, 1, 0), first, port)
+
+
+def _sagemaker(env: Environment) -> Launched | None:
+    """Read the hosts of a training job, from SageMaker's toolkit or from the file that every container has."""
+    if "SM_HOSTS" in env:
+        told = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
+    elif SAGEMAKER_HOSTS.is_file():
+        told = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
+    else:
+        return None
+    hosts, own = sorted(told["hosts"]), told["current_host"]
+    if own not in hosts:
+        raise RecipeError(
+            f"SageMaker names {counted(len(hosts), 'host')} ({listed(hosts)}), and {own} is not among them"
+        )
+    place = Place(len(hosts), hosts.index(own), 1, 0)
+    return _started(env, "SageMaker", place, hosts[0], env.get("SM_MASTER_PORT") or DEFAULT_PORT)
+
+
+def _vertex(env: Environment) -> Launched:
+    """Read the worker pools of a Vertex AI job: the first has one replica, the next ones the others."""
+    told = _json(env, "CLUSTER_SPEC")
+    pools, task = told["cluster"], told["task"]
+    replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
+    place = Place(len(replicas), replicas.index((task["type"], int(task["index"]))), 1, 0)
+    host, _, port = pools["workerpool0"][0].rpartition(":")
+    return _started(env, "Vertex AI", place, host, port)
+
+
+def _json(env: Environment, name: str) -> Any:
+    try:
+        return json.loads(_value(env, name))
+    except ValueError:
+        raise RecipeError(f"the environment variable {name} is {env[name]!r}, but must be JSON") from None
+
+
+def _endpoint(env: Environment, host: str, port: int | str) -> str:
     """Return host:port of the first machine; MASTER_ADDR and MASTER_PORT, if they are set, replace them."""
     return f"{env.get('MASTER_ADDR') or host}:{env.get('MASTER_PORT') or port}"
-
-
-def _nodes(world: int, local_world: int, source: str) -> int:
-    """Return the number of machines; raise RecipeError if they cannot have the same number of processes."""
-    if not local_world or world % local_world:
-        raise RecipeError(f"{source} started {world} processes, {local_world} of them here: start as many on each node")
-    return world // local_world
 
 
 def _number(env: Environment, name: str) -> int:

@@ -57,6 +57,23 @@ def address_of(host: str) -> str | None:
     return None
 
 
+def ephemeral_ports() -> str:
+    """Return the range of ports on which this machine's kernel lets gloo and NCCL listen, as `32768 to 60999`."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        return f"{first} to {last}"
+    return "above 1024"
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name or an address leads to this machine."""
+    own = {address for address, _ in _addresses()}
+    with contextlib.suppress(OSError):
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        return any(address in own or is_loopback(address) for address in found)
+    return False
+
+
 def gloo_end() -> LocalEnd | None:
     """Return where gloo listens: on GLOO_SOCKET_IFNAME, else at the address to which this machine resolves its name.
 

@@ -13,7 +13,8 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -36,6 +37,7 @@ from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import Recipe, all_paths, flat, node_range
 from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import default_config, range_problems
+from fsdptrain.config.versions import TESTED
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
 from fsdptrain.files import NOTHING_THERE
 from fsdptrain.records import json_object, read_text
@@ -130,6 +132,7 @@ class Plan:
     accumulation: int
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
+    libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
 
     @property
     def rundir(self) -> RunDir:
@@ -361,6 +364,7 @@ def draft_plan(
         **layout(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
         trust_remote_code=trust_remote_code,
+        libraries={name: version(name) for name in TESTED},
     )
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 

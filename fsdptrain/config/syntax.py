@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -55,12 +55,8 @@ def yaml_text(value: Any) -> str:
 
     It is written as the item of a list, because `a{` is a text by itself, but not inside of brackets.
     """
-    return _dump([[value]], default_flow_style=True).strip()[1:-1]
-
-
-def yaml_documents(parts: Sequence[dict[str, Any]]) -> str:
-    """Return documents as YAML, in which texts of several lines are written as they are, behind a `|`."""
-    return _dump(parts, default_flow_style=False)
+    options: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True}
+    return yaml.dump([value], Dumper=_Dumper, width=math.inf, **options).strip()[1:-1]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -69,9 +65,7 @@ class _Dumper(yaml.SafeDumper):
 
         Outside of double quotes PyYAML writes Unicode's line breaks as they are, and YAML reads them as others.
         """
-        style = None
-        if breaks := set(data) & {"\n", "\x85", "\u2028", "\u2029"}:
-            style = "|" if breaks == {"\n"} and not self.default_flow_style else '"'
+        style = '"' if {*data} & {"\n", "\x85", "\u2028", "\u2029"} else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
@@ -82,12 +76,6 @@ _Dumper.yaml_implicit_resolvers = {  # a text that either reader would take for 
     first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, []) + RecipeLoader.yaml_implicit_resolvers.get(first, [])
     for first in (*yaml.SafeDumper.yaml_implicit_resolvers, *RecipeLoader.yaml_implicit_resolvers)
 }
-
-
-def _dump(parts: Sequence[Any], *, default_flow_style: bool) -> str:
-    """Return documents as YAML whose lines are not folded, with the keys in their order."""
-    options: dict[str, Any] = {"default_flow_style": default_flow_style, "sort_keys": False, "allow_unicode": True}
-    return yaml.dump_all(parts, Dumper=_Dumper, width=math.inf, **options)
 
 
 def unsupported_yaml(text: str) -> Iterator[tuple[str, int]]:

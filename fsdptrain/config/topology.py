@@ -12,7 +12,7 @@ from typing import Literal
 
 from fsdptrain.config.gpus import visible_gpus
 from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.launchers import Launched, find_launcher
+from fsdptrain.config.launchers import Launched, check_announced, find_launcher
 from fsdptrain.config.network import address_of
 from fsdptrain.config.schema import MAX_NODES, MAX_WORKERS, Recipe, node_range, value_at
 from fsdptrain.config.values import value_text
@@ -105,7 +105,8 @@ def find_topology(
 
     `env` is the environment, `root` the folder that holds /dev and /proc, `explicit` the keys that the recipe sets.
     `elsewhere`: the run is planned for other machines. Raises RecipeError for keys that contradict the launcher and,
-    unless `elsewhere`, for more workers than visible GPUs and for several nodes without an endpoint.
+    unless `elsewhere`, for more workers than visible GPUs and for several nodes without an endpoint; and as
+    `check_announced` does.
     """
     gpus = visible_gpus(env, root)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
@@ -127,6 +128,8 @@ def find_topology(
     )
     if problems := topology.problems():
         raise RecipeError(problems)
+    if nnodes == 1:
+        check_announced(env, topology.source)
     if not elsewhere:
         _check_machine(topology, gpus)
     return topology

@@ -20,11 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import local_end
+from fsdptrain.config.network import address_of, is_loopback, is_this_machine, local_end
 from fsdptrain.config.plan import Plan, read_plan
+from fsdptrain.config.topology import host_of
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
@@ -56,8 +57,7 @@ def main() -> None:
     try:
         plan = read_plan(plan_path)
     except RecipeError as error:
-        tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
-        sys.exit(1)
+        refuse(pipe, error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _start_forwarding)
     signal.signal(signal.SIGALRM, _forward_stop)
@@ -69,15 +69,25 @@ def main() -> None:
     else:
         os.environ.update(default_settings(os.environ))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
+    kills = kills_for_memory()
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
         if plan.topology.nnodes == 1:
             failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
         else:
-            failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+            try:
+                failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+            except RecipeError as error:  # at the meeting place
+                refuse(pipe, error)
         signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
         if failures:
-            tell(pipe, first_failure(failures))
+            tell(pipe, first_failure(failures, kills_for_memory() > kills))
             sys.exit(1)
+
+
+def refuse(pipe: int, error: RecipeError) -> NoReturn:
+    """Exit because the workers cannot be started, and tell the launcher why."""
+    tell(pipe, {"rank": 0, "exitcode": error.exit_code, "record": to_record(error)})
+    sys.exit(1)
 
 
 def tell(pipe: int, record: dict[str, object]) -> None:
@@ -167,6 +177,8 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_others=lambda: tell(pipe, {"others": True}),
         on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
         meeting=meeting_name(plan),
+        # Plans are compared there, except by `validate --here`, which compares them itself.
+        run=json.dumps(run_here(plan) if worker == WORKERS["train"] else {"digest": worker}),
     )
     words = [
         f"--nnodes={topology.least_nnodes or topology.nnodes}:{topology.nnodes}",
@@ -177,10 +189,14 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         f"--log-dir={scratch}",
         f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={topology.endpoint}",
-        f"--rdzv-id={plan.recipe.name}",
+        f"--rdzv-id={plan.digest() if worker == WORKERS['train'] else worker}",
     ]
-    if launched:  # on plain hosts torchrun compares addresses, which fails where a node's name is not its host name
+    # On plain hosts torchrun compares addresses. That fails under launchers, where a node's name need not be its host
+    # name, and on a host that cannot resolve its own name.
+    if launched:
         words.append(f"--rdzv-conf=is_host={launched.node == 0}")
+    elif address_of(socket.gethostname()) is None and not is_loopback(host := host_of(topology.endpoint)):
+        words.append(f"--rdzv-conf=is_host={is_this_machine(host)}")  # several nodes on one machine use loopback
     # Without it the first node gives the others the name that it finds for itself, which may be localhost.
     if end := local_end(parse_rendezvous_endpoint(topology.endpoint, default_port=0)[0]):
         words.append(f"--local-addr={end.address}")
@@ -192,8 +208,28 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     return {}
 
 
-def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
-    """Return the failure that caused the others: `{rank, exitcode, signal, record}`; the worker wrote `record`.
+def run_here(plan: Plan) -> dict[str, object]:
+    """Return what must be equal on all nodes that meet at one place, and what names the run and this node."""
+    versions = {"fsdptrain": plan.version, **plan.libraries}
+    return {
+        "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
+        "versions": versions, "host": socket.gethostname(),
+    }  # fmt: skip
+
+
+def kills_for_memory() -> int:
+    """Return how many processes the kernel has killed on this machine because memory was full, in any cgroup."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> dict[str, object]:
+    """Return the failure that caused the others: `{rank, exitcode, signal, out_of_memory, record}`.
+
+    The worker wrote `record`. `full_memory`: the kernel has killed a process meanwhile, because memory was full.
 
     A killed worker comes first, because the others fail when it stops answering. Next come workers whose error is not
     that they lost their peers, the earliest first. (torchelastic's times are whole seconds, too coarse to tell a
@@ -206,6 +242,7 @@ def first_failure(failures: dict[int, Failure]) -> dict[str, object]:
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
         killed = name not in (None, "SIGTERM")
         facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
+        facts["out_of_memory"] = full_memory and name == "SIGKILL"
         lost = record.get("type") == WorkerLost.__name__
         candidates.append(((not killed, not record, lost, record.get("at", 0.0), rank), facts))
     return min(candidates, key=lambda each: each[0])[1]

@@ -46,6 +46,8 @@ WITHOUT_EFFECT = (
     "export.compare",
     "world_size",
     "device",
+    "version",
+    "libraries.",
 )
 
 
@@ -193,13 +195,14 @@ def _held_out_identity(plan: Plan) -> dict[str, Any]:
 
 
 def plan_changes(old: dict[str, Any], plan: Plan) -> Changes:
-    """Return every key of the recipe that differs from an older plan, as [old, new]; also device and world size.
+    """Return every key of the recipe that differs from an older plan, as [old, new]; also device, ranks and versions.
 
     Keys that the older plan lacks, because another version wrote it, are left out.
     """
     new = json.loads(plan.to_json())
     paths = {path: f"recipe.{path}" for path in all_paths()}
-    paths |= {"device": "topology.device"}
+    paths |= {"device": "topology.device", "version": "version"}
+    paths |= {name: name for name in (f"libraries.{library}" for library in plan.libraries)}
     pairs = {name: [_at(old, path), _at(new, path)] for name, path in paths.items()}
     pairs["world_size"] = [_world_size(old), _world_size(new)]
     return {name: [a, b] for name, (a, b) in pairs.items() if a is not _MISSING and a != b}

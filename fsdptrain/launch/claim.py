@@ -433,7 +433,13 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
             f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
             "the output of the first rank, and start all nodes with the same command"
         )
-    differences = describe_changes(plan_changes(json.loads(found.to_json()), plan))
+    changes = plan_changes(json.loads(found.to_json()), plan)
+    differences = describe_changes(changes)
+    if any(key == "version" or key.startswith("libraries.") for key in changes):
+        raise RecipeError(
+            f"{host} does not have the versions of the first node ({'; '.join(differences)}): install the same on all "
+            f"nodes, or stop the other run in {rundir.place} ({waited})"
+        )
     details = f" ({'; '.join(differences)})" if differences else ""
     raise RecipeError(
         f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "

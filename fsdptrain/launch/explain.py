@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import FsdptrainError, WorkerError, WorkerLost, from_record, killed_by, own_frame
+from fsdptrain.errors import (
+    FsdptrainError,
+    KilledForMemory,
+    WorkerError,
+    WorkerLost,
+    from_record,
+    killed_by,
+    own_frame,
+)
 from fsdptrain.launch.collectives import waited_for
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import ranks_text
@@ -42,6 +50,10 @@ def explain(failure: dict[str, object], rundir: RunDir, when: str, hosts: Sequen
         if not isinstance(error, WorkerError):
             return error
         return type(error)(f"{rank} failed {when}: {error}\n{_where(record, log)}")
+    if failure.get("out_of_memory"):
+        return KilledForMemory(
+            f"{rank} was killed by the kernel {when}, because the memory of its host was full; its output: {log}"
+        )
     if failure.get("signal"):
         return WorkerLost(f"{rank} was {killed_by(str(failure['signal']))} {when}; its output: {log}")
     return WorkerLost(f"{rank} exited with {failure['exitcode']} {when}, without an error message; its output: {log}")

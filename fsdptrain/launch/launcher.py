@@ -24,7 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 from fsdptrain.config.plan import PLAN_DIGEST, Plan
-from fsdptrain.errors import NodeWaits, NotMet, RunLost, Stopped, StorageError, WorkerError, WorkerLost
+from fsdptrain.errors import (
+    KilledForMemory,
+    NodeWaits,
+    NotMet,
+    RunLost,
+    Stopped,
+    StorageError,
+    WorkerError,
+    WorkerLost,
+)
 from fsdptrain.events import cut_partial_lines, progress_record
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
@@ -64,10 +73,11 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
     `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
-    WorkerError: when a worker died, or after two restarts without a new checkpoint.
+    WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
+    time for full host memory.
     """
     rundir = plan.rundir
-    restarts = fruitless = 0
+    restarts = fruitless = memory_kills = 0
     alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
     with StopRequest() as stop, contextlib.ExitStack() as lock, contextlib.closing(FolderWatch(rundir)) as folder:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
@@ -98,6 +108,9 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                 fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == checkpoints else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
                     raise
+                memory_kills += isinstance(error, KilledForMemory)
+                if memory_kills > 1:
+                    raise WorkerError(f"gave up: a worker was killed for full memory a second time\n{error}") from None
                 if fruitless == MAX_FRUITLESS_RESTARTS:
                     raise WorkerError(
                         f"gave up after {MAX_FRUITLESS_RESTARTS} restarts without a new checkpoint\n{error}"

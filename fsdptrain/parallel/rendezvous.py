@@ -40,6 +40,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDescGenerator,
 )
 
+from fsdptrain.errors import RecipeError
+
 BACKEND = "fsdptrain"  # its name for torchrun
 
 
@@ -47,6 +49,9 @@ LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
 
 
 LEAVE_S = 5.0  # for which a node that has heard of a refusal stays, so that all hear of it: it may host the store
+
+
+RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
 
 
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
@@ -104,15 +109,35 @@ def register_rendezvous(
     on_others: Callable[[], None],
     on_refused: Callable[[dict[str, str]], None] = lambda refusal: None,
     meeting: str = "",
+    run: str = "{}",
 ) -> None:
     """Give torchrun this rendezvous, under the name BACKEND, in this process.
 
     `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
     while the workers run and another node waits, `on_others` when this node has waited for ten minutes while others
-    train, `on_refused` from a thread, with what a node has told that was refused in the same `meeting`.
+    train, `on_refused` from a thread, with what a node has told that was refused in the same `meeting`. `run` describes
+    the run of this node as JSON (see `check_run`).
     """
     callbacks = on_met, on_waiting, on_others, on_refused
-    rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting)))
+    rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting), run))
+
+
+def check_run(store: dist.Store, run: str, endpoint: str) -> None:
+    """Raise RecipeError if nodes of another run, or with another plan, meet at this place.
+
+    The first node stores the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
+    """
+    first, own = json.loads(store.compare_set(RUN_KEY, "", run)), json.loads(run)
+    if first.get("digest") == own.get("digest"):
+        return
+    there = f"{endpoint}: {first.get('host', 'another command')}"
+    if (first.get("name"), first.get("output_dir")) != (own.get("name"), own.get("output_dir")):
+        what = f"the run {first['name']} in {first['output_dir']}" if "name" in first else "fsdptrain validate --here"
+        raise RecipeError(f"{there} has started {what} at this meeting place: use another port for this run")
+    pairs = [(name, version, own["versions"].get(name)) for name, version in first["versions"].items()]
+    differ = "; ".join(f"{name} {theirs}, here {ours}" for name, theirs, ours in pairs if theirs != ours)
+    cause = f"has other versions ({differ}): install the same" if differ else "has another plan: start the same command"
+    raise RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
 
 
 def _create(
@@ -121,9 +146,11 @@ def _create(
     on_others: Callable[[], None],
     on_refused: Callable[[dict[str, str]], None],
     key: str,
+    run: str,
     wanted: RendezvousParameters,
 ) -> RendezvousHandler:
     backend, store = create_backend(wanted)
+    check_run(store, run, wanted.endpoint)
     timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
     handler = Rendezvous.from_backend(
         wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout

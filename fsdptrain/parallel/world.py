@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptrain.config.hardware import card
-from fsdptrain.config.network import set_gloo_interface
+from fsdptrain.config.network import ephemeral_ports, set_gloo_interface
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import send
-from fsdptrain.errors import RecipeError, Stopped
+from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.parallel.issued import SIDE
 from fsdptrain.processes import StopRequest
 
@@ -264,11 +264,22 @@ def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest)
 
 
 def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes."""
+    """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes.
+
+    Raises WorkerLost if that of the first node cannot be reached.
+    """
     if plan.topology.nnodes > 1 or plan.topology.joined or plan.topology.is_elastic:
         if plan.topology.nnodes > 1:
             set_gloo_interface(os.environ["MASTER_ADDR"])
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        except dist.DistNetworkError as error:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise WorkerLost(
+                f"{place} cannot be reached from {socket.gethostname()}, although the nodes have met "
+                f"({first_line(error)}): a firewall is the usual cause; open the ports {ephemeral_ports()} "
+                "(net.ipv4.ip_local_port_range) between all nodes (docs/clusters.md, Ports)"
+            ) from None
         return store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
 from fsdptrain.checkpoint.disk import existing_parent
+from fsdptrain.config.limits import fatal_limits, limits_here, risky_limits
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.topology import NO_ENDPOINT
 from fsdptrain.errors import FsdptrainError, RecipeError
@@ -97,6 +98,11 @@ def node_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
         )
+    limits = limits_here()
+    for problem in fatal_limits(plan, limits):
+        yield RecipeError([problem])
+    for risk in risky_limits(plan, limits):
+        yield RecipeError(risk)
     folder = existing_parent(Path(plan.run_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield RecipeError(f"output_dir: cannot write to {folder}")

@@ -122,8 +122,9 @@ def plan_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> list
     """Return the keys in which the plan of another node differs from that of the first: `optim.lr: 0.1 → 0.2`."""
     before, after = ({key.removeprefix("recipe."): value for key, value in _leaves(plan)} for plan in (first, other))
     # Each node has its own number of cores and, if output_dir is in an object store, its own working folder.
-    own = {"threads", "run_dir"} if URL.match(str(before.get("output_dir"))) else {"threads"}
-    keys = dict.fromkeys([*before, *after])
+    # Versions are compared by themselves.
+    own = {"threads", "version", *({"run_dir"} if URL.match(str(before.get("output_dir"))) else ())}
+    keys = [key for key in dict.fromkeys([*before, *after]) if not key.startswith("libraries.")]
     return describe_changes({
         key: [before.get(key), after.get(key)] for key in keys if key not in own and before.get(key) != after.get(key)
     })  # fmt: skip

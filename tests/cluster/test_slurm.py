@@ -44,7 +44,10 @@ def whole(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slowly(seconds: float) -> dict[str, str]:
     """Return the environment in which every step takes so much longer."""
     fault = {"where": "fsdptrain.data.corpus:Corpus.batch", "do": "sleep", "rank": 0, "times": None}
-    faults = [{**fault, "how": {"seconds": seconds}}]
+    return with_faults({**fault, "how": {"seconds": seconds}})
+
+
+def with_faults(*faults: dict[str, Any]) -> dict[str, str]:
     return environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=json.dumps(faults))
 
 
@@ -135,6 +138,22 @@ def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> No
     slurm.call("scontrol", "requeue", job)
     facts = slurm.wait(job, "COMPLETED", "FAILED")
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    assert differences(run, whole) == []
+
+
+def test_a_job_that_loses_a_worker_restarts_it_and_one_that_loses_its_step_is_requeued(
+    slurm: Slurm, whole: Path, tmp_path: Path
+) -> None:
+    recipe, run = small_recipe(tmp_path, **HYBRID), tmp_path / "run"
+    kill = {"where": "fsdptrain.train.step:Engine.update", "do": "send"}
+    worker = {**kill, "rank": 3, "call": 5, "mark": str(tmp_path / "worker")}
+    command = {**kill, "rank": 0, "call": 9, "mark": str(tmp_path / "command"), "how": {"to": "command"}}
+    job = slurm.submit(recipe, **with_faults(worker, command))
+    facts = slurm.wait(job, "COMPLETED", "FAILED")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    log = log_of(run, job)
+    assert "lost the connection" in log and "restart 1 of 3" in log
+    assert "the job is requeued: a process was killed" in log
     assert differences(run, whole) == []
 
 

@@ -1,7 +1,8 @@
 """What is read from the environments of launchers.
 
 `launchers.json` holds the environments of all processes of real commands, without unrelated variables: of Slurm 22.05
-on two nodes, Open MPI 4.1, MPICH 4.0 and Intel MPI 2021.18. Those of Kubeflow are written after its source.
+on two nodes, Open MPI 4.1, MPICH 4.0 and Intel MPI 2021.18. Those of Kubeflow, of other launchers and of clouds are
+written after their sources and manuals.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import write_recipe
 
+from fsdptrain.config import launchers
 from fsdptrain.config import topology as topologies
 from fsdptrain.config.launchers import (
     FIRST_PORT,
@@ -59,6 +61,60 @@ PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZ
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+def numbered(nodes: int, per_node: int, names: str, **same: str) -> list[dict[str, str]]:
+    """Return the environments of all processes. `names` are those of rank, world, local rank, local world and node;
+    `-` for one that the launcher does not set."""
+    environments = []
+    for rank in range(nodes * per_node):
+        numbers = rank, nodes * per_node, rank % per_node, per_node, rank // per_node
+        own = {name: str(number) for name, number in zip(names.split(), numbers, strict=False)}
+        environments.append({name: number for name, number in own.items() if name != "-"} | same)
+    return environments
+
+
+def named(variable: str, environments: list[dict[str, str]], values: list[str]) -> list[dict[str, str]]:
+    return [{**env, variable: value} for env, value in zip(environments, values, strict=True)]
+
+
+PALS = "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE PALS_NODEID"
+JSM = "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE -"
+FLUX = "FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID - -"
+AZURE = "RANK WORLD_SIZE LOCAL_RANK - NODE_RANK"
+ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "6105"}
+SKYPILOT = numbered(
+    2, 1, "SKYPILOT_NODE_RANK SKYPILOT_NUM_NODES", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2",
+    SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_TASK_ID="sky-2026-11-20-10-01-02-123456_cluster_7",
+)  # fmt: skip
+VERTEX = {
+    "cluster": {
+        "workerpool0": ["job-workerpool0-ab-0:2222"],
+        "workerpool1": [f"job-workerpool1-ab-{n}:2222" for n in (0, 1)],
+    },
+    "environment": "cloud",
+}
+# Launcher → nodes, processes on each, where they meet, and the environments of all processes.
+DOCUMENTED: dict[str, tuple[int, int, str, list[dict[str, str]]]] = {
+    "PALS": (2, 4, "a:6105", numbered(2, 4, PALS, PBS_JOBID="7.pbs01", **ADDRESS)),
+    "JSM": (2, 6, "a:6105", numbered(2, 6, JSM, LSB_JOBID="99", **ADDRESS)),
+    "Flux": (2, 4, "a:6105", numbered(2, 4, FLUX, FLUX_JOB_NNODES="2", FLUX_JOB_ID="f2Ab", **ADDRESS)),
+    "Flux, one task a node": (2, 1, "a:6105", numbered(2, 1, FLUX, FLUX_JOB_NNODES="2", **ADDRESS)),
+    "Azure ML": (2, 8, "a:6105", numbered(2, 8, AZURE, AZUREML_NODE_COUNT="2", **ADDRESS)),
+    "Azure ML, one process a node": (2, 1, "a:6105", numbered(2, 1, AZURE, AZUREML_NODE_COUNT="2", **ADDRESS)),
+    "SkyPilot": (2, 1, f"10.0.0.1:{port_of_job(7)}", SKYPILOT),
+    "RunPod": (2, 1, "10.65.0.2:29400", numbered(
+        2, 1, "NODE_RANK NUM_NODES", PRIMARY_ADDR="10.65.0.2", MASTER_ADDR="10.65.0.2", PRIMARY_PORT="29400",
+        MASTER_PORT="29400", NUM_TRAINERS="8", WORLD_SIZE="16",
+    )),
+    "SageMaker": (2, 1, "algo-1:7777", named("SM_CURRENT_HOST", numbered(
+        2, 1, "SM_CURRENT_HOST_RANK SM_HOST_COUNT", SM_HOSTS='["algo-1", "algo-2"]', SM_MASTER_PORT="7777"
+    ), ["algo-1", "algo-2"])),
+    "Vertex AI": (3, 1, "job-workerpool0-ab-0:2222", [
+        {"CLUSTER_SPEC": json.dumps({**VERTEX, "task": {"type": pool, "index": index, "trial": ""}})}
+        for pool, index in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1))
+    ]),
+}  # fmt: skip
+
+
 def launched_by(command: str, **added: str) -> list[Launched]:
     found = [find_launcher({**env, **added}) for env in RECORDED[command]]
     return [each for each in found if each is not None]
@@ -66,8 +122,21 @@ def launched_by(command: str, **added: str) -> list[Launched]:
 
 @pytest.mark.parametrize(("command", "shape"), [*SHAPES.items(), *NEED_ADDRESS.items()])
 def test_the_processes_of_a_real_command_form_one_run(command: str, shape: tuple[int, int]) -> None:
-    nodes, per_node = shape
-    found = launched_by(command, **({"MASTER_ADDR": "a"} if command in NEED_ADDRESS else {}))
+    host = "127.0.0.1" if shape[0] == 1 else "a" if command in NEED_ADDRESS else "n1"
+    check_one_run(launched_by(command, **({"MASTER_ADDR": "a"} if command in NEED_ADDRESS else {})), *shape, host)
+
+
+@pytest.mark.parametrize("launcher", DOCUMENTED)
+def test_the_processes_of_a_documented_launcher_form_one_run(launcher: str, tmp_path: Path) -> None:
+    nodes, per_node, endpoint, environments = DOCUMENTED[launcher]
+    found = [each for env in environments if (each := find_launcher(env))]
+    check_one_run(found, nodes, per_node, endpoint.partition(":")[0])
+    assert {each.endpoint for each in found} == {endpoint}
+    plans = {topology(tmp_path, env, "train.global_batch_size=48") for env in environments}
+    assert {(plan.nnodes, plan.endpoint) for plan in plans} == {(nodes, endpoint)} and len(plans) == 1
+
+
+def check_one_run(found: list[Launched], nodes: int, per_node: int, host: str) -> None:
     assert len(found) == nodes * per_node
     assert {(each.nnodes, each.source, each.endpoint) for each in found} == {
         (nodes, found[0].source, found[0].endpoint)
@@ -84,9 +153,69 @@ def test_the_processes_of_a_real_command_form_one_run(command: str, shape: tuple
     assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in variables} == {
         (str(nodes * per_node), str(per_node))
     }
-    assert {each["MASTER_ADDR"] for each in variables} == (
-        {"127.0.0.1"} if nodes == 1 else {"a" if command in NEED_ADDRESS else "n1"}
-    )
+    assert {each["MASTER_ADDR"] for each in variables} == {host}
+
+
+def test_a_sagemaker_container_without_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "SAGEMAKER_HOSTS", tmp_path / "resourceconfig.json")
+    env = {"TRAINING_JOB_ARN": "arn:aws:sagemaker:us-east-1:1:training-job/one"}
+    assert find_launcher(env) is None
+    (tmp_path / "resourceconfig.json").write_text('{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"]}')
+    assert find_launcher(env) == Launched("SageMaker", 2, 1, endpoint=f"algo-1:{launchers.DEFAULT_PORT}")
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        # Variables that count several, of launchers that say too little.
+        ({"PMI_RANK": "0", "PMI_SIZE": "16"}, "PMI_SIZE is 16, but no launcher was found, so this run would have 1"),
+        ({"RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE is 16, but no launcher was found"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK is 3, but no launcher was found"),
+        ({"PBS_NODENUM": "1"}, "PBS_NODENUM is 1, but no launcher was found"),
+        ({"SM_HOST_COUNT": "2"}, "SM_HOST_COUNT is 2, but no launcher was found"),
+        # A launcher of one node inside of one of several.
+        (
+            {**SKYPILOT[1], "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **ADDRESS},
+            "SKYPILOT_NUM_NODES is 2, but torchrun has 1 node",
+        ),
+        # Ranks that contradict each other.
+        (
+            {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", **ADDRESS},
+            "RANK is 9, LOCAL_RANK is 1 and WORLD_SIZE is 16, but LOCAL_WORLD_SIZE is not set",
+        ),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", **ADDRESS},
+            "RANK is 0, LOCAL_RANK is 0 and WORLD_SIZE is 16, but LOCAL_WORLD_SIZE is not set",
+        ),
+        (
+            {"RANK": "9", "LOCAL_RANK": "2", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", **ADDRESS},
+            "RANK is 9, but LOCAL_RANK is 2 of LOCAL_WORLD_SIZE 8",
+        ),
+        ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({**SKYPILOT[0], "SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK is 2, but SKYPILOT_NUM_NODES is 2"),
+        (DOCUMENTED["PALS"][3][0] | {"MASTER_ADDR": ""}, "does not say where rank 0 runs: .* mpiexec --env"),
+    ],
+)  # fmt: skip
+def test_a_run_that_would_be_one_on_every_host_is_refused_with_both_numbers(
+    env: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=says):
+        topology(tmp_path, env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PBS_JOBID": "7.pbs01", "PBS_NODENUM": "0"},  # the script of a job
+        {**RECORDED["srun -N1 -n3"][0], "SLURM_STEP_NUM_NODES": "2", "PMI_SIZE": "2", "SLURM_PTY_PORT": "41000"},
+        {"NODE_RANK": "0", "NUM_NODES": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_a_run_on_one_node_is_not_refused(env: dict[str, str], tmp_path: Path) -> None:
+    assert topology(tmp_path, env) == Topology("cpu", 1, 2)
+    several = topology(tmp_path, {"PMI_SIZE": "2"}, "launch.nnodes=2", "launch.rdzv_endpoint=a:1")
+    assert several.nnodes == 2  # plain hosts, as the recipe says
 
 
 @pytest.mark.parametrize("command", ["salloc -N2", "sbatch -N2 --ntasks-per-node=2"])

@@ -12,7 +12,14 @@ import pytest
 from injection import holder
 from support import environment
 
-from fsdptrain.config.network import address_of, gloo_end, local_end, set_gloo_interface
+from fsdptrain.config.network import (
+    address_of,
+    ephemeral_ports,
+    gloo_end,
+    is_this_machine,
+    local_end,
+    set_gloo_interface,
+)
 
 FIND = """
 import sys, json
@@ -25,6 +32,20 @@ HOSTS = "127.0.0.1 localhost\n127.0.1.1 here\n10.77.0.2 there\nfd77::2 there6\n"
 def test_this_machine_reaches_itself_by_loopback_and_no_unknown_host() -> None:
     assert local_end("127.0.0.1") == local_end("localhost") == ("lo", "127.0.0.1")
     assert local_end("nobody.invalid") is None
+
+
+def test_an_address_is_that_of_this_machine_whatever_its_own_name_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "nobody.invalid")  # torch's own check raises
+    own = local_end("192.0.2.1")
+    assert (
+        is_this_machine("127.0.0.1") and is_this_machine("localhost") and (own is None or is_this_machine(own.address))
+    )
+    assert not is_this_machine("192.0.2.1") and not is_this_machine("nobody.invalid")
+
+
+def test_the_ports_that_a_firewall_must_let_through_are_those_of_the_kernel() -> None:
+    first, last = ephemeral_ports().split(" to ")
+    assert 1024 <= int(first) < int(last) <= 65535
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a network")

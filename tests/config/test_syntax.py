@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fsdptrain.config.syntax import RecipeLoader, yaml_documents, yaml_text
+from fsdptrain.config.syntax import RecipeLoader, yaml_text
 
 # What one of the readers takes for something else if it is written without quotes.
 AMBIGUOUS = st.sampled_from(["1e-5", "010", "12:30:45", "yes", "Null", "~", "", "1_0", "0x1f", "=", "<<", "2026-11-23"])
@@ -33,14 +33,6 @@ def test_a_value_is_read_as_it_was(value: Any) -> None:
         for loader in (RecipeLoader, yaml.SafeLoader):
             read = yaml.load(written, Loader=loader)
             assert same(read if written == line else read["key"], value), (written, loader)
-
-
-@given(st.lists(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=3), min_size=1, max_size=3))
-@example([{"data": "name: a\n\n# a comment that is not folded\nmodel: {id: org/name}   \n\tx\n"}])
-def test_documents_are_read_as_they_were(parts: list[dict[str, Any]]) -> None:
-    text = yaml_documents(parts)
-    for loader in (RecipeLoader, yaml.SafeLoader):
-        assert same(list(yaml.load_all(text, Loader=loader)), parts)
 
 
 def same(read: Any, written: Any) -> bool:

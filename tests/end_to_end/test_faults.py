@@ -209,6 +209,33 @@ def test_a_worker_that_dies_every_time_is_given_up_after_two_restarts(tmp_path: 
     assert not record_try(fault_table, "worker dies every time: given up", problems)
 
 
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """Yield a cgroup in which processes may take 64 MiB."""
+    root, own = Path("/sys/fs/cgroup"), f"fsdptrain-{os.getpid()}"
+    version_1 = (root / "memory" / "memory.limit_in_bytes").exists()
+    folder = (root / "memory" if version_1 else root) / own
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(2**26))
+    except OSError as error:
+        pytest.skip(f"cannot limit memory here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.soak
+def test_a_worker_that_the_kernel_kills_for_full_memory_is_restarted_once(
+    tmp_path: Path, fault_table: FaultTable, small_cgroup: Path
+) -> None:
+    fault = {"where": UPDATE, "do": "exceed_memory", "rank": 1, "call": 3, "how": {"cgroup": str(small_cgroup)}}
+    ended = run_with(small_recipe(tmp_path, launch__max_restarts=5), fault)
+    full = "rank 1 was killed by the kernel after step .*, because the memory of its host was full"
+    problems = ended.problems(5, full, "restart 1 of 5", "gave up: a worker was killed for full memory a second time")
+    problems += ["restarted a second time"] if "restart 2" in ended.output else []
+    assert not record_try(fault_table, "host memory full: restarted once", problems)
+
+
 DETERMINISTIC = {
     "an error in our code": (5, {"where": UPDATE, "do": "fail", "rank": 0, "call": 3, "times": None}),
     "NaN": (7, {"where": LOSS, "do": "nan", "at": "exit", "rank": 1, "call": 5, "times": None}),

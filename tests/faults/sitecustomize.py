@@ -125,6 +125,14 @@ def fill(result: Any, path: str) -> Any:
     return result
 
 
+def exceed_memory(result: Any, cgroup: str) -> Any:
+    """Move this process into a cgroup with a memory limit, and exceed it: the kernel kills the process."""
+    (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+    ballast = []
+    while True:
+        ballast.append(b"1" * 2**24)
+
+
 ACTIONS: dict[str, Callable[..., Any]] = {
     "send": send,
     "sleep": sleep,
@@ -133,6 +141,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "zero": zero,
     "nan_gradient": nan_gradient,
     "fill": fill,
+    "exceed_memory": exceed_memory,
 }
 
 

@@ -245,14 +245,14 @@ def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
         attempt._raise_failure(-signal.SIGKILL, {})
 
 
-def explained(tmp_path: Path, *failures: dict[str, Any]) -> errors.FsdptrainError:
+def explained(tmp_path: Path, *failures: dict[str, Any], full_memory: bool = False) -> errors.FsdptrainError:
     found = {}
     for rank, facts in enumerate(failures):
         file = tmp_path / f"{rank}.json"
         if "type" in facts:
             file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
         found[rank] = Failure(facts["code"], str(file))
-    chosen = first_failure(found)
+    chosen = first_failure(found, full_memory)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
 
@@ -260,6 +260,9 @@ def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
     lost = {"code": 5, "type": "WorkerLost", "message": "connection closed", "at": 1.0}
     killed = explained(tmp_path, lost, {"code": -9}, {"code": -15})
     assert type(killed) is errors.WorkerLost and "rank 1 was killed by SIGKILL" in str(killed)
+    full = explained(tmp_path, lost, {"code": -9}, {"code": -15}, full_memory=True)
+    assert type(full) is errors.KilledForMemory and "rank 1 was killed by the kernel" in str(full)
+    assert type(explained(tmp_path, {"code": -11}, full_memory=True)) is errors.WorkerLost
     wrong = explained(tmp_path, lost, {"code": 5, "type": "WorkerError", "message": "KeyError: 7", "at": 2.0})
     assert type(wrong) is errors.WorkerError and "rank 1 failed after step 3: KeyError: 7" in str(wrong)
     data = explained(tmp_path, {"code": 4, "type": "DataError", "message": "rows.jsonl:7: no", "at": 3.0}, lost)

