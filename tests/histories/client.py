@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histories.faults import CLOCK, FAULT
+from histories.faults import CLOCK, FAULT, MACHINE
 from support import ROOT, TESTS, environment, python_path
 
 LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
@@ -86,27 +86,37 @@ class Server:
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)
         env = environment(
-            PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(folder / "cache"), HF_HOME=str(folder / "hf"),
+            PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(self.cache(0)), HF_HOME=str(folder / "hf"),
             TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="",
         )  # fmt: skip
-        words = [sys.executable, "-m", "histories.server", str(theirs.fileno()), str(folder / "warm")]
+        words = [sys.executable, "-m", "histories.server", str(theirs.fileno()), str(folder)]
         with (folder / "server.log").open("wb") as log:
             self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env, stdout=log, stderr=log)
         theirs.close()
         while 0 not in self.codes:
             self.receive(LONGEST_S)
 
-    def start(self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0) -> Command:
-        """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`."""
+    def start(
+        self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0, machine: int = 0
+    ) -> Command:
+        """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`.
+
+        Another machine has another cache and another name; what they share is the folder of the history.
+        """
         self._number += 1
         output, marker = (self.folder / "out" / f"{self._number}.{kind}" for kind in ("txt", "happened"))
         given = {**fault, "below": str(self.root), "marker": str(marker)} if fault else {}
-        env = {FAULT: json.dumps(given), CLOCK: str(ahead)}
+        env = {FAULT: json.dumps(given), CLOCK: str(ahead), MACHINE: str(machine)}
+        env |= {"FSDPTRAIN_CACHE": str(self.cache(machine))}
         request = {"words": [str(word) for word in words], "env": env, "output": str(output), "below": str(self.root)}
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         while not (process := self._started()):
             self.receive(LONGEST_S)
         return Command(self, request["words"], process, output, marker, fault or {}, time.time())
+
+    def cache(self, machine: int) -> Path:
+        """Return the folder of a machine's cache, in which it works on runs in a store."""
+        return self.folder / "cache" / str(machine)
 
     def run(self, *words: object, **how: Any) -> Ended:
         """Start a command and wait for its end."""

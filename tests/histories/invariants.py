@@ -128,10 +128,9 @@ def check_nothing_left(history: History, ended: Ended) -> None:
                 FileLock(lock, timeout=0).acquire().lock.release()
             except Timeout:
                 raise AssertionError(f"{ended.words} left {lock} locked") from None
-    if ended.code == 0 and not ended.happened and ended.words[0] in ("run", "export"):
-        places = [history.root / "runs", *([history.root] if ended.words[0] == "export" else [])]
-        left_over = [path for place in places for path in place.rglob("*") if SCRATCH.fullmatch(path.name)]
-        assert ended.words[0] == "export" or not left_over, f"{ended.words} left {left_over[:3]}"
+    if ended.code == 0 and not ended.happened and ended.words[0] == "run":
+        left_over = [path for path in history.run_dir.rglob("*") if SCRATCH.fullmatch(path.name)]
+        assert not left_over, f"{ended.words} left {left_over[:3]}"
 
 
 def check_records(history: History) -> None:

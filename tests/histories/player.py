@@ -51,6 +51,8 @@ class History:
         folder = self.root / "runs" / name if name else self.run_dir
         words = ("run", self.root / "recipe.yaml", f"output_dir={folder}", *overrides)
         before = invariants.Files.of(self.root, [folder])
+        # Without a checkpoint it does not continue: it is another run, to which nothing can be compared.
+        self.trained_with_change |= bool((overrides or self.inputs) and not name and not self.steps())
         ended = self.server.run(*words, fault=fault, ahead=ahead)
         self._shift_times(folder, ended, ahead)
         self._check(ended, before, folder)

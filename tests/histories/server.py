@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 import typer.main
-from histories import faults
+from histories import faults, store
 from torch.distributed import HashStore
 
 import fsdptrain.launch.agent
@@ -198,15 +198,17 @@ def serve(requests: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the first argument; the second is a folder to warm up in."""
+    """Serve on the socket whose descriptor is the first argument; the second is the folder of all histories."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     processes.die_with_parent(os.getppid())
     obey_rights()
     set_subreaper()
     adapt()
+    folder = Path(sys.argv[2])
+    store.register(folder / "history" / "store")
     from histories.warm import warm_up
 
-    warm_up(Path(sys.argv[2]))
+    warm_up(folder / "warm")
     gc.collect()
     gc.freeze()  # the collector of a child would touch, and so copy, every page
     requests.sendall(b"[0]\n")

@@ -82,9 +82,13 @@ def machine(server: Server) -> type[RuleBasedStateMachine]:
         def run_with_another_key(self, key: str) -> None:
             self.history.run(key)
 
-        @rule(out=st.sampled_from(["", "copy", "copy-2"]), fault=st.none() | kills | refusals)
-        def export(self, out: str, fault: dict[str, Any] | None) -> None:
-            self.history.export(out, fault={**fault, "role": "command"} if fault else None)
+        @rule(
+            out=st.sampled_from(["", "copy", "copy-2"]),
+            at=st.integers(1, 30),
+            do=st.sampled_from(["", "SIGKILL command", "SIGTERM command", "ENOSPC", "EIO"]),
+        )
+        def export(self, out: str, at: int, do: str) -> None:
+            self.history.export(out, fault={"role": "command", "at": at, "do": do} if do else None)
 
         @rule(
             frozen=freezes,
