@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from histories import store
 from histories.faults import CLOCK, FAULT, MACHINE
 from support import ROOT, TESTS, environment, python_path
 
@@ -82,6 +83,7 @@ class Server:
         self.folder, self.root = folder, folder / "history"
         self.codes: dict[int, int] = {}
         self._number, self._unread = 0, b""
+        store.register(self.root / "store")
         self._socket, theirs = socket.socketpair()
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)

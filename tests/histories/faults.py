@@ -69,7 +69,8 @@ class Hook:
             if not writes and "/step-" in os.fsdecode(path):
                 raise self._error(errno.EIO, path)
             return
-        self.count += writes and self.match in os.fsdecode(path) and self.event in event
+        paths = " ".join(os.fsdecode(each) for each in arguments[:2] if isinstance(each, (str, bytes, os.PathLike)))
+        self.count += writes and self.match in paths and self.event in event
         if writes and self.do == "ENOSPC" and self.count >= self.at and event in NEEDS_SPACE:
             raise self._error(errno.ENOSPC, path)
         if writes and self.count == self.at and self.do != "ENOSPC":

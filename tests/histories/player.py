@@ -18,6 +18,7 @@ from typing import Any
 
 from histories import invariants
 from histories.client import Command, Ended, Server
+from histories.store import URL
 from histories.world import recipe
 
 from fsdptrain.files import unused_name
@@ -28,15 +29,17 @@ AHEAD_S = 3600.0  # of a machine whose clock is wrong
 class History:
     """The folder of a history, and what happened in it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, in_store: bool = False) -> None:
         self.server, self.root = server, server.root
-        shutil.rmtree(self.root, ignore_errors=True)
+        for left in (self.root, *(server.cache(machine) / "runs" for machine in (0, 1))):
+            shutil.rmtree(left, ignore_errors=True)
         warm = server.folder / "warm"
         for name in ("model", "data"):
             shutil.copytree(warm / name, self.root / name)
         (self.root / "recipe.yaml").write_text(json.dumps(recipe(self.root)))  # YAML, too
         self.undisturbed = invariants.Undisturbed.of(warm / "runs" / "run", warm / "exports")
-        self.run_dir = self.root / "runs" / "run"
+        self.in_store = in_store  # then this is where the store has its files
+        self.run_dir = self.root / ("store/bucket/run" if in_store else "runs/run")
         self.inputs: dict[Path, bytes] = {}  # files of the user that were changed → as they were
         self.unreadable: dict[Path, int] = {}  # files and folders without rights → their rights
         self.planted: dict[str, bytes] = {}  # name of a file that a user has put somewhere → its content
@@ -46,14 +49,21 @@ class History:
 
     # what a person does with commands
 
-    def run(self, *overrides: str, fault: dict[str, Any] | None = None, ahead: float = 0.0, name: str = "") -> Ended:
-        """Start the run, or continue it."""
+    def run(
+        self,
+        *overrides: str,
+        fault: dict[str, Any] | None = None,
+        ahead: float = 0.0,
+        name: str = "",
+        machine: int = 0,
+    ) -> Ended:
+        """Start the run, or continue it; with a `name`, another run. A run in a store may continue on any machine."""
         folder = self.root / "runs" / name if name else self.run_dir
-        words = ("run", self.root / "recipe.yaml", f"output_dir={folder}", *overrides)
-        before = invariants.Files.of(self.root, [folder])
+        words = ["run", self.root / "recipe.yaml", f"output_dir={folder}"] if name else self._run_words()
+        before = invariants.Files.of(self.root, self._places_of_run(folder))
         # Without a checkpoint it does not continue: it is another run, to which nothing can be compared.
         self.trained_with_change |= bool((overrides or self.inputs) and not name and not self.steps())
-        ended = self.server.run(*words, fault=fault, ahead=ahead)
+        ended = self.server.run(*words, *overrides, fault=fault, ahead=ahead, machine=machine)
         self._shift_times(folder, ended, ahead)
         self._check(ended, before, folder)
         return ended
@@ -93,8 +103,11 @@ class History:
 
         The second one ends before that, unless it is frozen as well (`then`): then the first ends before it.
         """
-        exports = frozen["role"] == "command"
-        places = [self.run_dir, *(self._places_of_export("copy") if exports or second == "export --out" else [])]
+        exports = frozen["role"] == "command" and not self.in_store
+        places = [
+            *self._places_of_run(self.run_dir),
+            *(self._places_of_export("copy") if exports or second == "export --out" else []),
+        ]
         before = invariants.Files.of(self.root, places)
         first_step, second_step = (choose(self.steps(), default=None) for choose in (min, max))
         words = self._export_words("copy", first_step) if exports else self._run_words()
@@ -107,7 +120,8 @@ class History:
                 "export --out": self._export_words("copy", second_step), "status": ["status", self.run_dir, "--json"],
                 "verify": ["verify", self.run_dir, "--json"],
             }[second]  # fmt: skip
-            other = self.server.start(*of_second, fault={**then, "do": "freeze"} if then else None)
+            fault = {**then, "do": "freeze"} if then else None
+            other = self.server.start(*of_second, fault=fault, machine=int(self.in_store))
             both = bool(then) and other.wait_for_fault()
             if both:
                 self._wait_until_frozen(other)
@@ -128,7 +142,10 @@ class History:
             self._check(ended, before, self.run_dir)
 
     def _run_words(self) -> list[object]:
-        return ["run", self.root / "recipe.yaml", f"output_dir={self.run_dir}"]
+        return ["run", self.root / "recipe.yaml", f"output_dir={URL if self.in_store else self.run_dir}"]
+
+    def _places_of_run(self, folder: Path) -> list[Path]:
+        return [self.root / "store", self.root / "store.uploads"] if self.in_store else [folder]
 
     def _wait_until_frozen(self, command: Command) -> None:
         end = time.monotonic() + 10
@@ -209,7 +226,11 @@ class History:
 
     def steps(self) -> list[int]:
         """Return the steps with a published checkpoint."""
-        return sorted(int(path.name[5:]) for path in self.run_dir.glob("checkpoints/step-????????") if path.is_dir())
+        return sorted(
+            int(path.name[5:])
+            for path in self.run_dir.glob("checkpoints/step-????????")
+            if (path / "manifest.json").exists()
+        )
 
     def _shift_times(self, folder: Path, ended: Ended, ahead: float) -> None:
         """Give the files that a command wrote the times of its clock."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-HISTORIES = 60  # of `make test`
+HISTORIES = {"folder": 30, "store": 15}  # of `make test`
 EVENTS = 5  # of a history, at most
 BATCH = 50  # histories of one call of Hypothesis in the soak
 
@@ -141,25 +140,73 @@ def machine(server: Server) -> type[RuleBasedStateMachine]:
     return Histories
 
 
-def play(server: Server, histories: int, **options: Any) -> None:
+def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
+    """Return the state machine of a run in an object store, which two machines may continue."""
+
+    class InStore(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history = History(server, in_store=True)
+
+        @initialize(fault=stops | kills)
+        def start(self, fault: dict[str, Any]) -> None:
+            self.history.run(fault=fault)
+
+        @rule(fault=st.none() | stops | kills | refusals, machine=st.integers(0, 1))
+        def run(self, fault: dict[str, Any] | None, machine: int) -> None:
+            self.history.run(fault=fault, machine=machine)
+
+        @rule(frozen=freezes, then=st.none() | freezes)
+        def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
+            self.history.during(frozen, "run", then)
+
+        @precondition(lambda self: self.history.steps())
+        @rule(what=st.sampled_from(sorted(FILE_OF)))
+        def change(self, what: str) -> None:
+            self.history.change(what)
+
+        @rule()
+        def restore(self) -> None:
+            self.history.restore()
+
+        @rule(number=st.integers(0, 50), how=st.sampled_from(["remove", "cut", "flip"]))
+        def damage(self, number: int, how: str) -> None:
+            self.history.damage(number, how)
+
+        def teardown(self) -> None:
+            try:
+                self.history.settle()
+            finally:
+                self.history.kill_all()
+                note("\n".join(self.history.log))
+
+    return InStore
+
+
+MACHINES = {"folder": machine, "store": machine_in_store}
+
+
+def play(server: Server, place: str, histories: int, **options: Any) -> None:
     """Play so many histories."""
     chosen = settings(
         max_examples=histories, stateful_step_count=EVENTS, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck), **options,
     )  # fmt: skip
-    run_state_machine_as_test(machine(server), settings=chosen)
+    run_state_machine_as_test(MACHINES[place](server), settings=chosen)
 
 
-def test_random_histories(server: Server) -> None:
-    play(server, HISTORIES, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@pytest.mark.parametrize("place", MACHINES)
+def test_random_histories(server: Server, place: str) -> None:
+    play(server, place, HISTORIES[place], derandomize=True, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.mark.soak
 def test_many_random_histories(server: Server) -> None:
     end, played = time.monotonic() + float(os.environ.get("HISTORIES_S", 600)), 0
     while time.monotonic() < end and played < int(os.environ.get("HISTORIES", 100_000)):
-        play(server, BATCH)
-        played += BATCH
+        for place in MACHINES:
+            play(server, place, BATCH)
+            played += BATCH
     print(f"\n{played} histories")
 
 
@@ -221,9 +268,10 @@ def test_histories_that_failed(play: Callable[[History], None], server: Server) 
         history.kill_all()
 
 
-def test_an_undisturbed_history(server: Server, tmp_path: Path) -> None:
-    history = History(server)
+@pytest.mark.parametrize("in_store", [False, True], ids=MACHINES)
+def test_an_undisturbed_history(server: Server, in_store: bool) -> None:
+    history = History(server, in_store)
     history.run()
-    history.look()
+    history.run(machine=int(in_store))
     history.settle()
     assert history.steps() == [3, 4]
