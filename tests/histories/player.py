@@ -158,7 +158,9 @@ class History:
     # what happens to files
 
     def change(self, what: str) -> None:
-        """Change an input of the user, which determines the model or the data."""
+        """Change an input of the user, which determines the model or the data, if there is a run to continue."""
+        if not self.steps():  # here, because a precondition of Hypothesis must not depend on the moment of a kill
+            return
         path = self.root / ("model" if what in CHANGED_IN_MODEL else "data") / FILE_OF[what]
         content = path.read_bytes()
         self.inputs.setdefault(path, content)

@@ -17,7 +17,7 @@ from histories.client import Server
 from histories.player import FILE_OF, History
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 HISTORIES = 30  # of `make test`
 EVENTS = 5  # of a history, at most
@@ -105,7 +105,6 @@ def machine(server: Server) -> type[RuleBasedStateMachine]:
         def another_run_shares_the_checkpoints(self) -> None:
             self.history.share()
 
-        @precondition(lambda self: self.history.steps())
         @rule(what=st.sampled_from(sorted(FILE_OF)))
         def change(self, what: str) -> None:
             self.history.change(what)
@@ -160,7 +159,6 @@ def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
         def two_at_once(self, frozen: dict[str, Any], then: dict[str, Any] | None) -> None:
             self.history.during(frozen, "run", then)
 
-        @precondition(lambda self: self.history.steps())
         @rule(what=st.sampled_from(sorted(FILE_OF)))
         def change(self, what: str) -> None:
             self.history.change(what)
