@@ -32,6 +32,7 @@ check: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# HISTORIES (100000) and HISTORIES_S (600) limit the random histories of a run, of each place, in number and seconds.
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
 

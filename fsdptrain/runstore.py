@@ -352,5 +352,6 @@ def _all(copy: Callable[[str], None], names: Iterable[str], meanwhile: Callable[
             failure = failure or next(filter(None, errors), None)
             if failure:
                 pool.shutdown(wait=False, cancel_futures=True)
+                waiting = {each for each in waiting if not each.cancelled()}  # these are never reported as done
     if failure:
         raise failure

@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -315,3 +316,23 @@ def test_status_of_a_run_in_a_store(tmp_path: Path, url: str) -> None:
         assert found["state"] == "running" and "or was lost there" in found["why"] and found["run_dir"] == url
         raise Stopped("stopped")
     assert json.loads(CliRunner().invoke(app, ["status", url, "--json"]).stdout)["state"] == "stopped"
+
+
+def test_a_refused_copy_ends_a_long_list() -> None:
+    begun, raised = [], []
+
+    def copy(name: str) -> None:
+        begun.append(name)
+        if name == "0":
+            raise StorageError("refused")
+        time.sleep(0.02)
+
+    def copy_all() -> None:
+        with pytest.raises(StorageError) as error:
+            runstore._all(copy, map(str, range(100)))
+        raised.append(error.value)
+
+    copying = threading.Thread(target=copy_all, daemon=True)
+    copying.start()
+    copying.join(30)
+    assert raised and len(begun) < 100

@@ -1,0 +1,184 @@
+"""Start commands in the server of histories, and wait for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from histories import store
+from histories.faults import CLOCK, FAULT, MACHINE
+from support import ROOT, TESTS, environment, python_path
+
+LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
+STARTED = -1000  # no exit code
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its words, exit code (negative: killed by that signal) and output."""
+
+    words: list[str]
+    code: int
+    text: str
+    happened: bool  # its fault
+    killed: bool  # the fault was a kill: processes could not clean up
+    started: float
+
+
+@dataclass
+class Command:
+    """A command that was started."""
+
+    server: Server
+    words: list[str]
+    process: int
+    output: Path
+    marker: Path
+    fault: dict[str, Any]
+    started: float
+
+    def wait(self) -> Ended:
+        """Wait until it has ended."""
+        code = self.server.exit_code(self.process)
+        text, happened = self.output.read_text(errors="replace"), self.marker.exists()
+        killed = happened and self.fault.get("do", "").startswith("SIGKILL")
+        self.output.unlink()
+        self.marker.unlink(missing_ok=True)
+        return Ended(self.words, code, text, happened, killed, self.started)
+
+    def frozen(self) -> list[int]:
+        """Return its frozen processes."""
+        return [number for number in self.server.processes(self.process) if state_of(number) == "T"]
+
+    def thaw(self) -> None:
+        """Let its frozen processes go on."""
+        for number in self.frozen():
+            os.kill(number, signal.SIGCONT)
+
+    def wait_for_fault(self) -> bool:
+        """Wait until its fault happens or it ends; return whether it runs, with the fault."""
+        end = time.monotonic() + LONGEST_S
+        while time.monotonic() < end:
+            if self.marker.exists():
+                return True
+            if self.process in self.server.codes:
+                return False
+            self.server.receive(0.002)
+        raise AssertionError(f"{self.words} neither ended nor had its fault")
+
+
+class Server:
+    """The process that forks commands; `folder` is where it has trained an undisturbed run (`warm/`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.root = folder, folder / "history"
+        self.codes: dict[int, int] = {}
+        self._number, self._unread = 0, b""
+        store.register(self.root / "store")
+        self._socket, theirs = socket.socketpair()
+        for name in ("out", "tmp"):
+            (folder / name).mkdir(parents=True)
+        env = environment(
+            PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(self.cache(0)), HF_HOME=str(folder / "hf"),
+            TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="",
+        )  # fmt: skip
+        words = [sys.executable, "-m", "histories.server", str(theirs.fileno()), str(folder)]
+        with (folder / "server.log").open("wb") as log:
+            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env, stdout=log, stderr=log)
+        theirs.close()
+        while 0 not in self.codes:
+            self.receive(LONGEST_S)
+
+    def start(
+        self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0, machine: int = 0
+    ) -> Command:
+        """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`.
+
+        Another machine has another cache and another name; what they share is the folder of the history.
+        """
+        self._number += 1
+        output, marker = (self.folder / "out" / f"{self._number}.{kind}" for kind in ("txt", "happened"))
+        given = {**fault, "below": str(self.root), "marker": str(marker)} if fault else {}
+        env = {FAULT: json.dumps(given), CLOCK: str(ahead), MACHINE: str(machine)}
+        env |= {"FSDPTRAIN_CACHE": str(self.cache(machine))}
+        request = {"words": [str(word) for word in words], "env": env, "output": str(output), "below": str(self.root)}
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        while not (process := self._started()):
+            self.receive(LONGEST_S)
+        return Command(self, request["words"], process, output, marker, fault or {}, time.time())
+
+    def cache(self, machine: int) -> Path:
+        """Return the folder of a machine's cache, in which it works on runs in a store."""
+        return self.folder / "cache" / str(machine)
+
+    def run(self, *words: object, **how: Any) -> Ended:
+        """Start a command and wait for its end."""
+        return self.start(*words, **how).wait()
+
+    def exit_code(self, process: int) -> int:
+        """Wait for the end of a process and return its exit code."""
+        end = time.monotonic() + LONGEST_S
+        while process not in self.codes and time.monotonic() < end:
+            self.receive(end - time.monotonic())
+        assert process in self.codes, f"process {process} did not end within {LONGEST_S:.0f} s"
+        return self.codes[process]
+
+    def receive(self, timeout: float) -> bool:
+        """Read what the server says within `timeout` seconds; return whether it has said something."""
+        self._socket.settimeout(max(timeout, 0.001))
+        try:
+            read = self._socket.recv(2**16)
+        except TimeoutError:
+            return False
+        log = (self.folder / "server.log").read_text(errors="replace")
+        assert read, f"the server of histories has ended:\n{log[-3000:]}"
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for process, *code in map(json.loads, lines):
+            if code or process not in self.codes:  # it may have ended before the server says that it started
+                self.codes[process] = code[0] if code else STARTED
+        return True
+
+    def _started(self) -> int:
+        found = [process for process, code in self.codes.items() if code == STARTED]
+        for process in found:
+            del self.codes[process]
+        return found[0] if found else 0
+
+    def processes(self, of: int | None = None) -> list[int]:
+        """Return the processes that commands have started and that have not ended; with `of`, a process and its own."""
+        found, waiting = [of] if of else [], [of or self._process.pid]
+        while waiting:
+            number = waiting.pop()
+            try:
+                children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+            except OSError:
+                continue
+            waiting += map(int, children)
+            found += map(int, children)
+        return [number for number in found if state_of(number) not in ("Z", "")]
+
+    def close(self) -> None:
+        """End the server, and with it all that it has started."""
+        for number in self.processes():
+            os.kill(number, signal.SIGKILL)
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def state_of(number: int) -> str:
+    """Return the letter for the state of a process, as in proc(5); empty if it has ended."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

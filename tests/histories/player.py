@@ -1,0 +1,283 @@
+"""A history: what a person, a machine and a cluster do to one run. Each method is one event, and checks what must hold.
+
+The run folder is `runs/run` of the history's own folder, beside the user's inputs (`model/`, `data/`, `recipe.yaml`).
+What the methods note is only what the invariants need (`histories.invariants`): which inputs differ now, what of the
+run was lost to its owner, and which command may write where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from histories import invariants
+from histories.client import Command, Ended, Server
+from histories.store import URL
+from histories.world import recipe
+
+from fsdptrain.files import unused_name
+
+AHEAD_S = 3600.0  # of a machine whose clock is wrong
+
+
+class History:
+    """The folder of a history, and what happened in it."""
+
+    def __init__(self, server: Server, in_store: bool = False) -> None:
+        self.server, self.root = server, server.root
+        for left in (self.root, *(server.cache(machine) / "runs" for machine in (0, 1))):
+            shutil.rmtree(left, ignore_errors=True)
+        warm = server.folder / "warm"
+        for name in ("model", "data"):
+            shutil.copytree(warm / name, self.root / name)
+        (self.root / "recipe.yaml").write_text(json.dumps(recipe(self.root)))  # YAML, too
+        self.undisturbed = invariants.Undisturbed.of(warm / "runs" / "run", warm / "exports")
+        self.in_store = in_store  # then this is where the store has its files
+        self.run_dir = self.root / ("store/bucket/run" if in_store else "runs/run")
+        self.inputs: dict[Path, bytes] = {}  # files of the user that were changed → as they were
+        self.unreadable: dict[Path, int] = {}  # files and folders without rights → their rights
+        self.planted: dict[str, bytes] = {}  # name of a file that a user has put somewhere → its content
+        self.damaged = False  # files of the run are not as they were written, or gone: a refusal is right
+        self.trained_with_change = False  # and it was said: the numbers may be others
+        self.log: list[str] = []
+
+    # what a person does with commands
+
+    def run(
+        self,
+        *overrides: str,
+        fault: dict[str, Any] | None = None,
+        ahead: float = 0.0,
+        name: str = "",
+        machine: int = 0,
+    ) -> Ended:
+        """Start the run, or continue it; with a `name`, another run. A run in a store may continue on any machine."""
+        folder = self.root / "runs" / name if name else self.run_dir
+        words = ["run", self.root / "recipe.yaml", f"output_dir={folder}"] if name else self._run_words()
+        before = invariants.Files.of(self.root, self._places_of_run(folder))
+        # Without a checkpoint it does not continue: it is another run, to which nothing can be compared.
+        self.trained_with_change |= bool((overrides or self.inputs) and not name and not self.steps())
+        ended = self.server.run(*words, *overrides, fault=fault, ahead=ahead, machine=machine)
+        self._shift_times(folder, ended, ahead)
+        self._check(ended, before, folder)
+        return ended
+
+    def export(self, out: str = "", step: int | None = None, fault: dict[str, Any] | None = None) -> Ended:
+        """Export a checkpoint, into the run folder or a new folder `out`."""
+        before = invariants.Files.of(self.root, self._places_of_export(out))
+        ended = self.server.run(*self._export_words(out, step), fault=fault)
+        self._check(ended, before, self.run_dir)
+        if out and ended.code == 0:
+            invariants.check_export(self, self.root / out, step)
+        return ended
+
+    def _export_words(self, out: str, step: int | None) -> list[object]:
+        words: list[object] = ["export", self.run_dir, "--no-compare"]
+        return [*words, *(["--out", self.root / out] if out else []), *(["--step", step] if step else [])]
+
+    def _places_of_export(self, out: str) -> list[Path]:
+        target = self.root / out if out else self.run_dir / "export"
+        aside = [self.run_dir / name for name in ("logs", "export.json")] if not out else []
+        return [target, *aside]
+
+    def share(self) -> Ended:
+        """Start another run of the same recipe, with the checkpoints of this one as its `checkpoint.path`."""
+        return self.run(f"checkpoint.path={self.run_dir / 'checkpoints'}", name="other")
+
+    def look(self) -> None:
+        """Use `status` and `verify` as commands; the invariants ask the same functions after every event."""
+        before = invariants.Files.of(self.root, [])
+        for words in (["status", self.run_dir, "--json"], ["status", self.run_dir], ["verify", self.run_dir]):
+            self._check(self.server.run(*words), before, self.run_dir)
+
+    # two commands at the same time
+
+    def during(self, frozen: dict[str, Any], second: str, then: dict[str, Any] | None = None) -> None:
+        """Freeze a process of a first command at a moment, start a second one, and thaw the first.
+
+        The second one ends before that, unless it is frozen as well (`then`): then the first ends before it.
+        """
+        exports = frozen["role"] == "command" and not self.in_store
+        places = [
+            *self._places_of_run(self.run_dir),
+            *(self._places_of_export("copy") if exports or second == "export --out" else []),
+        ]
+        before = invariants.Files.of(self.root, places)
+        first_step, second_step = (choose(self.steps(), default=None) for choose in (min, max))
+        words = self._export_words("copy", first_step) if exports else self._run_words()
+        first = self.server.start(*words, fault={**frozen, "do": "freeze"})
+        ends: list[tuple[Ended, int | None]] = []
+        if first.wait_for_fault():
+            self._wait_until_frozen(first)
+            of_second = {
+                "run": self._run_words(), "export": self._export_words("", None),
+                "export --out": self._export_words("copy", second_step), "status": ["status", self.run_dir, "--json"],
+                "verify": ["verify", self.run_dir, "--json"],
+            }[second]  # fmt: skip
+            fault = {**then, "do": "freeze"} if then else None
+            other = self.server.start(*of_second, fault=fault, machine=int(self.in_store))
+            both = bool(then) and other.wait_for_fault()
+            if both:
+                self._wait_until_frozen(other)
+            else:
+                ends.append((other.wait(), second_step))
+            first.thaw()
+            ends.append((first.wait(), first_step))
+            if both:
+                other.thaw()
+                ends.append((other.wait(), second_step))
+        else:
+            ends.append((first.wait(), first_step))
+        wrote = [step for ended, step in ends if ended.code == 0 and "--out" in ended.words]
+        assert len(wrote) < 2, "two exports to one folder ended with 0"
+        if wrote:
+            invariants.check_export(self, self.root / "copy", wrote[0])
+        for ended, _ in ends:
+            self._check(ended, before, self.run_dir)
+
+    def _run_words(self) -> list[object]:
+        return ["run", self.root / "recipe.yaml", f"output_dir={URL if self.in_store else self.run_dir}"]
+
+    def _places_of_run(self, folder: Path) -> list[Path]:
+        return [self.root / "store", self.root / "store.uploads"] if self.in_store else [folder]
+
+    def _wait_until_frozen(self, command: Command) -> None:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if command.frozen():
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"nothing of {command.words} is frozen")
+
+    # what happens to files
+
+    def change(self, what: str) -> None:
+        """Change an input of the user, which determines the model or the data, if there is a run to continue."""
+        if not self.steps():  # here, because a precondition of Hypothesis must not depend on the moment of a kill
+            return
+        path = self.root / ("model" if what in CHANGED_IN_MODEL else "data") / FILE_OF[what]
+        content = path.read_bytes()
+        self.inputs.setdefault(path, content)
+        path.write_bytes(changed_content(what, content))
+
+    def restore(self) -> None:
+        """Undo what can be undone: changed inputs, rights that were taken."""
+        for path, content in self.inputs.items():
+            path.write_bytes(content)
+        self.inputs.clear()
+        for path, mode in reversed(self.unreadable.items()):
+            with contextlib.suppress(FileNotFoundError):
+                path.chmod(mode)
+        self.unreadable.clear()
+
+    def take_rights(self, number: int, pattern: str = "**/*") -> None:
+        """Take all rights from a file or folder of the run."""
+        if paths := self.own_files(folders=True, pattern=pattern):
+            path = paths[number % len(paths)]
+            self.unreadable.setdefault(path, path.stat().st_mode & 0o777)
+            path.chmod(0)
+
+    def damage(self, number: int, how: str, newest: bool = False) -> None:
+        """Damage a file of the run, or remove it."""
+        paths = self.own_files()
+        if newest and (steps := self.steps()):
+            paths = [path for path in paths if f"step-{max(steps):08d}" in path.parts]
+        if not paths:
+            return
+        path = paths[number % len(paths)]
+        content = path.read_bytes()
+        self.damaged = True
+        if how == "remove":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, len(content) // 2)
+        elif how == "flip" and content:
+            middle = len(content) // 2
+            path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+    def plant(self, number: int) -> None:
+        """Put a file of a user into some folder of the run."""
+        folders = [self.root, *(path for path in sorted(self.run_dir.rglob("*")) if path.is_dir())]
+        name = f"mine-{len(self.planted)}.txt"
+        self.planted[name] = f"written by a user: {name}\n".encode()
+        (folders[number % len(folders)] / name).write_bytes(self.planted[name])
+
+    def move(self, copy: bool = False) -> None:
+        """Rename or copy the run folder; what follows is done with the new one."""
+        if not self.run_dir.is_dir():
+            return
+        target = unused_name(self.run_dir.with_name("moved"))
+        if copy:
+            shutil.copytree(self.run_dir, target)
+        else:
+            self.run_dir.rename(target)
+        self.run_dir = target
+
+    # what the invariants ask
+
+    def own_files(self, folders: bool = False, pattern: str = "**/*") -> list[Path]:
+        """Return the files of the run folder, in one order; those that a user has put there are left out."""
+        found = [path for path in sorted(self.run_dir.glob(pattern)) if path.name not in self.planted]
+        return [path for path in found if path.is_file() or (folders and path.is_dir())]
+
+    def steps(self) -> list[int]:
+        """Return the steps with a published checkpoint."""
+        return sorted(
+            int(path.name[5:])
+            for path in self.run_dir.glob("checkpoints/step-????????")
+            if (path / "manifest.json").exists()
+        )
+
+    def _shift_times(self, folder: Path, ended: Ended, ahead: float) -> None:
+        """Give the files that a command wrote the times of its clock."""
+        for path in folder.rglob("*") if ahead else ():
+            with contextlib.suppress(FileNotFoundError):
+                if (written := path.lstat().st_mtime) >= ended.started - 0.1 and path.is_file():
+                    os.utime(path, (written + ahead, written + ahead))
+
+    def _check(self, ended: Ended, before: invariants.Files, folder: Path) -> None:
+        self.log.append(f"{' '.join(map(str, ended.words))} → {ended.code}")
+        invariants.check_command(ended)
+        invariants.check_nothing_left(self, ended)
+        before.check(self, ended)
+        invariants.check_records(self)
+
+    def settle(self) -> None:
+        """Undo what can be undone, and run to the end: nothing may be lost that was not taken from the run."""
+        self.restore()
+        invariants.check_result(self, self.run())
+
+    def kill_all(self) -> None:
+        """End what still runs."""
+        for number in self.server.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+CHANGED_IN_MODEL = ("config", "template", "tokenizer")
+FILE_OF = {
+    "config": "config.json", "template": "chat_template.jinja", "tokenizer": "tokenizer.json",
+    "train": "train.jsonl", "held-out": "held-out.jsonl",
+}  # fmt: skip
+
+
+def changed_content(what: str, content: bytes) -> bytes:
+    """Return other content of an input that determines what is computed."""
+    if what == "config":
+        fields = json.loads(content)
+        return json.dumps({**fields, "rms_norm_eps": fields["rms_norm_eps"] * 1000}).encode()
+    if what == "template":
+        return content.replace(b"<|end|>", b"<|end|><|end|>")
+    if what == "tokenizer":
+        fields = json.loads(content)
+        vocabulary = fields["model"]["vocab"]
+        vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+        return json.dumps(fields).encode()
+    *rows, last = content.splitlines()
+    return b"\n".join([*rows, last.replace(b"assistant", b"assistant").replace(b"the", b"not"), rows[0]]) + b"\n"

@@ -1,0 +1,61 @@
+"""Do in the server's own process what commands and workers do, so that the processes it forks have it all imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from histories.world import STEPS, make_inputs
+
+from fsdptrain import cli
+from fsdptrain.config.plan import make_plan
+from fsdptrain.config.reader import load
+from fsdptrain.config.topology import find_topology
+from fsdptrain.launch.agent import worker_environment
+from fsdptrain.launch.claim import claim_run_dir
+from fsdptrain.processes import StopRequest
+from fsdptrain.train.worker import quiet_libraries, train
+
+
+def warm_up(folder: Path) -> None:
+    """Train a run in `folder`, look at it, and export each of its steps. All stays there: nothing has disturbed it."""
+    make_inputs(folder)
+    written = load(folder / "recipe.yaml", ["checkpoint.keep=100"])
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    environment = dict(os.environ)
+    os.environ.update(worker_environment(plan, 0, 0, str(folder / "error.json")) | {"MASTER_PORT": free_port()})
+    quiet_libraries()
+    with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
+        train(plan, stop, None)
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    run = str(folder / "runs" / "run")
+    for words in (["run", str(folder / "recipe.yaml")], ["status", run], ["status", run, "--json"], ["verify", run]):
+        quietly(cli.main, words)
+    for step in range(1, STEPS + 1):
+        quietly(cli.main, ["export", run, "--step", str(step), "--out", f"{folder}/exports/{step}", "--no-compare"])
+
+
+def free_port() -> str:
+    """Return a port on which nothing listens."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def quietly(main: Callable[[], object], words: list[str]) -> None:
+    """Call the command line in this process."""
+    streams, arguments = (sys.stdout, sys.stderr), sys.argv
+    sys.argv = ["fsdptrain", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+    finally:
+        sys.stdout, sys.stderr = streams
+        sys.argv = arguments

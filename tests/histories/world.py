@@ -1,0 +1,94 @@
+"""What a history starts with: a tiny chat model with its tokenizer, data, and a recipe. All of it is the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS, EVERY, KEEP = 4, 1, 2
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8,
+    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+    "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+WORDS = [
+    "the",
+    "king",
+    "of",
+    "France",
+    "is",
+    "not",
+    "in",
+    "his",
+    "house",
+    "and",
+    "all",
+    "who",
+    "came",
+    "must",
+    "go",
+    "here",
+]
+
+
+def make_inputs(root: Path) -> None:
+    """Write the user's files: `model/`, `data/` and `recipe.yaml`; needs torch."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    (root / "data").mkdir(parents=True)
+    roles = ["<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
+    letters = [*roles, *sorted({*"".join(WORDS), " "})]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.add_special_tokens(roles)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<|unknown|>")
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIG, "vocab_size": 64})
+    LlamaForCausalLM(config).float().save_pretrained(root / "model")
+    fast.save_pretrained(root / "model")
+    write_rows(root / "data" / "train.jsonl", 0, 20)
+    write_rows(root / "data" / "held-out.jsonl", 50, 4)
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe(root)))
+
+
+def write_rows(path: Path, first: int, count: int) -> None:
+    """Write conversations, which their numbers determine."""
+    lines = []
+    for number in range(first, first + count):
+        said, answer = (" ".join(WORDS[(number * k + i) % len(WORDS)] for i in range(3)) for k in (3, 5))
+        messages = [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def recipe(root: Path) -> dict[str, Any]:
+    """Return the recipe of every history."""
+    return {
+        "name": "history",
+        "output_dir": str(root / "runs" / "run"),
+        "model": {"id": str(root / "model")},
+        "data": {
+            "path": str(root / "data" / "train.jsonl"), "format": "chat", "seq_len": 48, "packing": "none",
+            "eval": {"path": str(root / "data" / "held-out.jsonl")},
+        },
+        "fsdp": {"mixed_precision": {"param_dtype": "float32"}},
+        "optim": {"lr": 1e-2},
+        "train": {"steps": STEPS, "global_batch_size": 2, "micro_batch_size": 2},
+        "eval": {"every": 2},
+        "checkpoint": {"every": EVERY, "keep": KEEP},
+        "export": {"dtype": "float32", "compare": False},
+        "log": {"tensorboard": False, "forecast": False},
+        "launch": {"nproc_per_node": 1, "timeout_s": 200},
+    }  # fmt: skip
