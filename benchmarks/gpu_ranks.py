@@ -181,6 +181,7 @@ def fresh_trainer(recipe: str, *overrides: str) -> Any:
     written = load(Path(recipe), [f"output_dir={folder}", *overrides])
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     rank, rundir = int(os.environ["RANK"]), plan.rundir
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
     with contextlib.closing(reporter_of(plan, rundir, rank, None)) as reporter:
         run = Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), Watchdog(plan, rank)))
         try:

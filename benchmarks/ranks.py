@@ -142,6 +142,7 @@ def timed_start(folder: Path, world: int, meet: bool) -> Figures:
     if meet:
         trainer.World.start(plan, StopRequest())
     else:
+        plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
         reporter = reporter_of(plan, plan.rundir, rank, None)
         trainer.Trainer.set_up(Session(plan, plan.rundir, reporter, StopRequest(), Watchdog(plan, rank))).step(0)
     figures["disk"] += bytes_from_disk()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fsdptrain.errors import to_record
+from fsdptrain.files import is_regular_file
 from fsdptrain.records import EVENTS, Record, RunState, Tail, json_safe, without_undone
 from fsdptrain.rundir import RunDir
 
@@ -119,7 +120,8 @@ def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:
 def cut_partial_lines(rundir: RunDir) -> None:
     """Cut off the partial last line that a full disk or a killed process left in a log. No process may be writing."""
     for path in (rundir.metrics, rundir.progress):
-        if (complete := Tail(path).offset) and path.stat().st_size > complete:
+        complete = Tail(path).offset
+        if is_regular_file(path) and path.stat().st_size > complete:
             os.truncate(path, complete)
 
 
