@@ -103,8 +103,11 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
     cannot be honoured, and keys that would have no effect.
     """
-    text = _read_text(path)
-    overrides = overrides or []
+    return load_text(read_text(path), path, overrides or [])
+
+
+def load_text(text: str, path: Path, overrides: list[str]) -> LoadedRecipe:
+    """Return the recipe with this text, which is or will be the file at `path`; raise RecipeError as `load` does."""
     # Secrets come first and alone: other messages could repeat the line that contains one.
     if problems := [*_secrets(text, path.name), *_override_secrets(overrides)]:
         raise RecipeError(problems)
@@ -132,7 +135,7 @@ def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
     return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a recipe file. Raise RecipeError if it is not a regular file, too large, or not UTF-8."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may block; a device may never end
