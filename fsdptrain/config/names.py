@@ -66,7 +66,8 @@ FOREIGN_NAMES = {
         "xformers_attention s2_attention shift_attn sparse_attention"
     ),
     "derived from the files of the model and its tokenizer: delete the line": (
-        "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model"
+        "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model "
+        "checkpoint_files"
     ),
     "not needed: an unknown key is always an error": "strict",
     "not supported (yet): the tokenizer is used as it is": (
@@ -102,8 +103,13 @@ FOREIGN_NAMES = {
         "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_*"
     ),
     # data
-    "data.path": "datasets dataset dataset_name dataset_path dataset_dir train_file train_files data_files data_path",
-    "data.path: org/name:config:split": "dataset_config dataset_config_name dataset_split train_split",
+    "data.path": (
+        "datasets pretraining_dataset dataset dataset_name dataset_path dataset_dir train_file train_files data_files "
+        "data_path"
+    ),
+    "data.path: org/name:config:split": (
+        "dataset_config dataset_config_name dataset_split dataset_train_split train_split"
+    ),
     "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
     "data.format: chat uses the tokenizer's own template; delete the line": (
         "chat_template chat_template_path apply_chat_template template"
@@ -127,7 +133,7 @@ FOREIGN_NAMES = {
     "data.max_rows": "max_samples max_train_samples",
     "data.eval: {fraction: 0.01} or {path: …}": (
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
-        "validation_split_percentage max_eval_samples"
+        "validation_split_percentage max_eval_samples dataset_test_split"
     ),
     "not supported (yet): give one data set, a folder or a glob in data.path": "mix_strategy interleave_probs",
     "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
@@ -275,7 +281,7 @@ FOREIGN_NAMES = {
     "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
     "checkpoint.async": "enable_async_checkpointing",
     "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
-        "resume_from_checkpoint auto_resume_from_checkpoints"
+        "resume_from_checkpoint auto_resume_from_checkpoints recipe_checkpoint"
     ),
     "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
     "not supported: a checkpoint has the optimizer's state, too; the export is the model alone": "save_only_model",
@@ -299,7 +305,8 @@ FOREIGN_NAMES = {
     "always c10d, with the address of launch.rdzv_endpoint: delete the line": "rdzv_backend",
     "launch.timeout_s": "ddp_timeout",
     "derived from the machine: delete the line": (
-        "machine_rank same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
+        "compute_environment distributed_type main_training_function enable_cpu_affinity machine_rank "
+        "same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
         "gpu_memory_limit"
     ),
     "derived (a run trains, and evaluates if data.eval is set): delete the line": "do_train do_eval",
@@ -343,8 +350,14 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
 
 
 def replacement_of(word: str) -> str | None:
-    """Return the text of `FOREIGN_NAMES` for a foreign name; None for a name that no other tool uses."""
-    return REPLACEMENTS.get(word) or next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
+    """Return the text of `FOREIGN_NAMES` for a foreign name; None for a name that no other tool uses.
+
+    A name of FSDP1 may have the prefix `fsdp_`, as in Accelerate's files.
+    """
+    for name in (word, word.removeprefix("fsdp_")):
+        if text := REPLACEMENTS.get(name):
+            return text
+    return next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
 
 
 def nearest_foreign_name(word: str) -> str | None:
