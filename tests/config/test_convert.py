@@ -423,7 +423,7 @@ def test_a_hostile_file_is_one_error(tmp_path: Path, text: str, says: str) -> No
 
 
 def test_values_of_any_type_never_break_the_conversion(tmp_path: Path) -> None:
-    odd: list[Any] = [-1, 1.5, True, "x y", [[None]], [{"path": 3}], {"a": {"b": 1}}]
+    odd: list[Any] = [-1, 1.5, True, "x y", [[None]], [{"path": 3}], {"a": 1}]
     names = [name.replace("*", "x") for name in {*REPLACEMENTS, *COPIED, *MEANINGS, *RULES} if "." not in name]
     for value in odd:
         (tmp_path / "file.yaml").write_text(json.dumps(dict.fromkeys(names, value)))
