@@ -604,23 +604,47 @@ def schema() -> None:
 
 @app.command()
 def init(
-    data: Annotated[str, typer.Option(help="file, glob, folder, or Hub data set")],
-    model: Annotated[str, typer.Option(help="Hub id or local folder")],
+    data: Annotated[str | None, typer.Option(help="file, glob, folder, or Hub data set")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or local folder")] = None,
+    foreign: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="convert this YAML file of Axolotl, LLaMA-Factory, torchtune, TRL, Accelerate or DeepSpeed instead; "
+            "several are read as one",
+        ),
+    ] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
 ) -> None:
     """Write a commented recipe for your data. The first rows of the data decide its format."""
-    from fsdptrain.data.starter import starter_recipe
-
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already and is not overwritten")
-    text = starter_recipe(data, model, dest)
+    if foreign:
+        if data is not None or model is not None:
+            raise RecipeError("--from takes the data and the model from its files: leave --data and --model out")
+        text, said = _converted(foreign, dest)
+    elif data is None or model is None:
+        raise RecipeError("give --data and --model, or the configuration of another tool with --from")
+    else:
+        from fsdptrain.data.starter import starter_recipe
+
+        text, said = starter_recipe(data, model, dest), []
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    print(f"{dest}\nnext: fsdptrain validate {dest}")
+    print(wrapped_for("\n".join([*said, f"{dest}\nnext: fsdptrain validate {dest}"]), sys.stdout))
+
+
+def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
+    """Return the recipe that files of other tools convert to, and the lines that tell what became of their keys."""
+    from fsdptrain.config.convert import convert
+
+    done = convert([_expanded_path(path) for path in files], dest)
+    return done.text, [*done.report(), ""]
 
 
 @recipes_app.command("list")

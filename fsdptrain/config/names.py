@@ -66,7 +66,8 @@ FOREIGN_NAMES = {
         "xformers_attention s2_attention shift_attn sparse_attention"
     ),
     "derived from the files of the model and its tokenizer: delete the line": (
-        "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model"
+        "tokenizer_type processor_type type_of_model tokenizer_use_fast use_fast_tokenizer is_*_derived_model "
+        "checkpoint_files"
     ),
     "not needed: an unknown key is always an error": "strict",
     "not supported (yet): the tokenizer is used as it is": (
@@ -86,16 +87,29 @@ FOREIGN_NAMES = {
     "adapter.from: a folder that peft has saved": "lora_model_dir adapter_name_or_path",
     "export.adapter: separate, merged or both": "save_adapter_weights_only merge_lora",
     "model.trainable: the parameters to train, by name or pattern": "freeze_* unfrozen_parameters",
-    _ADAPTERS: "lora_* relora*",
+    "not supported: adapters have no fused kernels of their own": (
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel"
+    ),
+    "not supported: an adapter is not merged into the model and started again during training": "relora*",
+    _ADAPTERS: "lora_*",
     _NF4: "load_in_4bit quantization_bit quantization_config bnb_4bit_* qlora*",
     _QUANTISED: "load_in_8bit quantizer gptq*",
-    "not supported: a recipe cannot name Python objects": "_component_ plugins custom_sharded_layers",
+    "not supported: a recipe cannot name Python objects": "_component_ plugins",
+    "not supported: fsdp.wrap takes the names of classes, not of modules": "custom_sharded_layers",
     "not supported: train.loss: chunked (the default) already avoids the logits of a whole batch": (
-        "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_* cut_cross_entropy"
+        "liger_cross_entropy liger_fused_linear_cross_entropy cut_cross_entropy"
+    ),
+    "not supported: train.compile fuses kernels, and train.loss: chunked avoids the logits of a whole batch": (
+        "liger_* use_liger_kernel enable_liger_kernel use_unsloth unsloth_*"
     ),
     # data
-    "data.path": "datasets dataset dataset_name dataset_path dataset_dir train_file train_files data_files data_path",
-    "data.path: org/name:config:split": "dataset_config dataset_config_name dataset_split train_split",
+    "data.path": (
+        "datasets pretraining_dataset dataset dataset_name dataset_path dataset_dir train_file train_files data_files "
+        "data_path"
+    ),
+    "data.path: org/name:config:split": (
+        "dataset_config dataset_config_name dataset_split dataset_train_split train_split"
+    ),
     "data.format: text, chat or prompt_completion": "dataset_type dataset_format",
     "data.format: chat uses the tokenizer's own template; delete the line": (
         "chat_template chat_template_path apply_chat_template template"
@@ -106,18 +120,20 @@ FOREIGN_NAMES = {
         "sequence_length max_sequence_length context_length"
     ),
     "data.packing: bfd, concat or none; documents in one sequence do not attend to each other": (
-        "sample_packing packed neat_packing padding_free packing_strategy multipack_attn eval_sample_packing "
-        "eval_packing group_by_length pretraining_sample_concatenation"
+        "sample_packing packed neat_packing packing_strategy pretraining_sample_concatenation"
     ),
+    "derived from data.packing, for held-out data too: delete the line": "eval_sample_packing eval_packing",
+    "not needed: documents in one sequence never attend to each other; delete the line": "multipack_attn padding_free",
+    "not supported: data.packing fills every sequence, instead of sorting rows by length": "group_by_length",
     "always on: every sequence is data.seq_len tokens long; delete the line": "pad_to_sequence_len pad_to_multiple_of",
     "data.train_on: all or completion": (
-        "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train "
-        "mask_history"
+        "train_on_inputs train_on_prompt train_on_source completion_only_loss assistant_only_loss roles_to_train"
     ),
+    "not supported: all answers of a conversation are trained, or all its tokens (data.train_on)": "mask_history",
     "data.max_rows": "max_samples max_train_samples",
     "data.eval: {fraction: 0.01} or {path: …}": (
         "val_set_size val_size test_datasets eval_dataset eval_datasets dataset_val validation_file validation_split "
-        "validation_split_percentage max_eval_samples"
+        "validation_split_percentage max_eval_samples dataset_test_split"
     ),
     "not supported (yet): give one data set, a folder or a glob in data.path": "mix_strategy interleave_probs",
     "always on: each epoch has its own order, drawn from seed": ("shuffle shuffle_merged_datasets shuffle_buffer_size"),
@@ -148,7 +164,7 @@ FOREIGN_NAMES = {
     "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
     "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
     "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
-        "fp16 fp8 amp loss_scale* downcast_bf16 float8 float16"
+        "fp16 fp8 amp loss_scale* float8 float16"
     ),
     "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
@@ -166,9 +182,12 @@ FOREIGN_NAMES = {
     _ALWAYS: (
         "use_orig_params sync_module_states limit_all_gathers fsdp_sync_module_states fsdp_use_orig_params "
         "cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading low_cpu_mem_usage overlap_comm elastic_checkpoint "
-        "load_from_fp32_weights zero3_init_flag average_tokens_across_devices cast_forward_inputs "
-        "cast_root_forward_inputs contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients "
+        "load_from_fp32_weights zero3_init_flag average_tokens_across_devices contiguous_gradients "
+        "reduce_scatter allgather_partitions round_robin_gradients "
         "use_multi_rank_bucket_allreduce optim_state_dict save_safetensors"
+    ),
+    "always off: inputs have the same dtypes as in a bf16 model of transformers; delete the line": (
+        "cast_forward_inputs cast_root_forward_inputs"
     ),
     "always 2 (FSDP2): delete the line": "fsdp_version",
     "derived (checkpoints are sharded, the export is full): delete the line": (
@@ -184,16 +203,36 @@ FOREIGN_NAMES = {
     ),
     "not supported: this engine is FSDP2, for data parallelism only": (
         "tensor_parallel_* tensor_parallel_size context_parallel_* sequence_parallel_degree pipeline pipeline_* "
-        "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size megatron_lm_config xla xla_* "
-        "tpu_* ddp_* ignored_modules ignored_states keep_low_precision_grads nvme_path buffer_count max_in_cpu "
-        "fast_init ratio super_offload cpuadam_cores_perc convert_grad_on_cpu zenflow pin_memory "
-        "cpu_offload_use_pin_memory stage3_param_persistence_threshold stage3_model_persistence_threshold "
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size "
-        "mics_hierarchical_params_gather zero_hpz_partition_size zero_quantized_* zeropp_loco_param "
-        "ignore_unused_parameters memory_efficient_linear override_module_apply legacy_stage1 "
-        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio compression_training autotuning elasticity"
+        "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size megatron_lm_config"
     ),
+    "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
+    "not supported: training is on NVIDIA GPUs or CPUs": "xla xla_* tpu_* downcast_bf16",
+    "not supported: every parameter is sharded": "ignored_modules ignored_states",
+    "not supported: reduced gradients have the dtype of the master weights": "keep_low_precision_grads",
+    "not supported: nothing is offloaded to disk": "nvme_path buffer_count max_in_cpu fast_init aio",
+    "not supported: fsdp.cpu_offload keeps parameters, gradients and optimizer state in host memory, all of them": (
+        "ratio super_offload cpuadam_cores_perc convert_grad_on_cpu zenflow"
+    ),
+    "derived (host memory is pinned if there is a GPU): delete the line": "pin_memory cpu_offload_use_pin_memory",
+    "not supported: small parameters are sharded with their unit (fsdp.wrap)": (
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold"
+    ),
+    "not supported: weights are gathered in fsdp.mixed_precision.param_dtype, gradients reduced in reduce_dtype": (
+        "zero_quantized_* zeropp_loco_param"
+    ),
+    "not supported: fsdp.strategy: HYBRID_SHARD shards the optimizer state within the group too": (
+        "zero_hpz_partition_size"
+    ),
+    "not supported: it is a part of DeepSpeed's own implementation": (
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size "
+        "mics_hierarchical_params_gather ignore_unused_parameters memory_efficient_linear override_module_apply "
+        "legacy_stage1 log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer compression_training"
+    ),
+    "not supported: fsdptrain validate --advise looks for the fastest plan that fits": (
+        "autotuning auto_find_batch_size"
+    ),
+    "launch.nnodes: MIN:MAX lets a run go on with fewer nodes": "elasticity",
     "export.dtype: bfloat16, with export.at_end": "stage3_gather_16bit_weights_on_model_save",
     # optim and schedule
     "optim": "optimizer optim_args optimizer_params",
@@ -202,9 +241,14 @@ FOREIGN_NAMES = {
     "optim.eps": "adam_epsilon",
     "optim.max_grad_norm": "gradient_clipping clip_grad_norm gradient_clip_val",
     "not supported (yet): training uses one learning rate for all parameters": (
-        "optimizer_in_bwd optim_target_modules embedding_lr embedding_lr_scale lr_groups loraplus_* galore_* "
-        "use_galore use_badam neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor"
+        "embedding_lr embedding_lr_scale lr_groups loraplus_*"
     ),
+    "not supported: the optimizers are those of optim.name": "optim_target_modules galore_* use_galore use_badam",
+    "not supported: the optimizer steps after the whole backward pass, when gradients are clipped and checked": (
+        "optimizer_in_bwd"
+    ),
+    "not supported: no noise is added to embeddings (NEFTune)": "neftune_noise_alpha noisy_embedding_alpha",
+    "not supported: the loss is the cross-entropy of the next token, without smoothing": "label_smoothing_factor",
     "schedule": "lr_scheduler scheduler",
     "schedule.name: constant, linear, cosine or wsd": "lr_scheduler_type lr_scheduler_kwargs",
     "schedule.warmup: a fraction of all steps if below 1, else a number of steps": (
@@ -221,9 +265,12 @@ FOREIGN_NAMES = {
     "train.micro_batch_size: evaluation uses it too": ("per_device_eval_batch_size eval_batch_size batch_size_val"),
     "train.micro_batch_size: sequences per rank; train.global_batch_size counts those of a whole step": "batch_size",
     "derived from train.global_batch_size and train.micro_batch_size": (
-        "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches auto_find_batch_size"
+        "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches"
     ),
-    "train.compile": "torch_compile torch_compile_backend torch_compile_mode",
+    "train.compile": "torch_compile",
+    "not supported: train.compile uses torch.compile's own backend and mode": (
+        "torch_compile_backend torch_compile_mode"
+    ),
     "train.deterministic": "full_determinism cudnn_deterministic_mode",
     "seed": "data_seed random_seed",
     # eval, checkpoint, export, log
@@ -234,17 +281,18 @@ FOREIGN_NAMES = {
     "checkpoint.keep": "save_total_limit keep_last_n_checkpoints",
     "checkpoint.async": "enable_async_checkpointing",
     "checkpoint.resume: auto (the default) continues from the newest valid checkpoint in output_dir": (
-        "resume_from_checkpoint auto_resume_from_checkpoints"
+        "resume_from_checkpoint auto_resume_from_checkpoints recipe_checkpoint"
     ),
     "not supported: a run folder is never overwritten; choose another output_dir": "overwrite_output_dir",
-    "export.at_end": "save_only_model",
+    "not supported: a checkpoint has the optimizer's state, too; the export is the model alone": "save_only_model",
     "not supported (yet): the final weights are exported; use fsdptrain export --step for another checkpoint": (
         "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience"
     ),
     "not supported: publish the export folder yourself, with hf upload": "push_to_hub hub_*",
     "name": "run_name experiment_name",
     "log.every": "logging_steps log_every_n_steps steps_per_print logging_strategy logging_first_step",
-    "log.tensorboard": "use_tensorboard logging_dir",
+    "log.tensorboard": "use_tensorboard",
+    "derived (TensorBoard files are written to the run folder): delete the line": "logging_dir",
     _REPORTS: (
         "report_to wandb wandb_* mlflow_* use_mlflow comet_* use_comet swanlab_* use_swanlab metric_logger plot_loss "
         "log_level log_peak_memory_stats include_num_input_tokens_seen include_tokens_per_second "
@@ -253,12 +301,12 @@ FOREIGN_NAMES = {
     # launch
     "launch.nproc_per_node: workers on one node (num_processes / num_machines)": "num_processes",
     "launch.nnodes: start the same command on every node": "num_machines hostfile num_nodes",
-    "launch.rdzv_endpoint: host:port of the first node": (
-        "main_process_ip main_process_port master_addr master_port rdzv_backend"
-    ),
+    "launch.rdzv_endpoint: host:port of the first node": ("main_process_ip main_process_port master_addr master_port"),
+    "always c10d, with the address of launch.rdzv_endpoint: delete the line": "rdzv_backend",
     "launch.timeout_s": "ddp_timeout",
     "derived from the machine: delete the line": (
-        "machine_rank same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
+        "compute_environment distributed_type main_training_function enable_cpu_affinity machine_rank "
+        "same_network local_rank use_cpu no_cuda device device_id device_map param_init_fn "
         "gpu_memory_limit"
     ),
     "derived (a run trains, and evaluates if data.eval is set): delete the line": "do_train do_eval",
@@ -302,8 +350,14 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
 
 
 def replacement_of(word: str) -> str | None:
-    """Return the text of `FOREIGN_NAMES` for a foreign name; None for a name that no other tool uses."""
-    return REPLACEMENTS.get(word) or next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
+    """Return the text of `FOREIGN_NAMES` for a foreign name; None for a name that no other tool uses.
+
+    A name of FSDP1 may have the prefix `fsdp_`, as in Accelerate's files.
+    """
+    for name in (word, word.removeprefix("fsdp_")):
+        if text := REPLACEMENTS.get(name):
+            return text
+    return next((text for name, text in _PATTERNS.items() if fnmatchcase(word, name)), None)
 
 
 def nearest_foreign_name(word: str) -> str | None:

@@ -34,6 +34,7 @@ from fsdptrain.config.schema import (
     type_words,
 )
 from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
+from fsdptrain.config.tools import MEANINGS
 from fsdptrain.config.values import (
     accepts,
     below_open_mapping,
@@ -103,8 +104,11 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
     cannot be honoured, and keys that would have no effect.
     """
-    text = _read_text(path)
-    overrides = overrides or []
+    return load_text(read_text(path), path, overrides or [])
+
+
+def load_text(text: str, path: Path, overrides: list[str]) -> LoadedRecipe:
+    """Return the recipe with this text, which is or will be the file at `path`; raise RecipeError as `load` does."""
     # Secrets come first and alone: other messages could repeat the line that contains one.
     if problems := [*_secrets(text, path.name), *_override_secrets(overrides)]:
         raise RecipeError(problems)
@@ -132,7 +136,7 @@ def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
     return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a recipe file. Raise RecipeError if it is not a regular file, too large, or not UTF-8."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may block; a device may never end
@@ -202,24 +206,27 @@ def _line(problem: Problem) -> tuple[int, int]:
 
 def _leaves_of_file(text: str, name: str, problems: list[Problem]) -> list[Leaf]:
     """Return every value of a YAML file, with its line."""
-    try:
-        problems += [Problem(message, where=f"{name}:{line}") for message, line in unsupported_yaml(text)]
-        if problems:
-            return []
-        node = yaml.compose(text, Loader=RecipeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or first_line(error)
-        hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
-        problems.append(Problem(f"is not valid YAML: {reason}{hint}", where=f"{name}{line}"))
-        return []
+    node = root_node(text, name, problems)
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
         problems.append(Problem("a recipe must be a mapping of keys (`model:`, `data:`, …)", where=f"{name}:1"))
         return []
     return list(_walk(node, Recipe, "", name, problems))
+
+
+def root_node(text: str, name: str, problems: list[Problem]) -> yaml.Node | None:
+    """Return the root of a YAML file; None if it is empty or if problems were added."""
+    try:
+        problems += [Problem(message, where=f"{name}:{line}") for message, line in unsupported_yaml(text)]
+        return None if problems else yaml.compose(text, Loader=RecipeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or first_line(error)
+        hint = next((f" ({words})" for part, words in YAML_HINTS.items() if part in reason), "")
+        problems.append(Problem(f"is not valid YAML: {reason}{hint}", where=f"{name}{line}"))
+        return None
 
 
 def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems: list[Problem]) -> Iterator[Leaf]:
@@ -243,7 +250,7 @@ def _walk(node: yaml.MappingNode, schema: type, prefix: str, name: str, problems
         section = section_of(schema, sections[word].name)
         if section is None:
             before = len(problems)
-            value = _construct(value_node, path, where, problems)
+            value = value_of_node(value_node, path, where, problems)
             if len(problems) == before:
                 yield Leaf(path, canonical_spelling(path, value), where)
         elif isinstance(value_node, yaml.MappingNode):
@@ -256,13 +263,18 @@ def _section_message(node: yaml.Node, section: type, path: str) -> str:
     """Return the message for a section that is set to a value: its keys, and a hint if the first accepts the value."""
     keys = [key_of(f) for f in dataclasses.fields(section)]
     message = f"is a section with the keys {', '.join(keys)}"
-    value = canonical_spelling(f"{path}.{keys[0]}", _construct(node, path, "", []))
+    written = value_of_node(node, path, "", [])
+    words = [str(word).lower() for word in (written if isinstance(written, list) else str(written).split())]
+    if path == "fsdp" and words and all(word in MEANINGS["fsdp"] for word in words):  # as the Trainer has it
+        meant = {key.removeprefix("fsdp."): item for word in words for key, item in MEANINGS["fsdp"][word].items()}
+        return f"{message}; did you mean {yaml_text(meant)}?"
+    value = canonical_spelling(f"{path}.{keys[0]}", written)
     if value is not None and accepts(f"{path}.{keys[0]}", value):
         message += f"; did you mean {{{keys[0]}: {yaml_text(value)}}}?"
     return message
 
 
-def _construct(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
+def value_of_node(node: yaml.Node, path: str, where: str, problems: list[Problem]) -> Any:
     """Return the Python value of a node; None, with a problem added, if it has none."""
     loader = RecipeLoader("")
     try:

@@ -292,6 +292,32 @@ def test_every_foreign_name_leads_to_a_recipe_key_or_to_a_reason() -> None:
     assert len(REPLACEMENTS) == sum(len(names.split()) for names in FOREIGN_NAMES.values()), "a name occurs twice"
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("neftune_noise_alpha", "noise"),
+        ("label_smoothing_factor", "smoothing"),
+        ("lora_mlp_kernel", "kernels"),
+        ("rdzv_backend", "always c10d"),
+        ("galore_rank", "optim.name"),
+        ("optimizer_in_bwd", "after the whole backward pass"),
+        ("cast_forward_inputs", "always off"),
+        ("ignored_modules", "every parameter is sharded"),
+        ("nvme_path", "offloaded to disk"),
+        ("zero_quantized_weights", "reduced in reduce_dtype"),
+        ("ddp_find_unused_parameters", "DistributedDataParallel"),
+        ("liger_rope", "train.compile"),
+        ("group_by_length", "by length"),
+        ("mask_history", "all answers"),
+        ("save_only_model", "optimizer's state"),
+        ("auto_find_batch_size", "--advise"),
+        ("custom_sharded_layers", "names of classes"),
+    ],
+)
+def test_the_reason_of_a_foreign_name_is_its_own(name: str, says: str) -> None:
+    assert says in (replacement_of(name) or "")
+
+
 def documented() -> Iterator[tuple[str, str]]:
     """Yield every key of another tool in the tables of docs/from-fsdp1.md, with the last cell of its row."""
     for line in DOCUMENT.read_text().splitlines():
