@@ -24,7 +24,8 @@ from typing import Any
 
 from fsdptrain.config.hardware import HardwareChoice
 from fsdptrain.config.launchers import Launched
-from fsdptrain.config.paths import expanded
+from fsdptrain.config.paths import expanded, is_hub_data
+from fsdptrain.config.paths import places as data_places
 from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import node_range
@@ -279,12 +280,14 @@ def manifest(job: Job, image: str | None, volume: str | None, runtime: str) -> s
     if image is None or not ((claim and mount.startswith("/")) or (in_store and volume is None)):
         raise RecipeError("--on k8s needs --image, and --volume CLAIM:/PATH for the run folder and the data")
     places = {"output_dir": recipe.output_dir, "checkpoint.path": recipe.checkpoint.path}
-    places |= {"data.path": recipe.data.path} if Path(job.plan.data_path).is_absolute() else {}
+    written = [(key, path) for key, path in places.items() if path]
+    if not is_hub_data(job.plan.data_path):
+        written += [("data.path", path) for path in data_places(recipe.data.path)]
     way_out = f"give a path below {mount}" if mount else "add --volume CLAIM:/PATH"
     outside = [
         Problem(f"{path} is not on the volume: {way_out}", key)
-        for key, path in places.items()
-        if path and not URL.match(path) and not (mount and Path(path).is_relative_to(mount))
+        for key, path in written
+        if not URL.match(path) and not (mount and Path(path).is_relative_to(mount))
     ]
     if outside:
         raise RecipeError(outside)
