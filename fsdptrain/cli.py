@@ -570,23 +570,45 @@ def schema() -> None:
 
 @app.command()
 def init(
-    data: Annotated[str, typer.Option(help="file, glob, folder, or Hub data set")],
+    data: Annotated[list[str], typer.Option(help="file, glob, folder or URL, also several times; or a Hub data set")],
     model: Annotated[str, typer.Option(help="Hub id or local folder")],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
+    hardware: Annotated[
+        str | None, typer.Option(help="the GPUs to train on, such as 8xh100-80gb; default: those of this machine")
+    ] = None,
 ) -> None:
-    """Write a commented recipe for your data. The first rows of the data decide its format."""
-    from fsdptrain.data.starter import starter_recipe
+    """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
+    from fsdptrain.data.starter import read_starter
+    from fsdptrain.page import Page
+    from fsdptrain.validate.proposal import propose, show_proposal
 
+    dest = _new_recipe(dest)
+    starter = read_starter(data, model, dest)
+    with _screen_beside_result() as screen:
+        proposal = propose(starter, hardware, screen)
+    if proposal.text is None:
+        print(wrapped_for(_problems_text(proposal.outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+        sys.exit(proposal.outcome.exit_code)
+    _write_recipe(dest, proposal.text)
+    show_proposal(proposal, Page())
+    print(f"\n{dest}\nnext: fsdptrain validate {dest}")
+
+
+def _new_recipe(dest: Path) -> Path:
+    """Return the file of a recipe to be written; raise RecipeError if it exists."""
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already and is not overwritten")
-    text = starter_recipe(data, model, dest)
+    return dest
+
+
+def _write_recipe(dest: Path, text: str) -> None:
+    """Write a recipe to a new file."""
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    print(f"{dest}\nnext: fsdptrain validate {dest}")
 
 
 @recipes_app.command("list")
