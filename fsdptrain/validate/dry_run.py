@@ -110,8 +110,9 @@ def main() -> None:
             return
     with Forecaster() as forecaster:
         options = StepOptions(
-            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours
-        )
+            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours,
+            count_cards=not request.choose,
+        )  # fmt: skip
         dry_run(request.plan, findings, request.problems, request.build, options)
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:
