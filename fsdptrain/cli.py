@@ -604,7 +604,9 @@ def schema() -> None:
 
 @app.command()
 def init(
-    data: Annotated[str | None, typer.Option(help="file, glob, folder, or Hub data set")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="file, glob, folder or URL, also several times; or a Hub data set")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or local folder")] = None,
     foreign: Annotated[
         list[Path] | None,
@@ -616,27 +618,51 @@ def init(
         ),
     ] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
+    hardware: Annotated[
+        str | None, typer.Option(help="the GPUs to train on, such as 8xh100-80gb; default: those of this machine")
+    ] = None,
 ) -> None:
-    """Write a commented recipe for your data. The first rows of the data decide its format."""
+    """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
+    dest = _new_recipe(dest)
+    if foreign:
+        if data or model is not None or hardware is not None:
+            raise RecipeError("--from takes data and model from its files: leave out --data, --model and --hardware")
+        text, said = _converted(foreign, dest)
+        _write_recipe(dest, text)
+        print(wrapped_for("\n".join([*said, f"{dest}\nnext: fsdptrain validate {dest}"]), sys.stdout))
+        return
+    if not data or model is None:
+        raise RecipeError("give --data and --model, or the configuration of another tool with --from")
+    from fsdptrain.data.starter import read_starter
+    from fsdptrain.page import Page
+    from fsdptrain.validate.proposal import propose, show_proposal
+
+    starter = read_starter(data, model, dest)
+    with _screen_beside_result() as screen:
+        proposal = propose(starter, hardware, screen)
+    if proposal.text is None:
+        print(wrapped_for(_problems_text(proposal.outcome.problems), sys.stderr, extra_indent=2), file=sys.stderr)
+        sys.exit(proposal.outcome.exit_code)
+    _write_recipe(dest, proposal.text)
+    show_proposal(proposal, Page())
+    print(f"\n{dest}\nnext: fsdptrain validate {dest}")
+
+
+def _new_recipe(dest: Path) -> Path:
+    """Return the file of a recipe to be written; raise RecipeError if it exists."""
     dest = _expanded_path(dest)
     dest = dest / "recipe.yaml" if dest.is_dir() else dest
     if dest.exists():
         raise RecipeError(f"{dest} exists already and is not overwritten")
-    if foreign:
-        if data is not None or model is not None:
-            raise RecipeError("--from takes the data and the model from its files: leave --data and --model out")
-        text, said = _converted(foreign, dest)
-    elif data is None or model is None:
-        raise RecipeError("give --data and --model, or the configuration of another tool with --from")
-    else:
-        from fsdptrain.data.starter import starter_recipe
+    return dest
 
-        text, said = starter_recipe(data, model, dest), []
+
+def _write_recipe(dest: Path, text: str) -> None:
+    """Write a recipe to a new file."""
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    print(wrapped_for("\n".join([*said, f"{dest}\nnext: fsdptrain validate {dest}"]), sys.stdout))
 
 
 def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:

@@ -25,10 +25,11 @@ from terminal import run_on_terminal
 
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
+from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.columns import peek
-from fsdptrain.data.starter import starter_recipe
-from fsdptrain.errors import DISK_FULL_ERRNOS, RecipeError
+from fsdptrain.data.starter import read_starter
+from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
 
 COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
 
@@ -110,7 +111,7 @@ def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, mon
     for number, path in enumerate([*sorted(data.iterdir()), data, Path(data.name), Path(data.name) / "*.json"]):
         recipe = tmp_path / "recipes" / f"{number}.yaml"
         recipe.parent.mkdir(exist_ok=True)
-        recipe.write_text(starter_recipe(str(path), "org/name", recipe))
+        recipe.write_text(read_starter([str(path)], "org/name", recipe).text({}))
         written = load(recipe)
         monkeypatch.chdir("/")  # a relative path is also found from the folder of the recipe
         plan = make_plan(written, Topology("cpu", 1, 2))
@@ -119,27 +120,49 @@ def test_init_writes_a_recipe_that_reads_the_data(tmp_path: Path, kind: str, mon
         assert {field: found[field] for field in expected} == expected
 
 
-def test_a_recipe_of_init_states_facts_of_the_model_and_the_data(tmp_path: Path) -> None:
-    model, data = tmp_path / "model", tmp_path / "my rows.jsonl"
-    model.mkdir()
-    (model / "config.json").write_text('{"max_position_embeddings": 512}')
-    data.write_text('{"content": "a"}\n')
-    done = fsdptrain("init", "--data", data, "--model", model, tmp_path)
-    assert done.stdout.splitlines() == [
-        str(tmp_path / "recipe.yaml"),
-        f"next: fsdptrain validate {tmp_path}/recipe.yaml",
-    ]
-    text = (tmp_path / "recipe.yaml").read_text()
-    recipe = load(tmp_path / "recipe.yaml").recipe
-    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
-    assert (recipe.model.id, recipe.data.seq_len) == (str(model), 512), "not longer than the model's limit"
-    assert recipe.name == "model-my-rows" and recipe.data.columns == {"text": "content"}
-    assert "one of FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD\n" in text
-    plain = yaml.safe_load(
-        re.sub(r"# eval: (\{.*?\}) .*", r"eval: \1", text)
-    )  # the setting in the comment is valid too
-    (tmp_path / "with-eval.yaml").write_text(yaml.safe_dump({**plain, "eval": {"every": 100}}))
-    assert load(tmp_path / "with-eval.yaml").recipe.data.eval == {"fraction": 0.01}
+def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) -> None:
+    one, two, empty = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "empty"))
+    one.write_text('{"question": "a", "answer": "b"}\n')
+    two.write_text('{"question": "c", "answer": "d"}\n')
+    empty.write_text("")
+    dest = tmp_path / "recipe.yaml"
+    starter = read_starter([str(empty), str(one), str(two)], "org/name", dest)
+    dest.write_text(starter.text({}))
+    plan = make_plan(load(dest), Topology("cpu", 1, 2))
+    assert plan.recipe.data.path == plan.data_path == [str(empty), str(one), str(two)]
+    assert (plan.recipe.data.separator, plan.recipe.data.columns["prompt"]) == ("\n", "question")
+    with pytest.raises(RecipeError, match=r"data\.path: 'org/data' .* a list cannot hold data sets of the Hub"):
+        read_starter([str(one), "org/data"], "org/name", dest)
+    with pytest.raises(DataError, match=r"all 2 files are empty"):
+        read_starter(
+            [str(empty)] + [str(empty.with_name("void.txt")) for _ in [empty.with_name("void.txt").touch()]],
+            "org/name",
+            dest,
+        )
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"id": 5, "frage": "a", "antwort": "b"}\n')
+    with pytest.raises(DataError, match=r"data\.columns .* columns: \{prompt: frage, completion: antwort\}"):
+        read_starter([str(odd)], "org/name", dest)
+    for row, keys in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{format: prompt_completion, columns: {completion: chosen}}"),
+        ({"chosen": TALK, "rejected": TALK}, "{format: chat, columns: {messages: chosen}}"),
+    ):
+        odd.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match="preference data") as refused:
+            read_starter([str(odd)], "org/name", dest)
+        assert keys in str(refused.value)
+        data = Data(**yaml.safe_load(keys))
+        assert len(peek(str(odd), data)[1]) == 1, "the data is read as the message says"
+
+
+def test_init_refuses_a_model_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"--model: 'models/mine' does not exist in the folder models"):
+        read_starter(["rows.jsonl"], "models/mine", tmp_path / "recipe.yaml")
+    with pytest.raises(RecipeError, match=r"--model: 'models' has no config\.json"):
+        read_starter(["rows.jsonl"], "models", tmp_path / "recipe.yaml")
 
 
 def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -> None:
@@ -168,7 +191,7 @@ def test_init_refuses_what_it_cannot_do_and_overwrites_nothing(tmp_path: Path) -
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "~/of/mine.yaml", HOME=str(tmp_path))
     assert done.returncode == 0 and (tmp_path / "of" / "mine.yaml").is_file(), done.stderr
     with pytest.raises(RecipeError, match=r"^--data: 'ftp://host/x': ftp:// is not supported"):
-        starter_recipe("ftp://host/x", "org/name", recipe)
+        read_starter(["ftp://host/x"], "org/name", recipe)
     done = fsdptrain("init", "--data", rows, "--model", "org/name", "$X/mine.yaml")
     assert done.returncode == 2 and "variables such as $HOME are not expanded" in done.stderr
 

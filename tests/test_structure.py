@@ -19,7 +19,7 @@ ORDER = (
 LIGHT = ("", "config", "forecast", "launch")  # packages that import no torch; LIGHT_MODULES are in other packages
 LIGHT_MODULES = (
     "checkpoint.manifest", "checkpoint.verify", "validate.findings", "validate.summary", "validate.nodes",
-    "validate.client",
+    "validate.client", "validate.proposal",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {

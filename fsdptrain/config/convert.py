@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.reader import load_text, read_text, root_node, value_of_node
+from fsdptrain.config.reader import parse, read_recipe_text, root_node, value_of_node
 from fsdptrain.config.schema import FORMAT_FIELDS, Recipe, all_paths, value_at
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, IN_COPIES, Strategy
 from fsdptrain.config.syntax import yaml_text
@@ -96,7 +96,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     """Return the values of a file. Raise RecipeError if it is not a mapping of plain YAML."""
     problems: list[Problem] = []
     name = path.name
-    node = root_node(read_text(path), name, problems)
+    node = root_node(read_recipe_text(path), name, problems)
     value = value_of_node(node, "", f"{name}:1", problems) if node is not None else None
     if problems:
         raise RecipeError(problems[:1])
@@ -238,7 +238,7 @@ def _write(done: Conversion, source: str, dest: Path) -> None:
     while True:
         done.text = _recipe_text(done, source)
         try:
-            load_text(done.text, dest, [])
+            parse(done.text, dest.name, dest.resolve().parent, [])
             done.problems = []
             return
         except RecipeError as error:

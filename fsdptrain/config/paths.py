@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
@@ -43,8 +43,18 @@ def path_fault(path: str) -> str | None:
     return None
 
 
-def paths_of(recipe: Recipe) -> dict[str, str]:
-    """Return the values of a recipe that are paths or may be paths: key → value."""
+DataPath = str | list[str]  # data.path as it is written, and in a plan: one place, or a list of files and folders
+
+
+def places(path: DataPath | None) -> list[str]:
+    """Return the places that a data path names: one, those of a list, or none."""
+    if path is None:
+        return []
+    return path if isinstance(path, list) else [path]
+
+
+def paths_of(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the values of a recipe that are paths or may be paths: key → values."""
     held_out = recipe.data.eval or {}
     found: dict[str, Any] = {
         "output_dir": recipe.output_dir,
@@ -55,17 +65,17 @@ def paths_of(recipe: Recipe) -> dict[str, str]:
         "checkpoint.path": recipe.checkpoint.path,
         "data.eval": held_out.get("path") if isinstance(held_out, dict) else None,
     }
-    return {key: path for key, path in found.items() if isinstance(path, str)}
+    texts = {key: [each for each in places(path) if isinstance(each, str)] for key, path in found.items()}
+    return {key: each for key, each in texts.items() if each}
 
 
 def path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe that cannot be used as it is written."""
-    for key, path in paths_of(recipe).items():
-        if fault := path_fault(path):
-            yield Problem(fault, key)
-    for key in ("output_dir", "checkpoint.path", "data.path", "data.eval"):
-        if fault := url_fault(paths_of(recipe).get(key, "")):
-            yield Problem(fault, key)
+    may_be_urls = ("output_dir", "checkpoint.path", "data.path", "data.eval")
+    for key, paths in paths_of(recipe).items():
+        for path in paths:
+            if fault := path_fault(path) or (url_fault(path) if key in may_be_urls else None):
+                yield Problem(fault, key)
     run, checkpoints = recipe.output_dir.rstrip("/"), (recipe.checkpoint.path or "").rstrip("/")
     if URL.fullmatch(run) and f"{checkpoints}/".startswith(f"{run}/") and checkpoints != f"{run}/checkpoints":
         yield Problem(
@@ -154,9 +164,25 @@ def model_name_fault(name: str) -> str | None:
     )
 
 
-def is_hub_data(found: str) -> bool:
+def is_hub_data(found: DataPath) -> TypeGuard[str]:
     """Return whether the data that `find_data` found is on the Hub: not a path, and not a URL of an object store."""
-    return not Path(found).is_absolute() and not URL.fullmatch(found)
+    return isinstance(found, str) and not Path(found).is_absolute() and not URL.fullmatch(found)
+
+
+def find_all_data(path: DataPath, folder: Path, elsewhere: bool = False) -> DataPath:
+    """Return what `data.path` refers to, of a list every place, as `find_data` does.
+
+    Raises RecipeError for a Hub data set in a list, whose commit could not be kept, and NoData as `find_data` does.
+    """
+    if isinstance(path, str):
+        return find_data(path, folder, elsewhere)
+    found = [find_data(place, folder, elsewhere) for place in path]
+    if on_hub := next((place for place in found if is_hub_data(place)), None):
+        message = (
+            f"{shortened(on_hub)!r} is not a file or folder: a list cannot hold data sets of the Hub; name it alone"
+        )
+        raise RecipeError([Problem(message, "data.path")])
+    return found
 
 
 def find_data(path: str, folder: Path, elsewhere: bool = False) -> str:

@@ -26,6 +26,8 @@ from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.paths import (
+    DataPath,
+    find_all_data,
     find_data,
     is_folder,
     is_hub_data,
@@ -52,6 +54,9 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of the older version cannot be resumed.
 LAYOUT = 6
+
+
+FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Plan:
     version: str
     recipe: Recipe
     run_dir: str
-    data_path: str
+    data_path: DataPath
     eval_path: str | None
     topology: Topology
     replicas: int
@@ -211,6 +216,36 @@ class Plan:
             return train.steps
         assert train.epochs is not None  # a recipe without both is refused
         return max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+
+    def length_problem(self, blocks: int) -> Problem | None:
+        """Return the problem with `train.epochs` passes over `blocks` sequences; None if a step has no more of them.
+
+        Such a step would read the same rows several times, at one learning rate, and call that an epoch.
+        """
+        train = self.recipe.train
+        if train.steps is not None or train.global_batch_size <= blocks:
+            return None
+        counts = {each.topology.world_size for each in self.on_each_number()}
+        unit = train.micro_batch_size * math.lcm(*counts)
+        most = blocks // unit * unit
+        power = unit << max(0, (most // unit).bit_length() - 1)
+        way_out = f"use {most} or less" + (f", such as {power}" if power < most else "")
+        if not most:  # less than one micro-batch for every rank
+            way_out = "use fewer ranks, a smaller train.micro_batch_size or data.seq_len, or more data"
+        message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {blocks:,}: {way_out}"
+        return Problem(message, "train.global_batch_size")
+
+    def length_notes(self, blocks: int) -> list[str]:
+        """Return sentences on a run that reads rows several times a step, or that has few steps for its schedule."""
+        train, steps = self.recipe.train, self.total_steps(blocks)
+        if train.steps is None:
+            few = (
+                f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
+            )
+            return [few] if steps < FEW_STEPS else []
+        times = train.global_batch_size / blocks
+        again = f"a step of {train.global_batch_size} sequences reads the data ({blocks:,} sequences) {times:.1f} times"
+        return [again] if times > 1 else []
 
     def step_positions(self, step: int) -> range:
         """Return the positions in the endless data stream of the global batch of `step` (from 0)."""
@@ -345,15 +380,15 @@ def draft_plan(
     problems += _trust_problems(recipe) if trust_remote_code else []
     # Data on the Hub is read at data.revision, as part of its path.
     held_out, revision = recipe.data.eval or {}, recipe.data.revision
-    data_path = find_data(recipe.data.path or "", written.folder, elsewhere)
+    data_path = find_all_data(recipe.data.path or "", written.folder, elsewhere)
     eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
-    if revision is not None and not is_hub_data(data_path):
-        problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
-    elif revision is not None:
+    if revision is not None and is_hub_data(data_path):
         data = HubData.of(data_path)
         if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
             eval_path = str(HubData.of(eval_path).at(revision))
         data_path = str(data.at(revision))
+    elif revision is not None:
+        problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
     plan = Plan(
         version=__version__,
         recipe=recipe,

@@ -104,15 +104,15 @@ def load(path: Path, overrides: list[str] | None = None) -> LoadedRecipe:
     Raises RecipeError with every problem found: unknown keys, wrong types, values out of range, combinations that
     cannot be honoured, and keys that would have no effect.
     """
-    return load_text(read_text(path), path, overrides or [])
+    return parse(read_recipe_text(path), path.name, path.resolve().parent, overrides or [])
 
 
-def load_text(text: str, path: Path, overrides: list[str]) -> LoadedRecipe:
-    """Return the recipe with this text, which is or will be the file at `path`; raise RecipeError as `load` does."""
+def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRecipe:
+    """Read the text of a recipe, called `name` in messages and in `folder`; raises RecipeError as `load` does."""
     # Secrets come first and alone: other messages could repeat the line that contains one.
-    if problems := [*_secrets(text, path.name), *_override_secrets(overrides)]:
+    if problems := [*_secrets(text, name), *_override_secrets(overrides)]:
         raise RecipeError(problems)
-    written, overriding = _leaves_of_file(text, path.name, problems), _leaves_of_overrides(overrides, problems)
+    written, overriding = _leaves_of_file(text, name, problems), _leaves_of_overrides(overrides, problems)
     replaced = {ALTERNATIVES.get(leaf.path) for leaf in overriding if leaf.value is not None}
     leaves = [*(leaf for leaf in written if leaf.path not in replaced), *overriding]
     where = {leaf.path: leaf.where for leaf in leaves}
@@ -121,13 +121,13 @@ def load_text(text: str, path: Path, overrides: list[str]) -> LoadedRecipe:
     # Skip cross-field checks in sections that contain an invalid value: they would see the default in its place.
     faulty = {section for problem in problems for section in _sections(problem)}
     problems += [
-        dataclasses.replace(p, where=where.get(p.field or "", path.name))
+        dataclasses.replace(p, where=where.get(p.field or "", name))
         for p in cross_field_problems(recipe, where)
         if not faulty & {None, *_sections(p), *(["data"] if p.field == "eval.every" else [])}
     ]
     if problems:
         raise RecipeError(_readable(problems))
-    return LoadedRecipe(_with_optimizer_defaults(recipe, where), where, text, path.resolve().parent)
+    return LoadedRecipe(_with_optimizer_defaults(recipe, where), where, text, folder)
 
 
 def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
@@ -136,7 +136,7 @@ def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
     return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
 
 
-def read_text(path: Path) -> str:
+def read_recipe_text(path: Path) -> str:
     """Return the text of a recipe file. Raise RecipeError if it is not a regular file, too large, or not UTF-8."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may block; a device may never end

@@ -167,7 +167,7 @@ def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     data = recipe.data
     fields = (*FORMAT_FIELDS[data.format], *OPTIONAL_FIELDS.get(data.format, ()))
     if data.path is None:
-        yield Problem("is not set: give a file, a glob, a folder, or a Hub data set", "data.path")
+        yield Problem("is not set: give a file, a glob, a folder, a list of them, or a Hub data set", "data.path")
     for name in data.columns:
         if name not in fields:
             yield Problem(

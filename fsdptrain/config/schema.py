@@ -97,10 +97,11 @@ OPTIONAL_FIELDS = {"chat": ("tools",)}  # read if there is such a column
 class Data:
     """The training data, and how its rows become blocks of tokens."""
 
-    path: str | None = key(
+    path: Any = key(
         None,
-        "file, glob or folder, also in an object store (s3://BUCKET/…, gs://, az://), or a Hub data set as "
-        "org/name[:config[:split]]",
+        "file, glob or folder, also in an object store (s3://BUCKET/…, gs://, az://), a list of them, or a Hub data "
+        "set as org/name[:config[:split]]",
+        forms=(None, str, list[str]),
     )
     revision: str | None = key(
         None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"

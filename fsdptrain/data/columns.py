@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
+from fsdptrain.config.paths import DataPath
 from fsdptrain.config.schema import FORMAT_FIELDS, Data
 from fsdptrain.config.syntax import yaml_text
-from fsdptrain.data.readers import BATCH_ROWS, Source, type_name
+from fsdptrain.data.readers import BATCH_ROWS, READ_ON, Source, broken_rows_error, type_name
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
 
@@ -36,25 +37,37 @@ SHAREGPT_ROLES = {
 PEEKED_ROWS = 8
 
 
-def peek(path: str, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the columns behind a path and its first rows, checked; the other rows are not read.
+def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the columns behind a path and its first rows, of which a batch is checked; the others are not read.
 
     Raises DataError as `open_sources` and `read_rows` do.
     """
     source = first_source(path)
-    return source.columns, next(read_rows(source, data, PEEKED_ROWS), [])
+    return source.columns, next(read_rows(source, data, None), [])[:PEEKED_ROWS]
 
 
-def column_names(path: str) -> list[str]:
+def column_names(path: DataPath) -> list[str]:
     """Return the columns behind a path; raises DataError as `open_sources` does."""
     return first_source(path).columns
 
 
 def read_rows(source: Source, data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
+    """Yield batches of the rows of one source, as `read_all_rows` does."""
+    return read_all_rows([source], data, limit)
+
+
+def read_all_rows(sources: Iterable[Source], data: Data, limit: int | None) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of rows with the format's fields, every value checked; conversations also with their `place`.
 
-    Raises DataError with the row's place for a missing column, a null or a value of the wrong type.
+    Raises DataError for a missing column, and for rows that are broken, have a null or a value of the wrong type: up to
+    MOST_BROKEN of them at once, each with its place.
     """
+    rows = islice(chain.from_iterable(_checked_rows(source, data) for source in sources), limit)
+    yield from iter(partial(_next_batch, _until_broken(rows)), [])
+
+
+def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataError]:
+    """Yield each row of a source with the format's fields, or what is wrong with it; raise for a missing column."""
     columns = columns_of(data)
     wanted = list(dict.fromkeys(name for names in columns.values() for name in names))
     if missing := [name for name in wanted if name not in source.columns]:
@@ -69,8 +82,26 @@ def read_rows(source: Source, data: Data, limit: int | None) -> Iterator[list[di
             raise DataError(f"{source.name}: no column {tools!r}, which data.columns names for tools")
         check = partial(_conversation_fields, columns["messages"][0], tools)
         wanted += [tools] if tools in source.columns else []
-    checked = (check(row, place) for place, row in islice(source.rows(wanted), limit))
-    yield from iter(partial(_next_batch, checked), [])
+    for place, row in source.rows(wanted):
+        try:
+            yield row if isinstance(row, DataError) else check(row, place)
+        except DataError as error:
+            yield error
+
+
+def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[str, Any]]:
+    """Yield rows up to the first that is broken; then read on for others, and raise DataError."""
+    for row in rows:
+        if isinstance(row, DataError):
+            broken, read = [row], 0
+            try:
+                for later in islice(rows, READ_ON):
+                    read += 1
+                    broken += [later] if isinstance(later, DataError) else []
+            except DataError as error:  # a fault of a whole file
+                broken.append(error)
+            raise broken_rows_error(broken, read)
+        yield row
 
 
 def columns_of(data: Data) -> dict[str, list[str]]:
@@ -79,7 +110,7 @@ def columns_of(data: Data) -> dict[str, list[str]]:
     return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
 
 
-def describe_columns(path: str, data: Data) -> str:
+def describe_columns(path: DataPath, data: Data) -> str:
     """Return which columns are read as what, for a message: `instruction + input as prompt, output as completion`."""
     parts = [
         field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
@@ -87,8 +118,8 @@ def describe_columns(path: str, data: Data) -> str:
     if data.format == "chat":
         source = first_source(path)
         [column] = columns_of(data)["messages"]
-        _, row = next(source.rows([column]), ("", {})) if column in source.columns else ("", {})
-        if isinstance(messages := row.get(column), list) and any(map(_is_sharegpt, messages)):
+        rows = (row for _, row in source.rows([column]) if isinstance(row, dict) and column in source.columns)
+        if isinstance(messages := next(rows, {}).get(column), list) and any(map(_is_sharegpt, messages)):
             parts[0] += " (ShareGPT: from as role, value as content)"
         if (tools := data.columns.get("tools", "tools")) in source.columns:
             parts.append("tools" if tools == "tools" else f"{tools} as tools")
@@ -112,13 +143,62 @@ def guess_format(available: list[str]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
+def seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | None:
+    """Return the first place where no white space separates a prompt and its completion; None if there is none."""
+    for row in rows:
+        prompt, completion = row["prompt"] + separator, row["completion"]
+        if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
+            return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
+    return None
+
+
+def is_preference(available: Iterable[str]) -> bool:
+    """Return whether columns of these names hold preferences: an answer that was chosen, and one that was rejected."""
+    return {"chosen", "rejected"} <= set(available)
+
+
+def preference_advice(available: list[str], row: dict[str, Any]) -> str:
+    """Return what preference data is, and how its chosen answers can be trained on; `row` is one of its rows."""
+    form, columns = "prompt_completion", {"completion": "chosen"}
+    if isinstance(row.get("chosen"), list):  # whole conversations
+        form, columns = "chat", {"messages": "chosen"}
+    elif "prompt" not in available:
+        form, columns = "text", {"text": "chosen"}
+    return (
+        "This is preference data (chosen, rejected), and training on preferences (DPO, reward models) is not supported "
+        "(yet); to fine-tune on the chosen answers, read them as "
+        f"data: {{format: {form}, columns: {yaml_text(columns)}}}"
+    )
+
+
+def unknown_columns_error(path: DataPath) -> DataError:
+    """Return the error for data whose columns match no format: how to name them, with an example of its own columns."""
+    source = first_source(path)
+    available = source.columns
+    row = next((row for _, row in source.rows(available) if isinstance(row, dict)), {})
+    if is_preference(available):
+        return DataError(f"{source.name}: {preference_advice(available, row)}")
+    texts = [name for name in available if isinstance(row.get(name), str)]
+    lists = [name for name in available if isinstance(row.get(name), list)]
+    form = "chat" if lists else "prompt_completion" if len(texts) > 1 else "text"
+    example = dict(zip(FORMAT_FIELDS[form], lists or texts, strict=False)) or {"text": "COLUMN"}
+    formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
+    return DataError(
+        f"{source.name}: its columns match no format ({formats}); columns: {listed(available)}. Name those to read in "
+        f"data.columns of a recipe, for example data: {{format: {form}, columns: {yaml_text(example)}}}"
+    )
+
+
 def _missing_column_message(missing: str, available: list[str], data: Data) -> str:
     """Return the message for a missing column: the columns there are, and how they could be read."""
     message = f"no column {shortened(missing)!r}, which format {data.format} needs; columns: {listed(available)}. "
     likely = guess_format(available)
+    if likely is None and is_preference(available):
+        return f"{message}{preference_advice(available, {})}"
     if likely is None:
-        fields = [field for field, names in columns_of(data).items() if missing in names]
-        return f"{message}Name the column in data.columns: {{{fields[0]}: …}}"
+        fields = FORMAT_FIELDS[data.format]
+        example = dict(zip(fields, available, strict=False)) if len(available) >= len(fields) else {fields[0]: "…"}
+        return f"{message}Name the columns to read in data.columns, for example {yaml_text(example)}"
     form, columns = likely
     keys = [f"format: {form}"] * (form != data.format) + [f"columns: {yaml_text(columns)}"] * bool(columns)
     return f"{message}They fit data: {{{', '.join(keys)}}}"

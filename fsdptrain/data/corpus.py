@@ -26,17 +26,18 @@ import numpy as np
 import torch
 
 from fsdptrain import __version__
+from fsdptrain.config.paths import DataPath, places
 from fsdptrain.config.plan import LAYOUT, Plan
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
-from fsdptrain.data.columns import read_rows
+from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.encode import TRAINED, Encoder
 from fsdptrain.data.pack import Ints, cut_and_pack
-from fsdptrain.data.sources import DIGEST_FILE, data_stamps, fingerprint, open_sources, readable_files
+from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import DataError
+from fsdptrain.errors import DataError, listed
 from fsdptrain.events import Progress
-from fsdptrain.text import share
+from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
 
@@ -256,7 +257,7 @@ def row_notes(train: EncodedRows, held_out: EncodedRows) -> tuple[list[str], lis
 
 
 def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
-    """Return sentences on rows that are lost, as a whole or in part, and on those that are only divided."""
+    """Return sentences on rows that are lost, as a whole or in part, and on what else was done with the data."""
     notes, limit = rows.notes, f"{rows.seq_len:,} tokens"
     lost = {
         "dropped": "dropped: no trained token" + f" in the first {limit}" * bool(notes["cut"]),
@@ -267,6 +268,8 @@ def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
         [f"{share(notes[what], notes['rows'], 'row')} {text}" for what, text in texts.items() if notes[what]]
         for texts in (lost, divided)
     )
+    if empty := notes.get("empty_files"):
+        found_divided.append(f"{counted(empty, 'empty file')} skipped")
     if notes.get("divided"):
         found_divided.append("one text is longer than the held-out share: its last part is held out, the rest trained")
     return found_lost, found_divided
@@ -335,7 +338,7 @@ def choose_held_out(
 
 
 def open_rows(
-    path: str, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
+    path: DataPath, data: Data, tokenizer: Any, max_rows: int | None, progress: Progress, day: date | None = None
 ) -> EncodedRows:
     """Return the rows of a data path from the cache, made by the first process that needs them.
 
@@ -353,7 +356,7 @@ def open_rows(
     def write(folder: Path) -> None:
         _write_rows(folder, path, data, Encoder(tokenizer, data, day), max_rows, progress)
         if data_stamps(path) != before:
-            raise DataError(f"{path} changed while it was read: run again when nothing writes to it")
+            raise DataError(f"{listed(places(path))} changed while it was read: run again when nothing writes to it")
 
     folder = cached_folder("data", key, write)
     flat: dict[str, Any] = {name: np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _STREAMS.items()}
@@ -370,28 +373,37 @@ def open_rows(
 _STREAMS: dict[str, Any] = {"tokens": np.uint32, "trained": np.bool_}
 
 
-def _write_rows(folder: Path, path: str, data: Data, encode: Encoder, max_rows: int | None, progress: Progress) -> None:
+def _write_rows(
+    folder: Path, path: DataPath, data: Data, encode: Encoder, max_rows: int | None, progress: Progress
+) -> None:
     """Tokenise every row into flat files."""
     sources = open_sources(path)
-    total = sum(len(source) for source in sources)
-    total = min(total, max_rows) if max_rows is not None else total
+    available = sum(len(source) for source in sources)
+    total = min(available, max_rows) if max_rows is not None else available
     ends, done, labels, digest = array("q", [0]), 0, 0, hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as trained:
-        for source in sources:
-            for batch in read_rows(source, data, None if max_rows is None else max_rows - done):
-                for ids, mask in encode(batch):
-                    row = array("I", ids).tobytes()
-                    tokens.write(row)
-                    trained.write(mask)
-                    ends.append(ends[-1] + len(ids))
-                    digest.update(len(ids).to_bytes(8) + row + mask)
-                    labels += mask.count(TRAINED, 1)  # nothing predicts the first token of a row
-                done += len(batch)
-                progress("tokenise", done, total)
+        for batch in read_all_rows(sources, data, max_rows):
+            for ids, mask in encode(batch):
+                row = array("I", ids).tobytes()
+                tokens.write(row)
+                trained.write(mask)
+                ends.append(ends[-1] + len(ids))
+                digest.update(len(ids).to_bytes(8) + row + mask)
+                labels += mask.count(TRAINED, 1)  # nothing predicts the first token of a row
+            done += len(batch)
+            progress("tokenise", done, total)
     if ends[-1] == 0:
-        raise DataError(f"{path}: none of the {done} rows has a trained token")
+        raise DataError(f"{listed(places(path))}: none of the {done} rows has a trained token")
     np.save(folder / "lengths.npy", np.array(encode.lengths))
     np.save(folder / "ends.npy", np.array(ends))
-    notes = {"rows": done, **encode.counts, "tokens": int(ends[-1]), "label_tokens": labels}
+    empty = max(0, count_files(path) - len(sources))
+    notes = {
+        "rows": done,
+        "available": available,
+        "empty_files": empty,
+        **encode.counts,
+        "tokens": int(ends[-1]),
+        "label_tokens": labels,
+    }
     (folder / "notes.json").write_text(json.dumps(notes), encoding="utf-8")
     (folder / DIGEST_FILE).write_text(digest.hexdigest(), encoding="ascii")

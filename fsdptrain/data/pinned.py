@@ -48,7 +48,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     paths = {path: str(HubData.of(path).at(commit)) for path, commit in commits.items() if commit}
     return dataclasses.replace(
         plan,
-        data_path=paths.get(plan.data_path, plan.data_path),
+        data_path=paths.get(plan.data_path, plan.data_path) if isinstance(plan.data_path, str) else plan.data_path,
         eval_path=paths.get(plan.eval_path, plan.eval_path) if plan.eval_path else None,
     )
 

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,26 @@ CONVERSIONS = {
 }
 
 
-Rows = Iterator[tuple[str, dict[str, Any]]]  # (the row's place, `file:line` or `file, row 3`; column → value)
+Rows = Iterator[
+    tuple[str, dict[str, Any] | DataError]
+]  # (the row's place, `file:line` or `file, row 3`; column → value, or what is wrong with it)
+
+
+class EmptyFile(DataError):
+    """A file without rows: not an error beside other files."""
+
+
+MOST_BROKEN = 10  # rows that a message lists
+
+
+READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
+
+
+def broken_rows_error(broken: list[DataError], read: int) -> DataError:
+    """Return one error for these broken rows, up to MOST_BROKEN of them; `read` rows were read after the first."""
+    among = f" in the {read + 1:,} rows from there, after which reading stopped" if read >= READ_ON else ""
+    count = [f"{len(broken):,} broken rows{among}, of which the first {MOST_BROKEN} are listed"]
+    return DataError("\n  ".join([*map(str, broken[:MOST_BROKEN]), *(count if len(broken) > MOST_BROKEN else [])]))
 
 
 csv.field_size_limit(sys.maxsize)  # a document may be longer than csv's own limit of 128 KiB
@@ -94,17 +114,16 @@ def open_file(file: DataFile, count_rows: bool = True) -> Source:
     with file_errors(file):
         size = file.path.stat().st_size
     if size == 0:
-        raise DataError(f"{file} is empty")
+        raise EmptyFile(f"{file} is empty")
     if kind == ".parquet":
         source = _open_parquet(file)
     else:
         reader = _TEXT_READERS[kind]
-        place, first = next(reader(file), ("", {}))
-        columns = list(first) if kind not in (".csv", ".tsv") else _csv_header(file)
-        count = sum(1 for _ in reader(file)) if count_rows else bool(place)
+        columns = _csv_header(file) if kind in (".csv", ".tsv") else _columns_of_first(reader(file))
+        count = sum(1 for _ in reader(file)) if count_rows else sum(1 for _ in islice(reader(file), 1))
         source = Source(str(file), columns, count, lambda _columns: reader(file))
     if source.count < 1:  # the count in a damaged parquet file may even be negative
-        raise DataError(f"{file} has no rows")
+        raise EmptyFile(f"{file} has no rows")
     return source
 
 
@@ -162,8 +181,9 @@ def _json_lines(file: DataFile) -> Rows:
             try:
                 value = json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: not a JSON object: {error}") from None
-            yield place, _check_object(value, place)
+                yield place, DataError(f"{place}: not a JSON object: {error}")
+            else:
+                yield place, _object_or_broken(value, place)
 
 
 def _json(file: DataFile) -> Rows:
@@ -178,7 +198,7 @@ def _json(file: DataFile) -> Rows:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
-        yield f"{file}, row {number}", _check_object(row, f"{file}, row {number}")
+        yield f"{file}, row {number}", _object_or_broken(row, f"{file}, row {number}")
 
 
 def _is_json(text: str) -> bool:
@@ -201,10 +221,22 @@ def _full_text(file: DataFile) -> str:
     return "".join(lines)
 
 
-def _check_object(value: Any, place: str) -> dict[str, Any]:
+def _object_or_broken(value: Any, place: str) -> dict[str, Any] | DataError:
     if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object, got {type_name(value)}")
+        return DataError(f"{place}: expected a JSON object, got {type_name(value)}")
     return value
+
+
+def _columns_of_first(rows: Rows) -> list[str]:
+    """Return the columns of the first row that is not broken; raise DataError if all that are read are broken."""
+    broken: list[DataError] = []
+    for _, row in islice(rows, READ_ON):
+        if isinstance(row, dict):
+            return list(row)
+        broken.append(row)
+    if broken:
+        raise broken_rows_error(broken, len(broken) - 1)
+    return []
 
 
 def _delimiter(file: DataFile) -> str:
@@ -227,8 +259,9 @@ def _csv(file: DataFile) -> Rows:
         number = reader.line_num + 1
         for values in reader:
             if len(values) > len(header):
-                raise DataError(f"{file}:{number}: {len(values)} values for {len(header)} columns")
-            if values:
+                message = f"{file}:{number}: {len(values)} values for {len(header)} columns"
+                yield f"{file}:{number}", DataError(message)
+            elif values:
                 yield f"{file}:{number}", dict(zip(header, values, strict=False))
             number = reader.line_num + 1
     except csv.Error as error:

@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.paths import data_kind, is_hub_data, matching_paths
+from fsdptrain.config.paths import DataPath, data_kind, is_hub_data, matching_paths, places
 from fsdptrain.config.plan import HubData
 from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
@@ -18,6 +18,7 @@ from fsdptrain.data.objects import StoredObject, fetch, list_objects
 from fsdptrain.data.readers import (
     SUPPORTED,
     DataFile,
+    EmptyFile,
     Source,
     conversion_advice,
     file_errors,
@@ -63,59 +64,69 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def stored_objects(path: str) -> tuple[StoredObject, ...]:
-    """Return the objects behind a URL; none for a local path or a Hub data set. Raises as `list_objects` does."""
-    return list_objects(path) if URL.fullmatch(path) else ()
+def _found(path: DataPath) -> list[DataFile | StoredObject]:
+    """Return the files and objects behind every place of a path, each once; none for a Hub data set."""
+    found: dict[str, DataFile | StoredObject] = {}
+    for place in places(path):
+        if URL.fullmatch(place):
+            found |= {str(each.place): each for each in list_objects(place)}
+        else:
+            found |= {str(file): DataFile(file, str(file)) for file in data_files(place)}
+    return list(found.values())
 
 
-def readable_files(path: str, limit: int | None = None, progress: Progress = lambda *_: None) -> list[DataFile]:
+def stored_objects(path: DataPath) -> list[StoredObject]:
+    """Return the objects behind the URLs of a path; none for local files and Hub data. Raises as `list_objects`."""
+    return [each for each in _found(path) if isinstance(each, StoredObject)]
+
+
+def readable_files(path: DataPath, limit: int | None = None, progress: Progress = lambda *_: None) -> list[DataFile]:
     """Return the files behind a path, or its first `limit` ones; objects are downloaded. None for a Hub data set.
 
     Raises as `data_files`, `list_objects` and `fetch` do.
     """
-    if objects := stored_objects(path)[:limit]:
-        fetch(objects, progress)
-        return [DataFile(each.copy, str(each.place)) for each in objects]
-    return [DataFile(file, str(file)) for file in data_files(path)[:limit]]
+    found = _found(path)[:limit]
+    fetch([each for each in found if isinstance(each, StoredObject)], progress)
+    return [_downloaded(each) for each in found]
 
 
-def count_files(path: str) -> int:
+def count_files(path: DataPath) -> int:
     """Return the number of files behind a path; 0 for a Hub data set."""
-    return len(stored_objects(path) or data_files(path))
+    return len(_found(path))
 
 
-def bytes_to_download(path: str) -> int:
-    """Return the bytes of the objects behind a URL of which the cache has no copy; 0 for anything else."""
+def bytes_to_download(path: DataPath) -> int:
+    """Return the bytes of the objects behind a path of which the cache has no copy; 0 for anything else."""
     return sum(each.size for each in stored_objects(path) if not each.is_here)
 
 
-def data_stamps(path: str) -> list[tuple[str, int, int]]:
+def data_stamps(path: DataPath) -> list[tuple[str, int, int]]:
     """Return (name, bytes, mtime in ns) of every data file, to compare before and after reading them."""
-    stamps = []
-    for file in readable_files(path):
-        with file_errors(file):
-            status = file.path.stat()
-        stamps.append((file.name, status.st_size, status.st_mtime_ns))
-    return stamps
+    return [_stamp(file) for file in readable_files(path)]
 
 
-def fingerprint(path: str) -> str:
+def _stamp(file: DataFile) -> tuple[str, int, int]:
+    with file_errors(file):
+        status = file.path.stat()
+    return file.name, status.st_size, status.st_mtime_ns
+
+
+def fingerprint(path: DataPath) -> str:
     """Return a SHA-256 over the type and content of every data file, or over a Hub data set's name and commit.
 
     From QUICKLY_READ on they are read by one process of a node only: their digest is cached, until a file is changed.
     The copies of objects do not change: their digest is cached by URL, size and ETag.
     """
-    files = readable_files(path)
-    if not files:
+    files, objects = readable_files(path), stored_objects(path)
+    if is_hub_data(path):
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    if objects := stored_objects(path):
-        states: list[Any] = [(str(each.place), each.size, each.etag) for each in objects]
-        size, changed_s = sum(each.size for each in objects), 0.0
-    else:
-        states = [_state(file) for file in files]
-        size, changed_s = sum(size for _, _, size, _ in states), max(max(changes) for *_, changes in states) / 1e9
+    copies = {str(each.place) for each in objects}
+    local = [_state(file) for file in files if file.name not in copies]
+    states: list[Any] = [*((str(each.place), each.size, each.etag) for each in objects), *local]
+    size = sum(each.size for each in objects) + sum(size for _, _, size, _ in local)
+    changed_s = max((max(changes) for *_, changes in local), default=0) / 1e9
     if size < QUICKLY_READ or time.time() - changed_s < SETTLED_S:
         return _digest(files)
 
@@ -144,20 +155,20 @@ def _digest(files: list[DataFile]) -> str:
     return digest.hexdigest()
 
 
-def quick_fingerprint(path: str, budget: int) -> str:
+def quick_fingerprint(path: DataPath, budget: int) -> str:
     """Return a SHA-256 over the type, the size and the beginning of every data file; at most `budget` bytes are read.
 
     Files that have fewer bytes together are read as a whole. For a Hub data set it is that of `fingerprint`; of objects
     it is made from what the store lists, the type, size and ETag of each. Raises NoData for a local path without files.
     """
-    if objects := stored_objects(path):
-        listed = [(data_kind(each.place.name), each.size, each.etag) for each in objects]
-        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-    files, digest = data_stamps(path), hashlib.sha256()
-    if not files and Path(path).is_absolute():
-        raise NoData(f"data.path: {shortened(path)!r} was not found")
-    if not files:
+    if is_hub_data(path):
         return fingerprint(path)
+    found, digest = _found(path), hashlib.sha256()
+    if not found:
+        raise NoData(f"data.path: {shortened(', '.join(places(path)))!r} was not found")
+    listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, StoredObject)]
+    digest.update(json.dumps(listed).encode())
+    files = [_stamp(file) for file in found if isinstance(file, DataFile)]
     whole = sum(size for _, size, _ in files) <= budget
     for name, size, _ in files:
         digest.update(f"{data_kind(name)} {size}".encode() + b"\0")
@@ -169,26 +180,60 @@ def quick_fingerprint(path: str, budget: int) -> str:
     return digest.hexdigest()
 
 
-def open_sources(path: str) -> list[Source]:
-    """Open every file of a local path or a URL, or the Hub data set `org/name[:config[:split]][@revision]`.
+def open_sources(path: DataPath) -> list[Source]:
+    """Open every file of local paths and URLs, or the Hub data set `org/name[:config[:split]][@revision]`.
 
-    Raises DataError for an unreadable, empty or unsupported file, naming the line where there is one; NoData when the
-    data is not on this machine and cannot be downloaded.
+    Empty files are left out. Raises DataError for an unreadable or unsupported file, naming the line where there is
+    one, and if all files are empty; NoData when the data is not on this machine and cannot be downloaded.
     """
-    files = readable_files(path)
     if is_hub_data(path):
         return [open_hub_data(path)]
-    if not Path(path).exists() and not files:
-        raise NoData(f"data.path: {shortened(path)!r} was not found")
-    if not files:
-        raise DataError(f"data.path: no data files in {path} (supported: {SUPPORTED}){_conversion_hint(path)}")
-    return [open_file(file) for file in files]
+    _check_places(path)
+    return list(_open_files(readable_files(path), count_rows=True))
 
 
-def first_source(path: str) -> Source:
-    """Open the first file behind a path without counting its rows; raises as `open_sources` does."""
-    files = readable_files(path, limit=1)
-    return open_file(files[0], count_rows=False) if files else open_sources(path)[0]
+def first_source(path: DataPath) -> Source:
+    """Open the first file with rows behind a path without counting them; raises as `open_sources` does."""
+    if is_hub_data(path):
+        return open_hub_data(path)
+    _check_places(path)
+    return next(_open_files(map(_downloaded, _found(path)), count_rows=False))
+
+
+def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[Source]:
+    """Open one file after another, without those that are empty; raise DataError if all of them are."""
+    empty = []
+    opened = False
+    for file in files:
+        try:
+            source = open_file(file, count_rows)
+        except EmptyFile as error:
+            empty.append(error)
+            continue
+        opened = True
+        yield source
+    if not opened:
+        raise DataError(
+            str(empty[0]) if len(empty) == 1 else f"all {len(empty)} files are empty; the first: {empty[0]}"
+        )
+
+
+def _downloaded(found: DataFile | StoredObject) -> DataFile:
+    """Return a file that can be read; an object is downloaded first."""
+    if isinstance(found, DataFile):
+        return found
+    fetch([found])
+    return DataFile(found.copy, str(found.place))
+
+
+def _check_places(path: DataPath) -> None:
+    """Raise NoData for a local place that does not exist, and DataError for one without data files."""
+    for place in places(path):
+        if URL.fullmatch(place) or data_files(place):
+            continue
+        if not Path(place).exists():
+            raise NoData(f"data.path: {shortened(place)!r} was not found")
+        raise DataError(f"data.path: no data files in {place} (supported: {SUPPORTED}){_conversion_hint(place)}")
 
 
 def _conversion_hint(folder: str) -> str:

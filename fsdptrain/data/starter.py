@@ -1,18 +1,27 @@
-"""A first recipe for some data and a model, with comments: `fsdptrain init`."""
+"""The text of a first recipe for some data and a model, with comments: `fsdptrain init`."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fsdptrain.config.paths import find_data, model_name_fault, path_fault
-from fsdptrain.config.schema import FORMAT_FIELDS, Data, long_row_treatment
+from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
+from fsdptrain.config.schema import Data, long_row_treatment
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.config.syntax import yaml_text
-from fsdptrain.data.columns import column_names, describe_columns, guess_format, peek
-from fsdptrain.errors import DataError, Problem, RecipeError, listed, shortened
+from fsdptrain.data.columns import (
+    column_names,
+    describe_columns,
+    guess_format,
+    peek,
+    seam_without_space,
+    unknown_columns_error,
+)
+from fsdptrain.errors import Problem, RecipeError, shortened
 from fsdptrain.storage import url_fault
 
 RECIPE = """\
@@ -33,53 +42,104 @@ data:
   path: {path}
   format: {form} # {fields}
 {columns}  seq_len: {seq_len} # tokens of a sequence; rows are packed into sequences, and longer ones are {long_rows}
-  # eval: {{fraction: 0.01}} # share of the tokens to hold out; then also set eval: {{every: 100}} (steps)
+  {held_out}
 
-fsdp:
+{forecast}fsdp:
   strategy: {strategy} # one of {strategies}
-  activation_checkpointing: none # selective or full: less memory, more time
-
+  activation_checkpointing: {recomputed} # selective or full: less memory, more time
+{fsdp}
 optim: {{lr: 2e-5}}
 train:
-  epochs: 1
-  global_batch_size: 64 # sequences of one optimizer step, over all ranks
-  micro_batch_size: 1 # sequences that a rank computes at a time
-checkpoint: {{every: 500}} # steps
+  epochs: {epochs}
+  global_batch_size: {batch} # sequences of one optimizer step, over all ranks
+  micro_batch_size: {micro} # sequences that a rank computes at a time
+checkpoint: {{every: {checkpoint}}} # steps
+log: {{every: {log}}} # steps
 """
 
 
-def starter_recipe(data: str, model: str, dest: Path) -> str:
-    """Return the text of a recipe, to be written to `dest`, that trains `model` on `data`, read by its column names.
+NOT_HELD_OUT = "# eval: {fraction: 0.05} # share of the tokens to hold out; then also set eval: {every: 10} (steps)"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A recipe without sizes: the model, and how the data is read. `dest` is where it is written."""
+
+    dest: Path
+    model: str
+    path: DataPath
+    read_as: Data
+    described: str  # which columns are read as what
+
+    def text(self, keys: Mapping[str, Any], forecast: Sequence[str] = ()) -> str:
+        """Return the recipe with these values: dotted path → value. `forecast` are comments on the strategy."""
+        fraction = (keys.get("data.eval") or {}).get("fraction")
+        held_out = f"eval: {{fraction: {fraction}}} # share of the tokens to hold out" if fraction else NOT_HELD_OUT
+        extras = {"columns": self.read_as.columns, "separator": self.read_as.separator}
+        written = {"fsdp.strategy", "fsdp.activation_checkpointing"}
+        fsdp = {
+            path.removeprefix("fsdp."): value
+            for path, value in keys.items()
+            if path.startswith("fsdp.") and path not in written and value is not None
+        }
+        text = RECIPE.format(
+            dest=self.dest,
+            name=_run_name(self.model, self.path if isinstance(self.path, str) else self.path[0]),
+            model=yaml_text(self.model),
+            path=yaml_text(self.path),
+            form=self.read_as.format,
+            fields=_one_line(self.described),
+            columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
+            seq_len=keys.get("data.seq_len", 2048),
+            long_rows=long_row_treatment(self.read_as),
+            held_out=held_out,
+            forecast="".join(f"# {line}\n" for line in forecast),
+            strategy=keys.get("fsdp.strategy", DEFAULT_STRATEGY),
+            strategies=", ".join(Strategy),
+            recomputed=yaml_text(keys.get("fsdp.activation_checkpointing", "none")),
+            fsdp="".join(f"  {name}: {yaml_text(value)}\n" for name, value in fsdp.items()),
+            epochs=keys.get("train.epochs", 1),
+            batch=keys.get("train.global_batch_size", 64),
+            micro=keys.get("train.micro_batch_size", 1),
+            checkpoint=keys.get("checkpoint.every", 500),
+            log=keys.get("log.every", 1),
+        )
+        return text + (f"eval: {{every: {keys['eval.every']}}} # steps\n" if fraction else "")
+
+
+def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
+    """Look at the model's name and the first rows of the data: what its columns are, and how they are read.
 
     Raises DataError for data that is missing, cannot be read, or whose columns match no format, and RecipeError for a
     model that is neither a folder nor a Hub id and for a path or URL that cannot be used.
     """
-    if fault := model_name_fault(model):
+    if fault := model_name_fault(model) or _missing_model(model):
         raise RecipeError([Problem(fault, "--model")])
-    if fault := path_fault(data) or url_fault(data):
-        raise RecipeError([Problem(fault, "--data")])
-    found = find_data(data, Path.cwd())
-    available = column_names(found)
-    likely = guess_format(available)
+    for each in data:
+        if fault := path_fault(each) or url_fault(each):
+            raise RecipeError([Problem(fault, "--data")])
+    written: DataPath = data[0] if len(data) == 1 else list(data)
+    found = find_all_data(written, Path.cwd())
+    likely = guess_format(column_names(found))
     if likely is None:
-        formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
-        raise DataError(f"{data}: its columns match no format ({formats}); columns: {listed(available)}")
+        raise unknown_columns_error(found)
     form, columns = likely
     read_as = Data(format=form, columns=columns)  # type: ignore[arg-type]
-    peek(found, read_as)
-    return RECIPE.format(
-        dest=dest,
-        name=_run_name(model, data),
-        model=yaml_text(model),
-        path=yaml_text(_path_from_recipe(data, found, dest)),
-        form=form,
-        fields=_one_line(describe_columns(found, read_as)),
-        columns=f"  columns: {yaml_text(columns)}\n" if columns else "",
-        seq_len=_sequence_length(model),
-        long_rows=long_row_treatment(read_as),
-        strategy=DEFAULT_STRATEGY,
-        strategies=", ".join(Strategy),
-    )
+    _, rows = peek(found, read_as)
+    if form == "prompt_completion" and seam_without_space(rows, ""):
+        read_as.separator = "\n"
+    places = [
+        _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)
+    ]
+    return Starter(dest, model, places[0] if len(places) == 1 else places, read_as, describe_columns(found, read_as))
+
+
+def _missing_model(model: str) -> str | None:
+    """Return what is wrong with a name that could be a Hub id, but is a path on this machine; None for nothing."""
+    if is_folder(model):
+        return None if (Path(model) / "config.json").is_file() else f"{shortened(model)!r} has no config.json"
+    folder = model.rpartition("/")[0]
+    return f"{shortened(model)!r} does not exist in the folder {folder}" if folder and is_folder(folder) else None
 
 
 def _path_from_recipe(data: str, found: str, dest: Path) -> str:
@@ -92,15 +152,6 @@ def _path_from_recipe(data: str, found: str, dest: Path) -> str:
 def _run_name(model: str, data: str) -> str:
     words = [Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0]]
     return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-.") or "run"
-
-
-def _sequence_length(model: str, usual: int = 2048) -> int:
-    """Return the usual sequence length, or the model's limit when that is lower and `model` is a folder."""
-    try:
-        limit = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return usual
-    return min(usual, limit) if isinstance(limit, int) and limit >= 8 else usual
 
 
 def _one_line(text: str) -> str:

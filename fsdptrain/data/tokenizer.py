@@ -16,7 +16,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
-from fsdptrain.data.columns import read_rows
+from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
@@ -83,13 +83,11 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 def _training_texts(plan: Plan) -> Iterator[str]:
     """Yield every text of the training data, whatever its format."""
-    data, done = plan.recipe.data, 0
-    for opened in open_sources(plan.data_path):
-        for rows in read_rows(opened, data, None if data.max_rows is None else data.max_rows - done):
-            done += len(rows)
-            for row in rows:
-                for value in (row[field] for field in FORMAT_FIELDS[data.format]):
-                    yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+    data = plan.recipe.data
+    for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
+        for row in rows:
+            for value in (row[field] for field in FORMAT_FIELDS[data.format]):
+                yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from filelock import FileLock
 
 from fsdptrain.checkpoint.manifest import reject_external_symlinks
-from fsdptrain.config.paths import expanded, is_folder
+from fsdptrain.config.paths import expanded, is_folder, places
 from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.topology import writes_run_dir
 from fsdptrain.errors import (
@@ -271,13 +271,14 @@ def _mark_checkpoint_folder(rundir: RunDir) -> None:
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError for a model or data inside the run folder, and for data that would include files of the run."""
-    model, names = plan.recipe.model, {"data.path": plan.data_path, "data.eval": plan.eval_path}
-    names |= {"model.id": model.id} | ({"model.tokenizer": model.tokenizer} if model.tokenizer else {})
+    model = plan.recipe.model
+    names: list[tuple[str, Any]] = [("data.path", path) for path in places(plan.data_path)]
+    names += [("data.eval", plan.eval_path), ("model.id", model.id), ("model.tokenizer", model.tokenizer)]
     written = [("output_dir", rundir.root, rundir.place, DATA_LIKE_FILES)]
     if folder := rundir.checkpoint_folder:
         written.append(("checkpoint.path", folder, str(folder), DATA_LIKE_CHECKPOINT))
     problems = []
-    for key, name in names.items():
+    for key, name in names:
         if isinstance(name, str) and URL.fullmatch(name):
             if fault := store_fault(name, rundir):
                 problems.append(Problem(f"{name} {fault}: move one", key))

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from fsdptrain.config.adapter import base_note
+from fsdptrain.config.paths import places
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import node_range
+from fsdptrain.errors import listed
 from fsdptrain.launch.attempts import EarlierAttempts
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import counted
@@ -72,8 +74,8 @@ def _describe_trained(plan: Plan) -> str:
 
 def _describe_data(plan: Plan) -> str:
     data = plan.recipe.data
-    where = short_path(Path(plan.data_path)) if Path(plan.data_path).is_absolute() else plan.data_path
-    return f"{where}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
+    names = [short_path(Path(name)) if Path(name).is_absolute() else name for name in places(plan.data_path)]
+    return f"{listed(names, 3)}: {data.format}, sequences of {data.seq_len:,} tokens, packing {data.packing}"
 
 
 def nodes_text(plan: Plan) -> str:

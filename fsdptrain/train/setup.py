@@ -194,6 +194,8 @@ def prepare_inputs(session: Session) -> Inputs:
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     day = pin_date(plan, tokenizer, session.rundir)
     stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding, day)
+    if problem := plan.length_problem(len(stream)):
+        raise RecipeError([problem])
     if plan.pretrained:
         progress(f"looking for the weights of {plan.recipe.model.id}", 0, 0)
         safetensors_files(plan)  # downloads them now: later the other ranks would wait in a collective
@@ -427,6 +429,7 @@ def start_facts(
         "data_notes": [
             *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
             *([date_note(inputs.day)] if inputs.day else []),
+            *inputs.prepared.plan.length_notes(len(stream)),
         ],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -50,6 +50,7 @@ class Request:
     plot: str | None = None
     advise: bool = False
     build: bool = True
+    choose: bool = False  # sizes of a first recipe, from its data
 
     def to_json(self) -> str:
         """Return the request as JSON text."""
@@ -80,6 +81,9 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     notes = ([target.note] if target and target.note else []) + untested_versions()
     return Request(plan, [str(problem) for problem in problems], notes, target.hardware if target else None)
+
+
+INTERRUPTED = "Ctrl-C stopped the search for other plans: those listed were tried until then"
 
 
 def run_dry_run(request: Request, screen: Screen) -> Outcome:
@@ -114,7 +118,7 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
     except KeyboardInterrupt:
         if so_far is None:
             raise
-        notes = [*so_far.notes, "Ctrl-C stopped the search of --advise: the plans listed are those tried until then"]
+        notes = [*so_far.notes, INTERRUPTED]
         return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
     finally:
         process.kill()

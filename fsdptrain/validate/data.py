@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from fsdptrain.config.paths import is_hub_data
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
-from fsdptrain.data.columns import describe_columns, peek
+from fsdptrain.data.columns import describe_columns, peek, seam_without_space
 from fsdptrain.data.corpus import Stream, prepare, row_notes
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sources import bytes_to_download, count_files, readable_files, stored_objects
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
-from fsdptrain.errors import CheckpointError, NoData, is_disk_full, listed
+from fsdptrain.errors import CheckpointError, NoData, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
@@ -98,19 +97,10 @@ def check_rows(plan: Plan, findings: Findings) -> None:
     reads = describe_columns(plan.data_path, data)
     line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
     findings.add_facts("data", facts, HEADING, line)
-    if data.format == "prompt_completion" and (seam := _seam_without_space(first_rows, data.separator)):
+    if data.format == "prompt_completion" and (seam := seam_without_space(first_rows, data.separator)):
         findings.add_note(
             f"no white space between prompt and completion, for example in {seam}; set data.separator to add some"
         )
-
-
-def _seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | None:
-    """Return the first place where no white space separates a prompt and its completion; None if there is none."""
-    for row in rows:
-        prompt, completion = row["prompt"] + separator, row["completion"]
-        if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
-            return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
-    return None
 
 
 def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Findings) -> int:
@@ -138,8 +128,10 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
     lost, divided = row_notes(stream.corpus, eval_corpus)
     for text in lost:
         findings.add_warning(text)
-    for text in divided:
+    for text in [*divided, *plan.length_notes(len(stream))]:
         findings.add_note(text)
+    if problem := plan.length_problem(len(stream)):
+        findings.add_problem(RecipeError([problem]))
     return int(facts["steps"])
 
 

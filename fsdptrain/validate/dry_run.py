@@ -7,6 +7,7 @@ request; `docs/validate.md` documents the facts that `--json` prints.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.client import Forecaster
 from fsdptrain.text import counted
+from fsdptrain.validate.choice import choose
 from fsdptrain.validate.client import Request
 from fsdptrain.validate.data import check_data
 from fsdptrain.validate.findings import Findings
@@ -95,14 +97,22 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
 
     request = Request.from_json(sys.stdin.buffer.read().decode())
-    findings = Findings(send, elsewhere=request.hardware is not None)
+    findings = Findings(send, elsewhere=request.hardware is not None or request.choose)
     for note in request.notes:
         findings.add_note(note)
     go_offline_if_unreachable(request.plan, findings.send_progress)
+    if request.choose:
+        with findings.continue_on_error():
+            request = dataclasses.replace(request, plan=choose(request.plan, findings))
+            findings.send_outcome("so far")
+        if findings.problems:  # nothing could be chosen
+            findings.send_outcome("outcome")
+            return
     with Forecaster() as forecaster:
         options = StepOptions(
-            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours
-        )
+            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours,
+            count_cards=not request.choose,
+        )  # fmt: skip
         dry_run(request.plan, findings, request.problems, request.build, options)
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:

@@ -57,6 +57,7 @@ class StepOptions:
     advise: bool = False
     price: float | None = None
     mtbf_hours: float | None = None
+    count_cards: bool = True  # with `advise`: also those that each kind of training needs
 
 
 def check_step(
@@ -205,8 +206,8 @@ def advise(
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
         forecasters = [options.forecaster.forecast, second.forecast]
         advice = search(
-            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=True, so_far=so_far,
-            vocab_size=vocab_size,
+            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=options.count_cards,
+            so_far=so_far, vocab_size=vocab_size,
         )  # fmt: skip
     show_advice(advice, hardware, findings)
 

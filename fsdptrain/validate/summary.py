@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fsdptrain.forecast.plot import memory_bar
 from fsdptrain.forecast.trace import Category
 from fsdptrain.page import Page
-from fsdptrain.validate.findings import Outcome
+from fsdptrain.validate.findings import Item, Outcome
 
 INDENT = 2
 
@@ -29,22 +29,29 @@ def show_outcome(outcome: Outcome, page: Page, verbose: bool = False) -> None:
     colour = "red" if outcome.exit_code else "yellow" if outcome.warnings else "green"
     page.say(outcome.verdict, style=f"bold {colour}")
     for heading, items in outcome.sections:
-        page.say("")
-        page.say(heading, style="bold")
-        for item in items:
-            arguments = {name: value for name, value in item.items() if name != "kind"}
-            RENDERERS[item["kind"]](page, **arguments)
+        show_section(heading, items, page)
     notes = [note for note in outcome.notes if verbose or not note.startswith("not checked here")]
     if outcome.unchecked and not verbose:
         notes.append(f"not checked here: {', '.join(outcome.unchecked)}; --verbose shows why")
-    if notes:
-        page.say("")
-        page.say("Notes", style="bold")
-        for note in notes:
-            page.say(note, INDENT)
+    show_notes(notes, page)
     if page.width is not None and not outcome.problems:
         page.say("")
         page.say(outcome.verdict, style=f"bold {colour}")
+
+
+def show_section(heading: str, items: list[Item], page: Page) -> None:
+    """Print the items under their heading."""
+    page.say("")
+    page.say(heading, style="bold")
+    for item in items:
+        arguments = {name: value for name, value in item.items() if name != "kind"}
+        RENDERERS[item["kind"]](page, **arguments)
+
+
+def show_notes(notes: list[str], page: Page) -> None:
+    """Print notes, if there are any, under a heading."""
+    if notes:
+        show_section("Notes", [{"kind": "text", "text": note} for note in notes], page)
 
 
 def _text(page: Page, text: str) -> None:

@@ -15,6 +15,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import all_paths
 from fsdptrain.config.topology import Topology, find_topology
 from fsdptrain.errors import DataError, RecipeError
+from fsdptrain.launch.claim import check_inputs
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
@@ -166,6 +167,56 @@ def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
         find_topology(
             load(write_recipe(tmp_path, launch={"nproc_per_node": 3})).recipe, {"CUDA_VISIBLE_DEVICES": "0,1"}
         )
+
+
+@pytest.mark.parametrize(
+    ("train", "world", "blocks", "way_out"),
+    [
+        (
+            {"global_batch_size": 64, "epochs": 1},
+            2,
+            11,
+            "64 sequences, but one epoch has 11: use 10 or less, such as 8",
+        ),
+        ({"global_batch_size": 64, "epochs": 5}, 2, 9, "64 sequences, but one epoch has 9: use 8 or less"),
+        ({"global_batch_size": 96, "epochs": 1, "micro_batch_size": 3}, 1, 95, "use 93 or less, such as 48"),
+        ({"global_batch_size": 8, "epochs": 1}, 8, 7, "use fewer ranks, a smaller train.micro_batch_size"),
+        ({"global_batch_size": 8, "epochs": 1}, 2, 8, None),
+        ({"global_batch_size": 64, "steps": 3}, 2, 11, None),
+    ],
+)
+def test_a_batch_larger_than_an_epoch_is_a_problem_with_a_fitting_one(
+    tmp_path: Path, train: dict[str, Any], world: int, blocks: int, way_out: str | None
+) -> None:
+    plan = make_plan(load(write_recipe(tmp_path, train=train)), Topology("cpu", 1, world))
+    problem = plan.length_problem(blocks)
+    assert (problem is None) == (way_out is None)
+    assert problem is None or (problem.field == "train.global_batch_size" and way_out and way_out in problem.message)
+
+
+def test_few_steps_and_rows_that_a_step_repeats_are_notes(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2})
+    assert plan_of(recipe).length_notes(400) == []
+    assert "only 19 optimizer steps in all" in plan_of(recipe).length_notes(76)[0]
+    assert plan_of(recipe, "train.steps=3").length_notes(8) == []
+    assert "reads the data (5 sequences) 1.6 times" in plan_of(recipe, "train.steps=3").length_notes(5)[0]
+
+
+def test_a_list_of_files_is_a_data_path(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "more.jsonl").write_text('{"text": "a"}\n')
+    plan = plan_of(recipe, "data.path=[text.jsonl, more.jsonl, 's3://bucket/x']")
+    found = [str(tmp_path / "text.jsonl"), str(tmp_path / "more.jsonl"), "s3://bucket/x"]
+    assert plan.data_path == found and Plan.from_json(plan.to_json()) == plan
+    assert plan.identity()["data.path"] == ["text.jsonl", "more.jsonl", "s3://bucket/x"] and plan.hub_names() == []
+    with pytest.raises(RecipeError, match=r"data\.path: 'org/data' .* a list cannot hold data sets of the Hub"):
+        plan_of(recipe, "data.path=[text.jsonl, org/data]")
+    with pytest.raises(RecipeError, match=r"data\.path: '\$HOME/x': variables"):
+        load(recipe, ["data.path=[text.jsonl, $HOME/x]"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "x.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(RecipeError, match=r"data\.path: .*/run/x\.jsonl is inside output_dir"):
+        check_inputs(plan := plan_of(recipe, "data.path=[text.jsonl, run/x.jsonl]"), plan.rundir)
 
 
 def test_steps_cover_every_sequence_at_least_epochs_times(tmp_path: Path) -> None:

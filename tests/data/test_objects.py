@@ -35,7 +35,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.config.topology import Topology
 from fsdptrain.data import objects, sources
-from fsdptrain.data.columns import read_rows
+from fsdptrain.data.columns import read_all_rows, read_rows
 from fsdptrain.data.corpus import open_rows
 from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
@@ -189,7 +189,7 @@ def test_an_error_in_an_object_names_the_object_and_the_line(bucket: Any) -> Non
     put(bucket, bad__jsonl=LINE + "{\n", bad__parquet=b"PAR1", cut__jsonl__gz=gzip.compress(LINE.encode())[:-9])
     for name, words in (("bad.jsonl", ":2: not a JSON"), ("bad.parquet", ": cannot"), ("cut.jsonl.gz", " cannot be")):
         with pytest.raises(DataError) as wrong:
-            open_sources(f"{bucket}/{name}")
+            list(read_all_rows(open_sources(f"{bucket}/{name}"), Data(), None))
         assert str(wrong.value).startswith(f"{bucket}/{name}{words}")
 
 
@@ -426,7 +426,12 @@ def test_a_dry_run_reads_all_of_little_data_and_the_first_file_of_much(
     tmp_path: Path, bucket: Any, server: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(bucket, a__jsonl=400 * LINE, b__jsonl=300 * LINE, c__jsonl=400 * LINE)
-    whole = {"train__steps": None, "train__epochs": 1, "model__tokenizer": {"train": 300}}
+    whole = {
+        "train__steps": None,
+        "train__epochs": 1,
+        "model__tokenizer": {"train": 300},
+        "train__global_batch_size": 4,
+    }
     for limit, read, notes in (
         (500 * len(LINE), ["a"], ["only the first file was read, and the number of steps is not known"]),
         (200 * len(LINE), [], ["none was read, and the number of steps is not known"]),

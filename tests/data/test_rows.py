@@ -23,12 +23,12 @@ import yaml
 from datasets import Dataset
 from support import GSM8K, ROOT, SHAKESPEARE, environment
 
-from fsdptrain.config.paths import find_data
+from fsdptrain.config.paths import find_all_data, find_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data import sources
-from fsdptrain.data.columns import describe_columns, guess_format, read_rows
+from fsdptrain.data.columns import describe_columns, guess_format, read_all_rows, read_rows
 from fsdptrain.data.hub_data import hub_commit
-from fsdptrain.data.sources import data_files, fingerprint, open_sources
+from fsdptrain.data.sources import count_files, data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
 
 PC = {"format": "prompt_completion"}
@@ -54,6 +54,45 @@ def complaint(path: object, **data: Any) -> str:
     with pytest.raises(DataError) as caught:
         rows_of(path, **data)
     return str(caught.value)
+
+
+def test_up_to_ten_broken_rows_are_reported_at_once_over_all_files(tmp_path: Path) -> None:
+    content = "".join('{"text": "a"}\n' + ('{"text": 5}\n' if number % 2 else "{\n") for number in range(4))
+    for name in "abc":
+        put(tmp_path, f"{name}.jsonl", content)
+    broken = [row for source in open_sources(str(tmp_path)) for row in [source] if source.count == 8]
+    assert len(broken) == 3, "a broken row counts as a row"
+    with pytest.raises(DataError) as caught:
+        list(read_all_rows(open_sources(str(tmp_path)), Data(), None))
+    shown = str(caught.value).splitlines()
+    assert len(shown) == 11 and shown[-1] == "  12 broken rows, of which the first 10 are listed"
+    assert [re.sub(r".*/(.*?): .*", r"\1", line) for line in shown[:5]] == [
+        "a.jsonl:2",
+        "a.jsonl:4",
+        "a.jsonl:6",
+        "a.jsonl:8",
+        "b.jsonl:2",
+    ]
+    assert "not a JSON object" in shown[0] and "is an int; expected text" in shown[1]
+    with pytest.raises(DataError) as caught:
+        list(read_all_rows(open_sources(str(tmp_path)), Data(), 4))
+    assert len(str(caught.value).splitlines()) == 2, "rows beyond the limit are not read"
+
+
+def test_a_list_of_files_is_read_in_its_order_without_the_empty_ones(tmp_path: Path) -> None:
+    folder, empty = tmp_path / "folder", put(tmp_path, "empty.jsonl", "")
+    folder.mkdir()
+    last, inside = put(tmp_path, "z.jsonl", lines({"text": "z"})), put(folder, "a.jsonl", lines({"text": "a"}))
+    path = find_all_data([str(empty), str(last), str(folder), str(inside)], tmp_path)
+    rows = [row["text"] for batch in read_all_rows(open_sources(path), Data(), None) for row in batch]
+    assert rows == ["z", "a"] and count_files(path) == 3, "each file once"
+    assert fingerprint(path) != fingerprint([str(inside), str(last)]) != fingerprint([str(last), str(inside)])
+    with pytest.raises(DataError, match=r"'.*gone' was not found"):
+        find_all_data([str(last), str(tmp_path / "no/gone")], tmp_path)
+    with pytest.raises(DataError, match="is empty"):
+        open_sources([str(empty)])
+    parquet(tmp_path, "e.parquet", text=pa.array([], pa.string()))
+    assert [len(source) for source in open_sources(str(tmp_path / "*.*"))] == [1]
 
 
 def lines(*rows: Any) -> str:
@@ -292,7 +331,7 @@ def test_columns_are_recognised_and_the_suggestion_reads_them(
     wrong = next(data for data in ({}, PC, CHAT) if data.get("format", "text") != (expected or ("text",))[0])
     message = complaint(path, **wrong)
     if expected is None:
-        assert "data.columns: {prompt: …}" in message
+        assert "data.columns, for example {prompt: a, completion: b}" in message
         return
     advised = yaml.safe_load(message.partition("They fit ")[2])["data"]
     assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]

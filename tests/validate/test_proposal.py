@@ -1,0 +1,71 @@
+"""`fsdptrain init` as a user runs it: the rows are read, and the recipe is one that `validate` accepts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support import fsdptrain
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fsdptrain.config.reader import load
+from fsdptrain.data.tokenizer import train_bpe
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    """Return the folder of a tiny GPT-2 with 128 positions: weights and tokenizer."""
+    folder = tmp_path / "gpt2"
+    train_bpe(iter(["what is the sum of the two"] * 3), 300).save_pretrained(folder)
+    shape = {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, count: int) -> None:
+    rows = (
+        {"question": "what is the sum", "answer": "of the " * random.Random(i).randint(1, 70)} for i in range(count)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_path: Path, gpt2: Path) -> None:
+    data, more, empty, dest = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "recipe.yaml"))
+    write_rows(data, 300)
+    write_rows(more, 100)
+    empty.write_text("")
+    done = fsdptrain("init", "--data", data, "--data", more, "--data", empty, "--model", gpt2, dest)
+    assert done.returncode == 0, done.stderr
+    recipe = load(dest).recipe
+    assert recipe.data.path == [str(data), str(more), str(empty)] and recipe.data.separator == "\n"
+    assert 64 <= recipe.data.seq_len <= 128, "not longer than the positions of the model"
+    assert recipe.train.global_batch_size < 64 and recipe.data.eval == {"fraction": 0.05} and recipe.eval.every
+    assert "400 rows, " in done.stdout and "⟦of the " in done.stdout and "1 empty file skipped" in done.stdout
+    assert done.stdout.splitlines()[-2:] == [str(dest), f"next: fsdptrain validate {dest}"]
+    checked = json.loads(fsdptrain("validate", dest, "--no-build", "--json").stdout)
+    assert checked["problems"] == [] and checked["data"]["steps"] >= 99
+    refused = fsdptrain("validate", dest, "--no-build", "train.global_batch_size=1024")
+    assert refused.returncode == 2 and "train.global_batch_size: 1,024 sequences, but one epoch has" in refused.stderr
+
+
+def test_init_estimates_from_bytes_without_a_tokenizer(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", 400)
+    done = fsdptrain("init", "--data", tmp_path / "a.jsonl", "--model", "org/name", tmp_path / "recipe.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "400 rows, about " in done.stdout and "estimated" in done.stdout and "cannot be reached" in done.stdout
+    assert 64 <= load(tmp_path / "recipe.yaml").recipe.data.seq_len <= 256
+
+
+def test_init_for_other_hardware_writes_the_fastest_plan_with_its_forecast(tmp_path: Path, gpt2: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", 400)
+    done = fsdptrain(
+        "init", "--data", tmp_path / "a.jsonl", "--model", gpt2, "--hardware", "2xh100", tmp_path / "recipe.yaml",
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "# the fastest of " in text and " for 2xh100, by forecast: " in text, done.stdout
+    assert "strategy: NO_SHARD" in text
+    assert load(tmp_path / "recipe.yaml").recipe.train.global_batch_size % 2 == 0
