@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdptrain.checkpoint.disk import check_space, report_full_disk
-from fsdptrain.checkpoint.load import load_checkpoint
+from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -253,12 +253,19 @@ class Checkpointer:
             folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, self._shards(model, optimizer)))
+                self._load(folder, self._shards(model, optimizer))
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
+
+    def _load(self, folder: Location, shards: dict[str, Shard]) -> None:
+        """Fill the shards; every rank reads the headers of its share of the files, and opens those with its rows."""
+        action, share = f"load {folder}", slice(self.world.rank, None, self.world.size)
+        found = self._on_every_rank(action, partial(find_pieces, folder, shards, share))
+        pieces = np.concatenate(self._all_gather(found))
+        self._on_every_rank(action, partial(load_checkpoint, folder, shards, pieces))
 
     def _set_aside(self, step: int, problems: list[str]) -> None:
         self.write_event("set_aside", path=self.storage.set_aside(step), problems=problems)
