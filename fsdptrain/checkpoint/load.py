@@ -27,10 +27,10 @@ from fsdptrain.storage import Location
 MAX_ROWS = 2**62  # of a tensor: sums of two such numbers are an int64
 
 
-Pieces = np.ndarray[Any, np.dtype[np.int64]]  # [pieces, 4]: number of the tensor, of the file, first row, rows
+PieceTable = np.ndarray[Any, np.dtype[np.int64]]  # [pieces, 4]: number of the tensor, of the file, first row, rows
 
 
-def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice(None)) -> Pieces:
+def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice(None)) -> PieceTable:
     """Return which rows of which tensors are in a share of a checkpoint's files; only their headers are read.
 
     Tensors have the numbers of their sorted names in `shards`, which are the same on all ranks, and files those of
@@ -48,7 +48,7 @@ def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice
     return np.array(found, np.int64).reshape(-1, 4)
 
 
-def load_checkpoint(folder: Location, shards: dict[str, Shard], pieces: Pieces | None = None) -> None:
+def load_checkpoint(folder: Location, shards: dict[str, Shard], pieces: PieceTable | None = None) -> None:
     """Fill the shards of a run from a verified checkpoint; raises CheckpointError when another model wrote it.
 
     `pieces` are those of all files, as the ranks have found them; without them all headers are read. Of the files only
