@@ -414,9 +414,10 @@ def export(
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
-    from fsdptrain.processes import interrupted_by_signals
+    from fsdptrain.processes import StopRequest
 
-    with interrupted_by_signals(), _opened_run(run_dir) as rundir:
+    outcome = "before the export was complete; nothing was written; run the same command again"
+    with StopRequest() as stop, stop.obeyed_at_once(outcome), _opened_run(run_dir) as rundir:
         if not rundir.plan.is_file():
             raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
