@@ -193,8 +193,9 @@ def run(
     written = None
     with contextlib.ExitStack() as stack:
         try:
-            written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
-            plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+            with _os_errors_as_fsdptrain_errors():
+                written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+                plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
             from fsdptrain.launch.refusal import tell_other_nodes
