@@ -193,8 +193,9 @@ def run(
     written = None
     with contextlib.ExitStack() as stack:
         try:
-            written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
-            plan, earlier = _claim(stack, written, fresh, trust_remote_code)
+            with _os_errors_as_fsdptrain_errors():
+                written = _load_recipe(recipe, overrides)  # before the imports: a wrong recipe is refused at once
+                plan, earlier = _claim(stack, written, fresh, trust_remote_code)
         except FsdptrainError as error:
             _print_error(error)
             from fsdptrain.launch.refusal import tell_other_nodes
@@ -414,9 +415,10 @@ def export(
             raise RecipeError(f"--{name.replace('_', '-')}: {value!r} is not one of {', '.join(choices)}")
     if out is None and URL.fullmatch(run_dir):
         raise RecipeError(f"{run_dir} is in an object store, and an export is written to a local folder: add --out DIR")
-    from fsdptrain.processes import interrupted_by_signals
+    from fsdptrain.processes import StopRequest
 
-    with interrupted_by_signals(), _opened_run(run_dir) as rundir:
+    outcome = "before the export was complete; nothing was written; run the same command again"
+    with StopRequest() as stop, stop.obeyed_at_once(outcome), _opened_run(run_dir) as rundir:
         if not rundir.plan.is_file():
             raise RecipeError(f"{run_dir} is not a run folder: it has no plan.json")
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)

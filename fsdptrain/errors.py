@@ -164,33 +164,6 @@ class Problem:
         return ": ".join(part for part in (self.where, self.field, self.message) if part)
 
 
-_CLASSES: dict[str, type[FsdptrainError]] = {
-    cls.__name__: cls
-    for cls in (
-        FsdptrainError,
-        RecipeError,
-        NoModel,
-        Unreadable,
-        FolderInUse,
-        DoesNotFit,
-        DataError,
-        NoData,
-        WorkerError,
-        OutOfMemory,
-        WorkerLost,
-        KilledForMemory,
-        CheckpointError,
-        OtherVersion,
-        StorageError,
-        RunLost,
-        FolderLost,
-        NonFiniteError,
-        Stopped,
-        NodeWaits,
-    )
-}
-
-
 def to_record(error: BaseException) -> dict[str, str]:
     """Return an error as `{"type": class name, "message": text}`, the text shortened, for another process."""
     return {"type": type(error).__name__, "message": shortened(str(error), MAX_MESSAGE_CHARS)}
@@ -246,7 +219,14 @@ def own_frame(frames: Iterable[tuple[str, int, str]]) -> str | None:
 
 def from_record(record: dict[str, str]) -> FsdptrainError:
     """Return the error that `to_record` described; any other class becomes a WorkerError that names the class."""
-    cls = _CLASSES.get(record["type"])
+    cls = {cls.__name__: cls for cls in _classes(FsdptrainError)}.get(record["type"])
     if cls is None:
         return WorkerError(f"{record['type']}: {record['message']}")
     return cls(record["message"])
+
+
+def _classes(cls: type[FsdptrainError]) -> Iterator[type[FsdptrainError]]:
+    """Yield a class and all that derive from it."""
+    yield cls
+    for derived in cls.__subclasses__():
+        yield from _classes(derived)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fsdptrain.errors import FolderLost, RecipeError
+from fsdptrain.errors import FolderLost, RecipeError, Unreadable
 from fsdptrain.files import (
     NOTHING_THERE,
     is_at,
@@ -64,12 +64,14 @@ def mark_checkpoints(folder: Path, run: str) -> None:
 
 
 def marked_run(folder: Path) -> str | None:
-    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark."""
-    try:
-        found = json.loads((folder / MARK).read_bytes() if is_marked(folder) else "{}")["run"]
+    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark.
+
+    Raises StorageError if the system cannot read it.
+    """
+    with contextlib.suppress(*NOTHING_THERE, Unreadable):  # the mark of a run folder is text
+        found = read_object(folder / MARK).get("run")
         return found if isinstance(found, str) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
+    return None
 
 
 class FolderWatch:
@@ -215,11 +217,14 @@ def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
 
 
 def read_export_sums(rundir: RunDir) -> dict[str, str]:
-    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none."""
+    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none.
+
+    Raises StorageError if the system cannot read them.
+    """
     try:
-        record = json.loads(rundir.export_record.read_bytes() if is_regular_file(rundir.export_record) else "{}")
-        return {str(name): str(digest) for name, digest in record["sha256"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        sums = read_object(rundir.export_record)["sha256"]
+        return {str(name): str(digest) for name, digest in sums.items()}
+    except (*NOTHING_THERE, Unreadable, LookupError, AttributeError):
         return {}
 
 

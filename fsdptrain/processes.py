@@ -44,31 +44,6 @@ class Interrupted(BaseException):
     """A stop signal came; no `except Exception` of a library may take it for an error of its own."""
 
 
-@contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Raise Stopped from the block at the first stop signal, wherever the block is; later ones do not disturb its end.
-
-    So whatever the block has begun is undone by its own context managers.
-    """
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
-                signal.signal(number, interrupt)
-        yield
-    except Interrupted as stop:
-        raise Stopped(f"stopped by {stop}: nothing was written; run the same command again") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class StopRequest:
     """Count stop signals while entered. The first one requests an orderly stop, the second an immediate one."""
 
@@ -105,15 +80,18 @@ class StopRequest:
             raise Interrupted
 
     @contextlib.contextmanager
-    def obeyed_at_once(self) -> Iterator[None]:
-        """Raise Stopped wherever a stop signal comes inside the context, which must have nothing to save."""
+    def obeyed_at_once(self, outcome: str = "before the first step; nothing was lost") -> Iterator[None]:
+        """Raise Stopped wherever the first stop signal comes inside the context, which must have nothing to save.
+
+        What the context has begun is undone by its own context managers, which later signals do not interrupt.
+        """
         try:
             self._raises = True
             if self.count:
                 raise Interrupted
             yield
         except Interrupted:
-            raise Stopped(f"stopped by {self.by} before the first step; nothing was lost") from None
+            raise Stopped(f"stopped by {self.by} {outcome}") from None
         finally:
             self._raises = False
 

@@ -73,6 +73,7 @@ def build(recipe: str, overrides: list[str]) -> Trainer:
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     plan = dataclasses.replace(plan, threads=1)  # more would only wait for one another
     rundir, rank = plan.rundir, int(os.environ["RANK"])
+    rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
     reporter, watchdog = reporter_of(plan, rundir, rank, None), Watchdog(plan, rank)
     return Trainer.set_up(Session(plan, rundir, reporter, StopRequest(), watchdog))
 

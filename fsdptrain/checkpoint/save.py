@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdptrain.checkpoint.disk import check_space, report_full_disk
-from fsdptrain.checkpoint.load import load_checkpoint
+from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -43,7 +43,7 @@ from fsdptrain.checkpoint.manifest import (
 )
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
 from fsdptrain.config.plan import Plan
-from fsdptrain.errors import CheckpointError, OtherVersion, RecipeError, StorageError
+from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.files import fsync, is_there
 from fsdptrain.ownership import FolderWatch
 from fsdptrain.parallel.world import World
@@ -140,7 +140,7 @@ class Checkpointer:
         try:
             self._on_rank_zero(action, self._if_writer(partial(self._prepare, step)))
             scratch = self._on_every_rank(action, partial(storage.staging, step))
-            total = sum(self._all_gather(sum(shard.local.nbytes for shard in staged.values())))
+            total = sum(self.world.gather_objects(sum(shard.local.nbytes for shard in staged.values())))
             needed = storage.bytes_on_disk(total, 1)
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
@@ -148,14 +148,14 @@ class Checkpointer:
             path, deliver = scratch / shard_name(self.world.rank), self._if_writer(partial(storage.deliver, step))
             write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
-            files = dict(filter(None, self._all_gather(entry)))
+            files = dict(filter(None, self.world.gather_objects(entry)))
             manifest = Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files)
             if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
                 self._on_rank_zero(action, self.store.push)
             publish = self._if_writer(partial(storage.publish, step, manifest.sealed()))
             self._on_rank_zero(action, with_disk_report(publish))
-        except BaseException:
-            if self.world.rank == 0:
+        except BaseException as error:
+            if self.world.rank == 0 and not isinstance(error, FolderLost):  # else it is another run's folder
                 with contextlib.suppress(StorageError):
                     self._if_writer(partial(storage.discard, step))()
             raise
@@ -180,13 +180,8 @@ class Checkpointer:
             self._folder.check()
         self.storage.prepare(step)
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self.world.side)
-        return values
-
     def _on_rank_zero(self, action: str, work: Callable[[], Any]) -> None:
-        """Do the work on rank 0; if it failed, raise the same CheckpointError on every rank."""
+        """Do the work on rank 0; if it failed, raise the same CheckpointError, with its class, on all."""
         self._on_every_rank(action, lambda: work() if self.world.rank == 0 else None)
 
     def _from_rank_zero(self, action: str, work: Callable[[], Any]) -> Any:
@@ -196,23 +191,24 @@ class Checkpointer:
         return result[0]
 
     def _on_every_rank(self, action: str, work: Callable[[], Any]) -> Any:
-        """Do the work on every rank; if it failed on any, raise the same CheckpointError on every rank."""
+        """Do the work on every rank; if it failed on any, raise the same CheckpointError, with its class, on all."""
         result, failure = None, None
         try:
             result = work()
-        except (OSError, CheckpointError) as error:
-            failure = str(error)
         except BaseException as error:  # any class (a Rust panic is no Exception), because the other ranks wait
-            traceback.print_exc()
-            failure = f"{type(error).__name__}: {error}"
-        self.raise_on_every_rank(failure and f"cannot {action}: rank {self.world.rank}: {failure}")
+            kind, text = (type(error) if isinstance(error, CheckpointError) else CheckpointError), str(error)
+            if not isinstance(error, (OSError, CheckpointError)):
+                traceback.print_exc()
+                text = f"{type(error).__name__}: {error}"
+            failure = kind(f"cannot {action}: rank {self.world.rank}: {text}")
+        self.raise_on_every_rank(failure)
         return result
 
     def raise_on_every_rank(self, failure: object) -> None:
-        """Raise the same CheckpointError on every rank when any rank passes a failure; collective."""
-        failures = [text for text in self._all_gather(str(failure) if failure else None) if text]
+        """Raise the same error on every rank when any rank passes a CheckpointError, or the text of one; collective."""
+        failures = [each for each in self.world.gather_objects(failure or None) if each is not None]
         if failures:
-            raise CheckpointError(failures[0])
+            raise failures[0] if isinstance(failures[0], CheckpointError) else CheckpointError(str(failures[0]))
 
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint on rank 0, valid or not; 0 when there is none.
@@ -232,7 +228,7 @@ class Checkpointer:
         """Raise RecipeError when the checkpoints here were trained on other data or with another tokenizer."""
         before = self._from_rank_zero("read the newest manifest", self._newest_identity)
         problems = resume_problems(before, self.identity) if before else []
-        if any(self._all_gather(bool(problems))):
+        if any(self.world.gather_objects(bool(problems))):
             raise RecipeError(problems or "another rank found a different run to resume")
 
     def _newest_identity(self) -> dict[str, Any] | None:
@@ -253,12 +249,19 @@ class Checkpointer:
             folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._on_every_rank(f"load {folder}", partial(load_checkpoint, folder, self._shards(model, optimizer)))
+                self._load(folder, self._shards(model, optimizer))
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
+
+    def _load(self, folder: Location, shards: dict[str, Shard]) -> None:
+        """Fill the shards; every rank reads the headers of its share of the files, and opens those with its rows."""
+        action, share = f"load {folder}", slice(self.world.rank, None, self.world.size)
+        found = self._on_every_rank(action, partial(find_pieces, folder, shards, share))
+        pieces = np.concatenate(self.world.gather_objects(found))
+        self._on_every_rank(action, partial(load_checkpoint, folder, shards, pieces))
 
     def _set_aside(self, step: int, problems: list[str]) -> None:
         self.write_event("set_aside", path=self.storage.set_aside(step), problems=problems)
@@ -278,7 +281,7 @@ class Checkpointer:
                 )
             return checkpoint_problems(folder, slice(self.world.rank, None, self.world.size))
 
-        found = self._all_gather(self._on_every_rank(f"check {folder}", check))
+        found = self.world.gather_objects(self._on_every_rank(f"check {folder}", check))
         return sorted({problem for of_rank in found for problem in of_rank})
 
 

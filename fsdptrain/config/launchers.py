@@ -324,12 +324,12 @@ def _node(env: Environment, source: str, names: tuple[str, str], first: str, por
 def _sagemaker(env: Environment) -> Launched | None:
     """Read the hosts of a training job, from SageMaker's toolkit or from the file that every container has."""
     if "SM_HOSTS" in env:
-        told = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
+        facts = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
     elif SAGEMAKER_HOSTS.is_file():
-        told = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
+        facts = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
     else:
         return None
-    hosts, own = sorted(told["hosts"]), told["current_host"]
+    hosts, own = sorted(facts["hosts"]), facts["current_host"]
     if own not in hosts:
         raise RecipeError(
             f"SageMaker names {counted(len(hosts), 'host')} ({listed(hosts)}), and {own} is not among them"
@@ -340,8 +340,8 @@ def _sagemaker(env: Environment) -> Launched | None:
 
 def _vertex(env: Environment) -> Launched:
     """Read the worker pools of a Vertex AI job: the first has one replica, the next ones the others."""
-    told = _json(env, "CLUSTER_SPEC")
-    pools, task = told["cluster"], told["task"]
+    facts = _json(env, "CLUSTER_SPEC")
+    pools, task = facts["cluster"], facts["task"]
     replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
     place = Place(len(replicas), replicas.index((task["type"], int(task["index"]))), 1, 0)
     host, _, port = pools["workerpool0"][0].rpartition(":")

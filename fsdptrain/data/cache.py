@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from fsdptrain.config.paths import cache_root
-from fsdptrain.errors import CheckpointError, RecipeError, is_disk_full
+from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk_full
 from fsdptrain.files import NOTHING_THERE, system_errors
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
@@ -35,11 +35,11 @@ COMPARED_FILE = "compared.json"  # states of the files when they were last found
 def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     """Return the cache's folder for `key` (JSON); `write` fills it when it is missing or damaged.
 
-    Raises CheckpointError when it cannot be read, or when there is no space for it.
+    Raises StorageError when it cannot be read, another CheckpointError when there is no space for it.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir(kind) / name
-    with contextlib.suppress(OSError):  # another process may be replacing it
+    with contextlib.suppress(OSError, StorageError):  # another process may be replacing it
         if is_intact(folder, read_much=False):  # many ranks may look at once, and do not wait for one another
             return folder
     with FileLock(f"{folder}.lock"):
@@ -59,13 +59,12 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
 
 
 def _check_intact(folder: Path) -> bool:
-    """Return whether a prepared folder is intact; raise CheckpointError when the system fails to read it."""
+    """Return whether a prepared folder is intact; raise StorageError, with the host, when it cannot be read."""
     try:
         return is_intact(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read the cache on {socket.gethostname()}: {error.filename or folder}: {error.strerror}; make it "
-            "readable, or set FSDPTRAIN_CACHE to another folder"
+    except StorageError as error:
+        raise StorageError(
+            f"cannot read the cache on {socket.gethostname()}: {error}; or set FSDPTRAIN_CACHE to another folder"
         ) from None
 
 

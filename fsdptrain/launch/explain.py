@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,13 +13,17 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     FsdptrainError,
     KilledForMemory,
+    StorageError,
+    Unreadable,
     WorkerError,
     WorkerLost,
     from_record,
     killed_by,
     own_frame,
 )
+from fsdptrain.files import NOTHING_THERE
 from fsdptrain.launch.collectives import waited_for
+from fsdptrain.records import open_regular, read_object, read_text
 from fsdptrain.rundir import RunDir
 from fsdptrain.text import ranks_text
 
@@ -31,6 +34,9 @@ MISSED = 3  # such intervals, after which a rank is silent
 
 
 REPORT = re.compile(r"rank-([0-9]+)\.json")
+
+
+NOT_READ = (*NOTHING_THERE, Unreadable, StorageError)  # errors of a file that is missing, damaged, or out of reach
 
 
 SILENT = "does not respond: it is stopped, or its machine cannot be reached"
@@ -65,14 +71,14 @@ def hung_ranks(rundir: RunDir, attempt: int, dumps_of: Iterable[int]) -> list[in
     The reports of all ranks are found with one list of a folder, a dump with a look at the file of its rank.
     """
     reported: set[int] = set()
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # a shared folder may refuse for a moment: it is read again
         matches = [REPORT.fullmatch(path.name) for path in rundir.hangs(attempt).iterdir()]
         reported.update(int(match[1]) for match in matches if match)
     return sorted(reported.union(rank for rank in dumps_of if _is_stuck(rundir.stack_dump(attempt, rank))))
 
 
 def _is_stuck(dump: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return dump.stat().st_size > 0
     return False
 
@@ -90,7 +96,7 @@ def silent_ranks(rundir: RunDir, attempt: int, world: int) -> list[int]:
     """
     stamps: dict[int, float] = {}
     for rank in range(world):
-        with contextlib.suppress(OSError), rundir.stack_dump(attempt, rank).open("rb") as file:  # opened: NFS asks
+        with contextlib.suppress(*NOT_READ), open_regular(rundir.stack_dump(attempt, rank)) as file:  # opened: NFS asks
             stamps[rank] = os.fstat(file.fileno()).st_mtime
     oldest = max(stamps.values(), default=0.0) - MISSED * alive_every_s(world)
     return [rank for rank, stamp in stamps.items() if stamp < oldest]
@@ -122,27 +128,28 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
 
 def _place(rundir: RunDir, attempt: int, rank: int) -> str:
     """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
-    with contextlib.suppress(FileNotFoundError):
-        facts = json.loads(rundir.hang_report(attempt, rank).read_text(encoding="utf-8"))
+    with contextlib.suppress(*NOT_READ, KeyError):
+        facts = read_object(rundir.hang_report(attempt, rank))
         return f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
-    stacks = rundir.stack_dump(attempt, rank).read_text(encoding="utf-8", errors="replace")
-    return f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+    with contextlib.suppress(*NOT_READ):
+        stacks = read_text(rundir.stack_dump(attempt, rank))
+        return f"is in {_innermost_function(stacks)}, in native code that blocks Python"
+    return "is in unknown code, because its report cannot be read"
 
 
 def _recorded(hung: list[int], attempt: int, rundir: RunDir) -> dict[int, Any]:
     """Return rank → what its flight recorders held, for the ranks whose file is complete."""
     found = {}
     for rank in hung:
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found[rank] = json.loads(rundir.collectives(attempt, rank).read_text(encoding="utf-8"))
+        with contextlib.suppress(*NOT_READ):
+            found[rank] = read_object(rundir.collectives(attempt, rank))
     return found
 
 
 def _plural(where: str) -> str:
     verb, _, rest = where.partition(" ")
-    return f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}".replace(
-        "it is stopped, or its", "they are stopped, or their"
-    )
+    text = f"{ {'waits': 'wait', 'is': 'are', 'does': 'do'}[verb] } {rest}"
+    return text.replace("it is stopped, or its", "they are stopped, or their").replace("its report", "their reports")
 
 
 def _innermost_function(dump: str) -> str:

@@ -1,6 +1,6 @@
 """Tell the other nodes of a run that this one was refused before they met; else they would wait for it.
 
-They hear of it at the endpoint at which they wait (`parallel.rendezvous`), not through the run folder, which may be
+They read it at the endpoint at which they wait (`parallel.rendezvous`), not through the run folder, which may be
 what is wrong, and in which what earlier attempts have left could be taken for news.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 
 from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import address_of
+from fsdptrain.config.network import address_of, is_this_machine
 from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe, node_range
 from fsdptrain.config.topology import host_of
@@ -57,20 +57,13 @@ def tell_other_nodes(error: FsdptrainError, recipe: Recipe | None) -> None:
     if not launched:
         print(f"fsdptrain: telling the nodes that wait at {endpoint} …", file=sys.stderr)
     end = time.monotonic() + (TELL_S if launched else TELL_BY_HAND_S)
-    if not (is_first or _is_here(address) or _answers(address, int(port), end)):
+    if not (is_first or is_this_machine(address) or _answers(address, int(port), end)):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns, with its stack, when the other end leaves
     from fsdptrain.parallel.rendezvous import tell_refusal
 
     record = {"host": socket.gethostname(), **to_record(error)}
     tell_refusal(endpoint, name, nnodes, is_first, record, max(1.0, end - time.monotonic()))
-
-
-def _is_here(address: str) -> bool:
-    """Return whether an address is one of this machine, which would host the meeting place then."""
-    with contextlib.suppress(OSError), socket.create_server((address, 0)):
-        return True
-    return False
 
 
 def _answers(address: str, port: int, end: float) -> bool:
@@ -83,5 +76,5 @@ def _answers(address: str, port: int, end: float) -> bool:
 
 
 def refused_elsewhere(record: dict[str, str]) -> FsdptrainError:
-    """Return the error for a node that heard of a refusal; its class, and so the exit code, are the same."""
+    """Return the error for a node that has read a refusal; its class, and so the exit code, are the same."""
     return from_record({**record, "message": f"node {record['host']} was refused: {record['message']}"})

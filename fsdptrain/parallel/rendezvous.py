@@ -5,8 +5,8 @@ MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the wo
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
 
 A node that is refused before it can come leaves its reason in the store of the meeting place (`tell_refusal`). If it
-is the node that hosts this store, it does so until all others have heard. A fixed number of nodes cannot meet then, so
-those that wait end (`on_refused`). The store ends with them: no later attempt hears of it.
+is the node that hosts this store, it stays until all others have read it. A fixed number of nodes cannot meet then, so
+those that wait end (`on_refused`). The store ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
 
 
-LEAVE_S = 5.0  # for which a node that has heard of a refusal stays, so that all hear of it: it may host the store
+LEAVE_S = 5.0  # for which a node that has read a refusal stays, so that all can read it: it may host the store
 
 
 RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
@@ -115,7 +115,7 @@ def register_rendezvous(
 
     `on_met` is called with the number of this node and of all nodes when they have met, `on_waiting` again and again
     while the workers run and another node waits, `on_others` when this node has waited for ten minutes while others
-    train, `on_refused` from a thread, with what a node has told that was refused in the same `meeting`. `run` describes
+    train, `on_refused` from a thread, with the record of a node that was refused in the same `meeting`. `run` describes
     the run of this node as JSON (see `check_run`).
     """
     callbacks = on_met, on_waiting, on_others, on_refused

@@ -20,6 +20,7 @@ from fsdptrain.config.network import is_loopback
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     MAX_MESSAGE_CHARS,
+    FolderLost,
     FsdptrainError,
     OutOfMemory,
     WorkerError,
@@ -95,9 +96,10 @@ def exit_from_thread(plan: Plan, error: FsdptrainError) -> NoReturn:
 
 
 def record_failure(plan: Plan, error: FsdptrainError) -> None:
-    """Write the error to torchrun's error file, and as an `error` event to the metrics."""
+    """Write the error to torchrun's error file, and as an `error` event to the metrics unless their folder is lost."""
     write_error_file(error)
-    record_error(plan.rundir, error, rank=int(os.environ["RANK"]))
+    if not isinstance(error, FolderLost):
+        record_error(plan.rundir, error, rank=int(os.environ["RANK"]))
 
 
 def write_error_file(error: FsdptrainError) -> None:

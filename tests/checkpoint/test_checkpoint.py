@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,13 +38,14 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     with_checksum,
 )
-from fsdptrain.checkpoint.save import host_memory_like, write_shards
+from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
-from fsdptrain.errors import CheckpointError, OtherVersion, Unreadable, from_record, to_record
+from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, Unreadable, from_record, to_record
+from fsdptrain.ownership import write_mark
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.storage import open_storage
@@ -98,6 +100,26 @@ def test_a_failed_save_raises_on_every_rank_and_leaves_nothing(fault: str, words
         assert re.search(words, seen["error"][1]), seen["error"][1]
         assert set(seen["there"]) - set(before) <= set(GIVEN_BACK) and STEP["nothing"] in seen["there"]
         assert not seen["reported"]
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_save_into_a_folder_that_is_lost_says_so_and_touches_nothing(how: str, tmp_path: Path) -> None:
+    recipe = load(write_recipe(tmp_path))
+    plan = make_plan(recipe, Topology("cpu", 1, 1))
+    plan.rundir.root.mkdir()
+    write_mark(plan.rundir.root)
+    world: Any = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
+    checkpointer = Checkpointer(plan.rundir, plan, world, {}, lambda *_, **__: None)
+    shutil.move(plan.rundir.root, tmp_path / "before")
+    if how == "replaced":  # by a run that saves the same step at this moment
+        plan.rundir.root.mkdir()
+        write_mark(plan.rundir.root)
+        plan.rundir.storage.prepare(2)
+        (plan.rundir.storage.staging(2) / "rank-00000.safetensors").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FolderLost, match=f"rank 0: output_dir: .*/run was renamed to {tmp_path}/before"):
+        checkpointer._write(2, {})
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_taken_name_is_left_as_it_was(saves: Any) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import FaultTable
@@ -29,7 +30,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fsdptrain import storage as storage_module
-from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
+from fsdptrain.checkpoint import load as load_module
+from fsdptrain.checkpoint.load import StoredCheckpoint, find_pieces, load_checkpoint
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
@@ -77,21 +79,21 @@ def shards_of_rank(rank: int, world: int = 2, seed: int = 0) -> dict[str, Shard]
 TENSORS = (("a", (3, 5), torch.float32), ("b", (), torch.bfloat16), ("c", (700,), torch.float64))
 
 
-def write(storage: CheckpointStorage, step: int, seed: int = 0) -> dict[str, Any]:
-    """Write the files of two ranks, without publishing them; return the entries of the manifest."""
+def write(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> dict[str, Any]:
+    """Write the files of all ranks, without publishing them; return the entries of the manifest."""
     storage.prepare(step)
     written = {}
-    for rank in range(2):
-        path = storage.staging(step) / f"rank-{rank:05}.safetensors"
-        entry = write_shards(path, shards_of_rank(rank, seed=seed), True, lambda path: storage.deliver(step, path))
+    for rank in range(world):
+        path, shards = storage.staging(step) / f"rank-{rank:05}.safetensors", shards_of_rank(rank, world, seed)
+        entry = write_shards(path, shards, True, lambda path: storage.deliver(step, path))
         assert entry
         written[entry[0]] = entry[1]
     return written
 
 
-def save(storage: CheckpointStorage, step: int, seed: int = 0) -> None:
-    files = write(storage, step, seed)
-    storage.publish(step, Manifest(FORMAT_VERSION, step, 2, "", {}, files).sealed())
+def save(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -> None:
+    files = write(storage, step, seed, world)
+    storage.publish(step, Manifest(FORMAT_VERSION, step, world, "", {}, files).sealed())
 
 
 def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
@@ -146,6 +148,27 @@ def test_any_number_of_ranks_reads_its_rows(run: RunDir) -> None:
         made = {name: Shard(torch.empty_like(s.local), s.first, s.shape) for name, s in wanted.items()}
         load_checkpoint(run.checkpoint(1), made)
         assert all(torch.equal(made[name].local, wanted[name].local) for name in wanted)
+
+
+def test_ranks_share_the_headers_and_open_only_files_with_their_rows(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, opened, folder = 4, list[str](), run.checkpoint(1)
+    save(run.storage, 1, world=world)
+    monkeypatch.setattr(load_module, "open_tensors", lambda path: opened.append(path.name) or open_tensors(path))
+    wanted = [shards_of_rank(rank, world) for rank in range(world)]
+    pieces = np.concatenate([find_pieces(folder, wanted[rank], slice(rank, None, world)) for rank in range(world)])
+    assert len(opened) == world
+    for shards in wanted:
+        made = {name: Shard(torch.empty_like(s.local), s.first, s.shape) for name, s in shards.items()}
+        load_checkpoint(folder, made, pieces)
+        assert all(torch.equal(made[name].local, shards[name].local) for name in shards)
+    assert len(opened) == 2 * world
+    for others in (pieces[1:], np.concatenate([pieces, pieces[:1]])):
+        with pytest.raises(CheckpointError, match="has 8 rows, the files hold "):
+            load_checkpoint(folder, wanted[0], others)
+    with pytest.raises(CheckpointError, match="which the model needs, is missing"):
+        load_checkpoint(folder, wanted[0], pieces[pieces[:, 0] > 0])
 
 
 def test_only_the_rows_asked_for_are_read(remote: RunDir, server: ObjectStore, tmp_path: Path) -> None:

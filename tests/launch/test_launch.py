@@ -31,7 +31,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
-from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
+from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
@@ -73,6 +73,20 @@ def test_a_hang_is_explained_in_one_paragraph(tmp_path: Path) -> None:
     assert "the run hung after step 12: no progress for 60 s" in message
     assert "ranks 0 and 2 wait in all-gather of model.layers.7; rank 1 is in data.batch (data.py:133)" in message
     assert "rank 3 does not respond" in message
+
+
+def test_reports_that_cannot_be_read_neither_stop_nor_end_the_explanation(tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, 4)
+    rundir = plan.rundir
+    rundir.hangs(1).mkdir(parents=True)
+    for rank, text in ((0, "[1"), (1, '{"rank": 1}')):
+        rundir.hang_report(1, rank).write_text(text)
+        os.mkfifo(rundir.collectives(1, rank))
+        os.mkfifo(rundir.stack_dump(1, rank))
+    message = explain_hang(1, plan, rundir, "after step 12")
+    assert "ranks 0 and 1 are in unknown code, because their reports cannot be read" in message
+    assert "ranks 2 and 3 do not respond" in message
+    assert silent_ranks(rundir, 1, 4) == []
 
 
 def test_the_place_of_a_rank_is_the_innermost_function_of_this_package() -> None:
@@ -280,6 +294,7 @@ def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "metrics.jsonl"), errors.CheckpointError),
         (errors.NonFiniteError("nan"), errors.NonFiniteError),
+        (errors.NotMet("nobody came"), errors.NotMet),
     ],
 )
 def test_only_errors_that_a_restart_can_fix_are_worker_lost(error: Exception, kind: type) -> None:

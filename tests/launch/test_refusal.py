@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support import TESTS, fsdptrain, write_recipe
+from typer.testing import CliRunner
+
+from fsdptrain.cli import app
+from fsdptrain.errors import FsdptrainError
 
 # What Slurm sets on each of two nodes, with one task on each.
 NODES = json.loads((TESTS / "config" / "launchers.json").read_text())["srun -N2 --ntasks-per-node=1"]
@@ -37,3 +44,16 @@ def test_all_nodes_end_with_the_reason_of_the_one_that_is_refused(refused: int, 
     assert ends[refused][1].startswith(f"fsdptrain on {host}: {reason}")
     assert ends[1 - refused][1].startswith(f"fsdptrain on {host}: node {host} was refused: {reason}")
     assert not any(word in text for _, text in ends for word in ("frame #", "Traceback"))
+
+
+def test_an_error_of_the_system_refuses_a_node_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def claim(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+
+    seen = list[FsdptrainError]()
+    monkeypatch.setattr("fsdptrain.launch.claim.claim_run_dir", claim)
+    monkeypatch.setattr("fsdptrain.launch.refusal.tell_other_nodes", lambda error, recipe: seen.append(error))
+    done = CliRunner().invoke(app, ["run", str(write_recipe(tmp_path))])
+    assert done.exit_code == 6 and [str(error) for error in seen] == [
+        f"{tmp_path}: Input/output error (errno 5, EIO): look for errors of the disk in the kernel's log (dmesg)"
+    ]
