@@ -375,7 +375,7 @@ def load_state(
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
-    set_step(optimizer, steps_made)
+    set_step(optimizer, steps_made - checkpointer.skipped)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has cached is of other sizes than a step needs
     leave_if_stopped(world, session.stop)

@@ -289,6 +289,7 @@ class Trainer:
         skip = train.on_nonfinite == "skip" and self.totals.skipped <= train.max_skipped
         self.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {cause}")
         if skip:
+            self.checkpointer.skipped += 1
             return self.any_stop()
         # A checkpoint of earlier steps may still be under way: finish it, so that no more steps are lost.
         self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
