@@ -34,8 +34,8 @@ Events = list[dict[str, Any]]
 
 def main(model: Path, runs: Path, picture: Path, *overrides: str) -> None:
     words = [*RECIPE, f"model.id={model.absolute()}", *overrides]
-    start = evaluations(train(runs / "start", "gsm8k-sft", *words, "train.epochs=0.001", "optim.lr=0"))[-1][1]
     found = {name: train(runs / name, *way, *words) for name, way in WAYS.items()}
+    start = evaluations(found["all weights"])[0][1]
     print(f"{common.describe_machine()}\nheld-out loss at the start {start:.3f}\n")
     print("| trained | parameters | held-out loss | seconds a step | checkpoint |\n| --- | --- | --- | --- | --- |")
     for name, events in found.items():
@@ -46,7 +46,7 @@ def main(model: Path, runs: Path, picture: Path, *overrides: str) -> None:
         size = sum(path.stat().st_size for path in newest.glob("*.safetensors"))
         loss = evaluations(events)[-1][1]
         print(f"| {name} | {count:,} | {loss:.3f} | {seconds:.2f} | {size / 1e6:.1f} MB |")
-    draw(picture, start, {name: evaluations(events) for name, events in found.items()})
+    draw(picture, {name: evaluations(events) for name, events in found.items()})
 
 
 def train(run: Path, recipe: str, *overrides: str) -> Events:
@@ -63,13 +63,13 @@ def evaluations(events: Events) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "eval"]
 
 
-def draw(path: Path, start: float, curves: dict[str, list[tuple[int, float]]]) -> None:
-    """Draw the held-out loss over the steps; all curves begin with `start`."""
+def draw(path: Path, curves: dict[str, list[tuple[int, float]]]) -> None:
+    """Draw the held-out loss over the steps."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, found), line in zip(curves.items(), ("o-", "o-", "x--"), strict=True):  # two may be nearly equal
-        steps, losses = zip((0, start), *found, strict=True)
+        steps, losses = zip(*found, strict=True)
         axes.plot(steps, losses, line, ms=6 if "x" in line else 4, label=f"{name}: {losses[-1]:.2f}")
     axes.set(xlabel="steps", ylabel="held-out loss, nats a token", title="GSM8K from the same start")
     axes.grid(axis="y", color="0.9")

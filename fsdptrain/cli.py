@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -82,7 +81,7 @@ ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a 
 
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="recipe keys to override, such as optim.lr=1e-5")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="recipe keys to override, such as optim.lr=1e-5")
 ]
 
 
@@ -182,7 +181,7 @@ def _problems_text(problems: Sequence[object]) -> str:
     return f"{_own_name()}: {len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain run shakespeare train.steps=20")
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -212,6 +211,7 @@ def run(
         from fsdptrain.forecast.relief import relief_lines
         from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, upload_export
+        from fsdptrain.launch.next_steps import next_steps
         from fsdptrain.screen import Screen
 
         started, launched = time.monotonic(), find_launcher(os.environ)
@@ -249,6 +249,7 @@ def run(
         if comparison:
             comparison.report(screen)
         screen.summary(time.monotonic() - started)
+        screen.paste(next_steps(plan, sys.argv[1:]))
 
 
 def _claim(
@@ -269,24 +270,29 @@ def _claim(
     return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100-80gb --advise")
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None, typer.Option(help="plan for other machines: 8xh100-80gb, or memory=…,flops=…")
+        str | None, typer.Option(metavar="CARDS", help="plan for other machines: 8xh100-80gb, or memory=…,flops=…")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="plot the memory of one step to this .svg or .png; needs fsdptrain[plot]")
+        Path | None,
+        typer.Option(metavar="FILE", help="plot the memory of one step to this .svg or .png; needs fsdptrain[plot]"),
     ] = None,
     advise: Annotated[bool, typer.Option("--advise", help="search for plans that fit, ranked by time")] = False,
     price: Annotated[
         float | None,
-        typer.Option("--price-per-gpu-hour", min=0, help="dollars per GPU-hour; adds the cost of the run"),
+        typer.Option(
+            "--price-per-gpu-hour", metavar="DOLLARS", min=0, help="dollars per GPU-hour; adds the cost of the run"
+        ),
     ] = None,
     mtbf_hours: Annotated[
         float | None,
-        typer.Option("--mtbf-hours", help="mean hours between failures of a node; adds what failures cost"),
+        typer.Option(
+            "--mtbf-hours", metavar="HOURS", help="mean hours between failures of a node; adds what failures cost"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also explain what could not be checked here")] = False,
@@ -393,14 +399,22 @@ def _screen_beside_result() -> Screen:
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain export runs/shakespeare --step 200 --out shakespeare-200")
 def export(
     run_dir: RunDirArgument,
-    step: Annotated[int | None, typer.Option(help="the checkpoint of this step; default: the newest valid one")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder to write; default: RUN_DIR/export")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the recipe's")] = None,
-    adapter: Annotated[str | None, typer.Option(help="separate, merged or both; default: the recipe's")] = None,
-    merge_base: Annotated[str | None, typer.Option(help="original or dequantized; default: the recipe's")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="the checkpoint of this step; default: the newest valid one")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="folder to write; default: RUN_DIR/export")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: the recipe's")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FORM", help="separate, merged or both; default: the recipe's")
+    ] = None,
+    merge_base: Annotated[
+        str | None, typer.Option(metavar="BASE", help="original or dequantized; default: the recipe's")
+    ] = None,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="do not open the folder in a fresh process")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder. Needs one process and no GPU."""
@@ -480,24 +494,29 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     return target
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain submit recipe.yaml --hardware 8xh100-80gb --time 24:00:00")
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="default: launch.nnodes, of a range the most")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of a node; 0: train on the CPU")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="default: launch.nnodes, of a range the most")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="GPUs of a node; 0: train on the CPU")
+    ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit")
+        str | None,
+        typer.Option(metavar="CARDS", help="the GPUs of one node, such as 8xh100-80gb: refuse a run that does not fit"),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="another option of sbatch, such as --constraint=ib"),
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time", help="time limit such as 24:00:00, after which it resumes")
+        str | None, typer.Option("--time", metavar="TIME", help="time limit such as 24:00:00, after which it resumes")
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="partition")] = None,
-    account: Annotated[str | None, typer.Option(help="account")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="partition")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="account")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script, submit nothing")] = False,
 ) -> None:
     """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
@@ -541,7 +560,7 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     print(outcome.verdict, file=sys.stderr)
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain status runs")
 def status(
     run_dir: Annotated[
         str, typer.Argument(metavar="RUN_DIR", help="a run folder, a folder of runs, or the URL that is output_dir")
@@ -570,7 +589,7 @@ def status(
             show_status(observe(rundir).facts(), page)
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain verify runs/shakespeare")
 def verify(
     run_dir: RunDirArgument,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
@@ -596,7 +615,7 @@ def verify(
         )
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
     from fsdptrain.config.schema import json_schema
@@ -604,12 +623,13 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command()
+@app.command(epilog="Example: fsdptrain init --data rows.jsonl --model Qwen/Qwen3-0.6B")
 def init(
     data: Annotated[
-        list[str] | None, typer.Option(help="file, glob, folder or URL, also several times; or a Hub data set")
+        list[str] | None,
+        typer.Option(metavar="DATA", help="file, glob, folder or URL, also several times; or a Hub data set"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id or local folder")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Hub id or local folder")] = None,
     foreign: Annotated[
         list[Path] | None,
         typer.Option(
@@ -675,7 +695,7 @@ def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
     return done.text, [*done.report(), ""]
 
 
-@recipes_app.command("list")
+@recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
 def list_recipes(
     kind: Annotated[str | None, typer.Argument(metavar="[clusters]", help="files for clusters and clouds")] = None,
 ) -> None:
@@ -693,13 +713,13 @@ def list_recipes(
         print(wrapped_for(f"{path.stem:36} {first}", sys.stdout))
 
 
-@recipes_app.command("show")
+@recipes_app.command("show", epilog="Example: fsdptrain recipes show gsm8k-lora")
 def show_recipe(name: ShippedName) -> None:
     """Print a shipped recipe."""
     print(_find_shipped(name, _shipped_files()).read_text(encoding="utf-8"), end="")
 
 
-@recipes_app.command("copy")
+@recipes_app.command("copy", epilog="Example: fsdptrain recipes copy gsm8k-lora my-recipe.yaml")
 def copy_recipe(
     name: ShippedName, dest: Annotated[Path, typer.Argument(metavar="DEST", help="a file or folder")]
 ) -> None:
@@ -770,17 +790,16 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
 
 
 def _show_finished(plan: Plan, step: int) -> None:
-    """Print that there is nothing left to train, and how to load the model; upload an export that is here only."""
+    """Print that there is nothing left to train, and what to do next; upload an export that is here only."""
     from fsdptrain.launch.launcher import upload_export
+    from fsdptrain.launch.next_steps import next_steps
     from fsdptrain.screen import Screen
 
     rundir = plan.rundir
     with Screen() as screen:
         screen.say(f"the run in {rundir.place} is finished ({step} steps): nothing was trained")
         upload_export(plan, screen)
-    if rundir.export.is_dir():
-        screen.last["export"] = {"path": str(rundir.export)}
-        screen.summary(0.0)
+    screen.paste(next_steps(plan, sys.argv[1:]))
 
 
 def _expanded_path(written: Path) -> Path:

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fsdptrain.errors import to_record
 from fsdptrain.files import is_regular_file
-from fsdptrain.records import EVENTS, Record, RunState, Tail, json_safe, without_undone
+from fsdptrain.records import EVENTS, Record, RunState, Tail, json_safe, last_kept, without_undone
 from fsdptrain.rundir import RunDir
 
 PROGRESS_INTERVAL_S = 0.2  # between two progress records of one stage
@@ -60,12 +60,18 @@ class Reporter:
         if self._board and EVENTS[kind].on_board:
             self._scalars(kind, fields)
         if self._board and kind == "resume":
-            self._purge(fields["step"])
+            self._purge(last_kept(fields["step"]))
 
-    def resume(self, step: int, changed: dict[str, Any]) -> None:
+    def resume(self, step: int, changed: dict[str, Any], notes: Sequence[str] = ()) -> None:
         """Write that training continues after `step`, unless this is the first start. Readers drop later events."""
         if step or self._earlier().has_trained:
-            self.event("resume", step=step, changed=changed)
+            self.event("resume", step=step, changed=changed, notes=[*notes])
+
+    def trained_by(self, step: int) -> Record | None:
+        """Return the `start` event of the attempt that trained `step`; None if it is not in the records."""
+        state = self._earlier()
+        state.add({"event": "resume", "step": step})
+        return state.trained_by
 
     def has(self, kind: str, step: int) -> bool:
         """Return whether the run has an event of this kind and step, from this or an earlier attempt."""
@@ -104,11 +110,11 @@ class Reporter:
         values = [Summary.Value(tag=f"{kind}/{name}", simple_value=number) for name, number in numbers.items()]
         self._board.add_event(Event(wall_time=time.time(), step=fields["step"], summary=Summary(value=values)))
 
-    def _purge(self, step: int) -> None:
-        """Make TensorBoard drop what earlier attempts wrote about steps after `step`."""
+    def _purge(self, last: int) -> None:
+        """Make TensorBoard drop what earlier attempts wrote about steps after `last`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._board.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._board.add_event(Event(step=last + 1, session_log=SessionLog(status=SessionLog.START)))
 
 
 def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:

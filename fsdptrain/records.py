@@ -97,19 +97,20 @@ EVENTS = {
         "the workers are ready to train",
         {
             "parameters": COUNT, "device": TEXT, "attention": TEXT, "world_size": COUNT, "host": TEXT,
-            "total_steps": COUNT, "blocks": COUNT, "seq_len": COUNT, "fill": NUMBER, "data_notes": TEXTS,
+            "total_steps": COUNT, "blocks": COUNT, "seq_len": COUNT, "fill": NUMBER,
             "device_memory_bytes": COUNT, "baseline_memory_bytes": COUNT,
         },
         {
-            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "hosts": TEXTS, "data": OBJECT, "dtype_note": TEXT,
-            "quantisation_note": TEXT, "attention_note": TEXT, "torch": TEXT, "transformers": TEXT,
+            "trainable": COUNT, "units": COUNT, "strategy": TEXT, "hosts": TEXTS, "data": OBJECT, "notes": TEXTS,
+            "torch": TEXT, "transformers": TEXT,
+            "data_notes": TEXTS, "dtype_note": TEXT, "quantisation_note": TEXT, "attention_note": TEXT,  # now `notes`
         },
         trains=True,
     ),
     "resume": EventKind(
         "training continues after `step`, with these changes of the recipe; later steps above in the file are undone",
         {"step": COUNT},
-        {"changed": CHANGES},
+        {"changed": CHANGES, "notes": TEXTS},
     ),
     "step": EventKind(
         "a step is trained",
@@ -119,13 +120,13 @@ EVENTS = {
             "total_s": SECONDS,
         },
         {
-            "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT, "reserved_memory_bytes": COUNT,
-            "alloc_retries": COUNT,
+            "epoch": NUMBER, "tokens": COUNT, "tokens_per_s": NUMBER, "data_s": SECONDS, "samples": TEXT,
+            "reserved_memory_bytes": COUNT, "alloc_retries": COUNT,
         },
         undone=True, on_board=True, trains=True,
     ),
     "eval": EventKind(
-        "the held-out rows are evaluated after `step`",
+        "the held-out rows are evaluated after `step`; 0: with the first weights",
         {"step": COUNT, "loss": NUMBER, "perplexity": NUMBER, "tokens": COUNT},
         undone=True, on_board=True, trains=True,
     ),
@@ -337,8 +338,8 @@ class Tail:
 class RunState:
     """The state of a run, folded from its records: what counts after all that later attempts have undone.
 
-    A `resume` event undoes the events of all later steps. So does a `step` event whose step was there before. Of the
-    `step` events only the newest is kept: a long run has millions.
+    A `resume` event undoes the events of all later steps, one of step 0 also that step's. So does a `step` event whose
+    step was there before. Of the `step` events only the newest is kept: a long run has millions.
     """
 
     def __init__(self, is_elastic: bool = False) -> None:
@@ -367,8 +368,11 @@ class RunState:
         if kind not in EVENTS:
             return None  # of another version
         last = None
-        if kind == "resume" or (kind == "step" and record["step"] <= self._newest_step):
-            last = record["step"] - (kind == "step")
+        if kind == "resume":
+            last = last_kept(record["step"])
+        elif kind == "step" and record["step"] <= self._newest_step:
+            last = record["step"] - 1
+        if last is not None:
             self._undo(last)
         if kind in self._kept:
             self._newest_step = max(self._newest_step, record["step"])
@@ -405,7 +409,7 @@ class RunState:
         for kind, records in self._kept.items():
             self.newest.pop(kind, None)
             self.newest.update({kind: records[-1]} if records else {})
-        if self.newest.get("resume", {}).get("step", 0) > last:
+        if "resume" in self.newest and self.newest["resume"]["step"] > last:
             del self.newest["resume"]
 
     @property
@@ -438,6 +442,19 @@ def _push(records: list[Record], record: Record) -> None:
     while records and records[-1]["step"] >= record["step"]:
         records.pop()
     records.append(record)
+
+
+def last_kept(resumed: int) -> int:
+    """Return the last step whose events count when training continues after step `resumed`.
+
+    From step 0 it starts again, maybe from other weights: then the evaluation of step 0 is made again, too.
+    """
+    return resumed or -1
+
+
+def waits_for_slow_ranks(start: Record | None) -> bool:
+    """Return whether a slow rank is worth a line on the screen: on one host's CPU it is other work on that host."""
+    return start is None or start["device"] != "cpu" or "hosts" in start
 
 
 def is_undone(record: Record, last: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -16,10 +15,13 @@ from rich.text import Text
 
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.page import Page
-from fsdptrain.records import Record, RunState
+from fsdptrain.records import Record, RunState, waits_for_slow_ranks
 from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # at least so long between two step lines in a pipe
+
+
+LINES = 20  # about so many of each kind stay above the live line, over a whole run
 
 
 class Screen:
@@ -35,6 +37,8 @@ class Screen:
         self.last = self.state.newest
         self.peak_memory = 0
         self._last_step_line = 0.0
+        self._printed: dict[str, int] = {}  # kind of event → the step of its last line above the live line
+        self._losses: list[float] = []  # of the steps since the last line above the live line
         self._resumed: list[int] = []  # for each start of the workers: the step that it resumed from
         self._label_tokens: list[int] = []  # for each start of the workers: trained so far
         self._line = LiveLine()
@@ -89,19 +93,21 @@ class Screen:
     def _on_start(self, record: Record) -> None:
         self._resumed.append(0)
         self._label_tokens.append(0)
+        self._printed, self._losses = {}, []
         trained = f" ({record['trainable']:,} trained)" if "trainable" in record else ""
         self.say(
             f"{record['parameters']:,} parameters{trained} on {record['device']}, attention {record['attention']} · "
             f"{counted(record['total_steps'], 'step')}\n{counted(record['blocks'], 'sequence')} of "
             f"{record['seq_len']:,} tokens ({1 - record['fill']:.1%} padding)"
         )
-        notes = map(record.get, ("dtype_note", "quantisation_note", "attention_note"))
-        for line in [*record["data_notes"], *filter(None, notes)]:
+        earlier = map(record.get, ("dtype_note", "quantisation_note", "attention_note"))  # of an earlier version
+        for line in [*record.get("data_notes", []), *filter(None, earlier), *record.get("notes", [])]:
             self.say(f"  {line}")
         self.show_waiting("first step")
 
     def _on_resume(self, record: Record) -> None:
         self._resumed[-1:] = [record["step"]]
+        self._printed = {"step": record["step"]}
         self.say(
             f"resumed after step {record['step']}"
             if record["step"]
@@ -109,6 +115,8 @@ class Screen:
         )
         for key, (old, new) in record.get("changed", {}).items():
             self.say(f"  {key}: {old} → {new}")
+        for line in record.get("notes", []):
+            self.say(f"  {line}")
 
     def _on_step(self, record: Record) -> None:
         self.peak_memory = max(self.peak_memory, record["peak_memory_bytes"])
@@ -127,20 +135,46 @@ class Screen:
         if retries := record.get("alloc_retries"):  # absent on a CPU
             parts.insert(3, Part(4, f"allocator retries {retries}"))
         self._line.show_step(step, total, parts)
+        self._losses.append(record["loss"])
+        if self.live and self._is_line_due("step", step, total):
+            self.say(self._history_line(record, total))
+            self._losses = []
         if not self.live and (step >= total or time.monotonic() - self._last_step_line >= PLAIN_INTERVAL_S):
             self._last_step_line = time.monotonic()
             self.say("  ".join([f"step {step}/{total}", *(str(part.text) for part in parts)]))
 
+    def _is_line_due(self, kind: str, step: int, total: int) -> bool:
+        """Return whether an event gets a line that stays above the live line; over a whole run LINES of a kind do."""
+        before = self._printed.get(kind, 0)
+        due = step in (0, total) or step * LINES // total > before * LINES // total
+        if due:
+            self._printed[kind] = step
+        return due
+
+    def _history_line(self, record: Record, total: int) -> str:
+        """Return step, epoch, the mean training loss since the last such line, and the newest held-out loss."""
+        parts = [f"step {record['step']:>{len(str(total))}}/{total}"]
+        parts += [f"epoch {record['epoch']:.2f}"] if "epoch" in record else []
+        parts += [f"loss {statistics.fmean(self._losses):.4f}"]
+        parts += [f"held-out {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
+        return "  ".join(parts)
+
     def _on_eval(self, record: Record) -> None:
-        self.say(
-            f"eval at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
-            f"({record['tokens']:,} label tokens)"
-        )
+        step, total = record["step"], self.last["start"]["total_steps"] if "start" in self.last else record["step"]
+        if not self.live or self._is_line_due("eval", step, total):
+            self.say(
+                f"eval at step {step}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}  "
+                f"({record['tokens']:,} label tokens)"
+            )
+        if not self.state.step_times:
+            self.show_waiting("first step")
 
     def _on_skip(self, record: Record) -> None:
         self.say(f"skipped: {record['what']}")
 
     def _on_straggler(self, record: Record) -> None:
+        if not waits_for_slow_ranks(self.last.get("start")):
+            return
         who = ranks_text([record["rank"]], self.last.get("start", {}).get("hosts", []))
         self.say(
             f"{who} is slow: all other ranks wait for its {record['cause']}, about {record['cost']:.0%} of each step"
@@ -168,23 +202,14 @@ class Screen:
             self.say(f"  files of the earlier export folder were moved to {record['kept']}")
 
     def summary(self, seconds: float) -> None:
-        """Print the closing lines: what was trained, how fast, and how to load the result."""
+        """Print what was trained, and how fast."""
         self._line.clear()
         if "step" in self.last:
             self.say("\n" + self._trained(seconds))
-        if "export" in self.last:
-            record = self.last["export"]
-            name, imports = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
-            if record.get("adapter") == "separate":
-                name = "AutoPeftModelForCausalLM"  # loads the model that the adapter belongs to, too
-                imports = f"from peft import {name}\nfrom transformers import AutoTokenizer"
-            snippet = (
-                f"\n{imports}\n"
-                f"folder = {json.dumps(record['path'], ensure_ascii=False)}\n"
-                f"model = {name}.from_pretrained(folder)\n"
-                "tokenizer = AutoTokenizer.from_pretrained(folder)"
-            )
-            self.console.print(Text(snippet), soft_wrap=True)  # not wrapped, so that it can be copied
+
+    def paste(self, text: str) -> None:
+        """Print lines that can be pasted elsewhere: a terminal breaks long ones, which adds no line breaks."""
+        self.console.print(Text(f"\n{text}"), soft_wrap=True)
 
     def _trained(self, seconds: float) -> str:
         """Return the steps, speed, memory and losses of this command, and the steps of all commands in total."""
@@ -203,14 +228,22 @@ class Screen:
 
 
 def _comparison_text(compared: list[Record]) -> str:
-    """Return how far the logits of an export are from those of the trained model."""
-    names = {"model": "", "merged": "merged ", "separate": "adapter on its base "}
-    ways = [
-        f"{names[found['what']]}by {found['mean']:.1e} on average, {found['largest']:.1e} at most" for found in compared
-    ]
-    tokens, spread = compared[0]["tokens"], compared[0]["spread"]
-    rows = "held-out" if compared[0]["held_out"] else "training"
-    return (
-        f"opened in a fresh process, logits differ from the trained model's: {'; '.join(ways)} "
-        f"({tokens} {rows} tokens, logits spread by {spread:.2g})"
-    )
+    """Return how far the logits of an export are from those of the trained model, and what that means."""
+    names = {"model": "", "merged": "merged: ", "separate": "adapter on its base: "}
+    ways = "; ".join(names[found["what"]] + _verdict(found) for found in compared)
+    tokens, rows = compared[0]["tokens"], "held-out" if compared[0]["held_out"] else "training"
+    return f"opened in a fresh process, logits compared with the trained model's on {tokens} {rows} tokens: {ways}"
+
+
+def _verdict(found: Record) -> str:
+    """Return what a difference of logits means. One that rounding does not explain was refused before."""
+    if not found["largest"]:
+        return "identical"
+    if found.get("rounded_to"):
+        meaning = f"equal within the rounding of {found['rounded_to']}"
+    elif found.get("limit", 0) is None:
+        meaning = "different, because the adapter was trained on quantised weights and merged into the original ones"
+    else:
+        meaning = "equal within rounding"  # as an earlier version recorded it
+    far = f"{found['mean']:.1e} on average, {found['largest']:.1e} at most, of a spread of {found['spread']:.2g}"
+    return f"{meaning} ({far})"

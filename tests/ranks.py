@@ -599,10 +599,53 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
             run.step(step)
     except NonFiniteError as raised:
         error = f"{raised} [in step {step + 1}]"
-    counters = {float(state["step"]) for state in run.engine.optimizer.state.values()}
     run.prefetch.close()
-    return found | {
-        "stopped": {"error": error, "unchanged": before == digest_of(run, counters=2.0), "counted": counters == {3.0}}
+    return found | {"stopped": {"error": error, "unchanged": before == digest_of(run)}}
+
+
+def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
+    """Train with a NaN in the loss of step 3, which is skipped; save after step `at`, go on, and resume from there.
+
+    Returns the steps that were skipped, and whether this rank's part of the weights is in the end, bit for bit, that of
+    torch's AdamW that is given the gradients and rates of the other steps only (`plain`), and whether weights and state
+    are those of the resumed run (`resumed`).
+    """
+    overrides, events = [*overrides, "train.on_nonfinite=skip"], []
+    run = build(recipe, overrides)
+    watch(run, events, late=False)
+    optimizer = run.engine.optimizer
+    groups = [{**group, "params": [part.clone() for part in group["params"]]} for group in optimizer.param_groups]
+    update, updates = optimizer.step, []
+
+    def recorded() -> None:
+        if not optimizer.found_inf:  # type: ignore[attr-defined]
+            gradients = [[part.grad.clone() for part in group["params"]] for group in optimizer.param_groups]
+            updates.append((optimizer.param_groups[0]["lr"], gradients))
+        update()
+
+    optimizer.step = recorded  # type: ignore[method-assign, assignment]
+    for step in range(steps):
+        run.step(step)
+        if step + 1 == at:
+            run.checkpointer.save(at, run.engine.model, optimizer, wait=True)
+    run.prefetch.close()
+    resumed = build(recipe, overrides)
+    for step in range(resumed.engine.steps_made, steps):
+        resumed.step(step)
+    resumed.prefetch.close()
+    plain = torch.optim.AdamW(groups)
+    for lr, gradients in updates:
+        for group, grads in zip(plain.param_groups, gradients, strict=True):
+            group["lr"] = lr
+            for part, grad in zip(group["params"], grads, strict=True):
+                part.grad = grad
+        plain.step()
+    pairs = zip(plain.param_groups, optimizer.param_groups, strict=True)
+    return {
+        "skipped": [event[1] for event in events if event[0] == "skip"],
+        "updates": len(updates),
+        "plain": all(all(map(torch.equal, own["params"], found["params"])) for own, found in pairs),
+        "resumed": resumed.engine.steps_made == at and digest_of(resumed) == digest_of(run),
     }
 
 
@@ -661,13 +704,12 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1) -> 
     return together
 
 
-def digest_of(run: Trainer, counters: float | None = None) -> str:
-    """Return a digest of this rank's weights and optimizer state; `counters` replaces the numbers of counted steps."""
+def digest_of(run: Trainer) -> str:
+    """Return a digest of this rank's weights and optimizer state."""
     digest = hashlib.sha256()
     for part, state in run.engine.optimizer.state.items():
         for tensor in filter(torch.is_tensor, (part, *state.values())):
-            shown = torch.full_like(tensor, counters) if tensor.ndim == 0 and counters is not None else tensor
-            digest.update(shown.numpy().tobytes())
+            digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 
 

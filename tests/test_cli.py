@@ -7,11 +7,13 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 import yaml
 from support import ROOT, environment, fsdptrain
 from terminal import run_on_terminal
 
+from fsdptrain.cli import app
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
@@ -31,7 +35,10 @@ from fsdptrain.data.columns import peek
 from fsdptrain.data.starter import read_starter
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
 
-COMMANDS = ["", "run", "validate", "export", "verify", "schema", "init", "recipes", "recipes list", "recipes copy"]
+COMMANDS = [
+    "", "run", "validate", "export", "submit", "status", "verify", "schema", "init", "recipes", "recipes list",
+    "recipes show", "recipes copy",
+]  # fmt: skip
 
 
 def test_help_and_versions_come_without_torch() -> None:
@@ -55,6 +62,36 @@ print(json.dumps([shown, sorted(heavy)]))
     for command in COMMANDS:
         assert "Usage:" in shown[f"{command} -h".strip()] == shown[f"{command} --help".strip()]
     assert shown["--version"].startswith(f"fsdptrain {version('fsdptrain')} (torch {version('torch')}, transformers ")
+
+
+def leaves(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    """Yield each command that does something: its words, and what it is for Typer."""
+    below = getattr(command, "commands", {})
+    for name, each in below.items():
+        yield from leaves(each, *names, name)
+    if not below:
+        yield " ".join(names), command
+
+
+def test_the_help_of_each_command_has_an_example_that_is_accepted() -> None:
+    commands = dict(leaves(typer.main.get_command(app)))
+    assert {"run", "recipes copy"} <= commands.keys() <= set(COMMANDS)
+    for name, command in commands.items():
+        example = command.epilog.removeprefix("Example: fsdptrain ").partition(" >")[0]
+        assert example.split()[: len(name.split())] == name.split()
+        command.make_context(name, shlex.split(example)[len(name.split()) :])  # raises UsageError
+        for option in command.params:
+            is_flag = getattr(option, "is_flag", False)
+            assert is_flag or option.metavar, f"{name} {option.name}: help shows the type of Python"
+
+
+def test_a_misspelt_command_gets_its_nearest_name_and_shells_complete() -> None:
+    done = fsdptrain("valdate")
+    assert done.returncode == 2 and "No such command 'valdate'. Did you mean 'validate'?" in done.stderr
+    pressed_tab = {"_FSDPTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "fsdptrain val", "COMP_CWORD": "1"}
+    command = Path(sys.executable).with_name("fsdptrain")
+    done = subprocess.run([command], capture_output=True, text=True, env=environment(**pressed_tab), check=False)
+    assert done.stdout.split() == ["validate"]
 
 
 @pytest.mark.parametrize("command", ["srun -N2 --ntasks-per-node=1", "srun -N1 -n3"])

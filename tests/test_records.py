@@ -52,8 +52,10 @@ class Replay:
         at = 0 if is_silent else min(resumes_at, self.step)
         if not is_silent:
             self.records.append(record("resume", step=at))
-            self.made = [event for event in self.made if event[1] <= at]
+            self.made = [event for event in self.made if event[1] <= at and at]
             self.step = self.resumed = at
+            if not at:
+                self.add("eval", 0)
         for step in range(at + 1, at + steps + 1):
             if step == at + 1:  # what was made of this step and of later ones is made again
                 self.made = [event for event in self.made if event[1] < step]
@@ -132,11 +134,12 @@ def test_an_attempt_that_ended_between_an_evaluation_and_its_first_step_event_is
         with contextlib.closing(Reporter(rundir, tensorboard=True)) as reporter:
             reporter.event("start", **sample("start"))
             reporter.resume(0, {})
-            reporter.event("eval", **sample("eval", step=25, loss=float(attempt)))  # eval.every: 25, log.every: 100
-    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0]
+            for step in (0, 25):  # eval.every: 25, log.every: 100
+                reporter.event("eval", **sample("eval", step=step, loss=float(attempt)))
+    assert [r["loss"] for r in read_history(rundir.metrics) if r["event"] == "eval"] == [2.0, 2.0]
     board = EventAccumulator(str(rundir.tensorboard))
     board.Reload()
-    assert [s.value for s in board.Scalars("eval/loss")] == [2.0]
+    assert [s.value for s in board.Scalars("eval/loss")] == [2.0, 2.0]
 
 
 def test_numbers_that_json_lacks_are_read_as_they_were_written(tmp_path: Path) -> None:

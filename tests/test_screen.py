@@ -26,7 +26,7 @@ from fsdptrain.text import rate, wrapped
 
 STARTED = {
     "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "attention": "sdpa", "total_steps": 40,
-    "blocks": 326, "seq_len": 64, "fill": 0.99, "data_notes": [],
+    "blocks": 326, "seq_len": 64, "fill": 0.99, "notes": [],
 }  # fmt: skip
 
 
@@ -156,14 +156,83 @@ def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
     screen = Screen(Console(file=io.StringIO(), width=400))
     record = {"event": "export", "path": "out", "bytes": 1024, "dtype": "float32", "adapter": "both"}
     found = {"tokens": 200, "held_out": True, "spread": 2.345, "mean": 1.23e-7, "largest": 4.56e-6, "limit": 1e-3}
-    screen.show(record | {"compared": [{"what": "merged", **found}, {"what": "separate", **found, "mean": 2e-7}]})
+    rounded, meant = found | {"rounded_to": "bfloat16"}, found | {"rounded_to": None, "limit": None}
+    screen.show(record | {"compared": [{"what": "merged", **found}, {"what": "separate", **rounded, "mean": 2e-7}]})
+    screen.show(record | {"compared": [{"what": "merged", **meant}]})
+    screen.show(record | {"compared": [{"what": "model", **found, "mean": 0.0, "largest": 0.0}]})
     screen.show(record | {"not_compared": "opening it took more than 30:00"})
     shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
-    assert (
-        "  opened in a fresh process, logits differ from the trained model's: merged by 1.2e-07 on average, 4.6e-06 at "
-        "most; adapter on its base by 2.0e-07 on average, 4.6e-06 at most (200 held-out tokens, logits spread by 2.3)\n"
-    ) in shown
+    opened = "  opened in a fresh process, logits compared with the trained model's on 200 held-out tokens: "
+    far = "(1.2e-07 on average, 4.6e-06 at most, of a spread of 2.3)"
+    assert f"{opened}merged: equal within rounding {far}; adapter on its base: equal within the rounding of " in shown
+    reason = "the adapter was trained on quantised weights and merged into the original ones"
+    assert f"merged: different, because {reason} {far}\n" in shown
+    assert f"{opened}identical\n" in shown and "0.0e+00" not in shown
     assert "  not compared with the trained model: opening it took more than 30:00\n" in shown
+
+
+def terminal(width: int = 60) -> Console:
+    return Console(file=io.StringIO(), width=width, height=40, force_terminal=True, color_system=None)
+
+
+def printed(console: Console) -> list[str]:
+    """Return the lines that a terminal has got, without those that the live line has drawn over itself."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    return [line.rsplit("\r", 1)[-1].rstrip() for line in text.splitlines()]
+
+
+def evaluated(number: int, loss: float) -> dict[str, Any]:
+    return {"event": "eval", "step": number, "loss": loss, "perplexity": 2.0, "tokens": 100}
+
+
+@pytest.mark.parametrize("total", [700, 12])
+def test_a_terminal_keeps_a_history_of_some_twenty_lines(total: int) -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(STARTED | {"total_steps": total})
+        screen.show(evaluated(0, 6.5))
+        for number in range(1, total + 1):
+            screen.show(step(number, loss=number % 2 + 1.0, epoch=number / 350))
+            if number % 2 == 0:
+                screen.show(evaluated(number, 3 - number / total))
+    lines = [line for line in printed(console) if re.match(r"step +\d+/\d+  epoch", line) and "tok/s" not in line]
+    assert len(lines) == min(total, 20) and all(len(line) <= 60 for line in lines)
+    if total == 700:  # the mean of 35 losses that alternate between 1 and 2, and what was measured before
+        assert lines[0] == "step  35/700  epoch 0.10  loss 1.5143  held-out 2.9514"
+        assert lines[-1] == "step 700/700  epoch 2.00  loss 1.4857  held-out 2.0029"
+    evals = [line for line in printed(console) if line.startswith("eval at step ")]
+    assert evals[0].startswith("eval at step 0: loss 6.5") and evals[-1].startswith(f"eval at step {total}: ")
+    assert len(evals) <= 21
+
+
+def test_a_resumed_run_goes_on_with_its_history() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(STARTED | {"total_steps": 40})
+        screen.show({"event": "resume", "step": 16})
+        for number in range(17, 20):
+            screen.show(step(number, loss=float(number)))
+    lines = [line for line in printed(console) if line.startswith("step 1") and "tok/s" not in line]
+    assert lines == ["step 18/40  loss 17.5000"]  # an earlier version recorded no epoch
+
+
+def test_the_notes_of_this_and_of_earlier_versions_are_shown() -> None:
+    screen = Screen(Console(file=io.StringIO(), width=200))
+    earlier = {name: value for name, value in STARTED.items() if name != "notes"}
+    screen.show(earlier | {"data_notes": ["2 rows were cut"], "dtype_note": "bfloat16 is slow"})
+    screen.show(STARTED | {"notes": ["the warm-up is too long"]})
+    screen.show({"event": "resume", "step": 3, "notes": ["the rate jumps"]})
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    for note in ("2 rows were cut", "bfloat16 is slow", "the warm-up is too long", "the rate jumps"):
+        assert f"\n  {note}\n" in shown
+
+
+def test_a_slow_rank_is_shown_unless_it_is_on_the_cpu_of_one_host() -> None:
+    for changes, shown in (({}, False), ({"hosts": ["a", "b"]}, True), ({"device": "H100"}, True)):
+        screen = Screen(Console(file=io.StringIO(), width=200))
+        screen.show(STARTED | changes)
+        screen.show({"event": "straggler", "step": 20, "rank": 1, "cause": "compute", "cost": 0.2})
+        assert ("is slow" in screen.console.file.getvalue()) == shown  # type: ignore[attr-defined]
 
 
 def test_a_pipe_gets_no_escape_sequences_even_with_force_color(

@@ -212,7 +212,8 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
                 + (f", and rounding explains {limit:.3g} on average" if limit is not None else "")
                 + f". {WAY_OUT}"
             )
-        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, "limit": limit})
+        judged = {"limit": limit, "rounded_to": way.rounded_to}
+        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, **judged})
     return found
 
 

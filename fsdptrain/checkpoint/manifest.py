@@ -80,10 +80,14 @@ class Manifest:
     plan_digest: str
     identity: dict[str, Any]
     files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
+    skipped: int = 0  # of the steps, those that were not finite: the optimizer has not made them
 
     def sealed(self) -> bytes:
         """Return the content of `manifest.json`, with its checksum."""
-        text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if not self.skipped:
+            del fields["skipped"]  # an earlier version knows no such field
+        text = json.dumps(fields, indent=2, sort_keys=True)
         return with_checksum(text.removesuffix("\n}").encode())
 
 
@@ -111,6 +115,7 @@ def read_manifest(folder: Location) -> Manifest:
     if with_checksum(raw.rpartition(CHECKSUM_PREFIX.encode())[0]) != raw:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     del fields["sha256"]
+    fields.setdefault("skipped", 0)
     problem = _field_problem(fields)
     if problem:
         raise CheckpointError(f"{path} is not a valid manifest: {problem}")
@@ -151,6 +156,7 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
     valid = {
         "format": type(fields["format"]) is int,
         "step": _is_count(fields["step"]),
+        "skipped": _is_count(fields["skipped"]),
         "world_size": _is_count(fields["world_size"]),
         "plan_digest": isinstance(fields["plan_digest"], str),
         "identity": isinstance(fields["identity"], dict),

@@ -39,6 +39,7 @@ from fsdptrain.checkpoint.manifest import (
     checkpoint_problems,
     complete_steps,
     newest_manifest,
+    read_manifest,
     resume_problems,
 )
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
@@ -67,6 +68,7 @@ class Checkpointer:
         self._folder = FolderWatch(rundir) if world.rank == 0 else None
         self.store = RunStore.of(rundir)
         self.identity = plan.identity() | content
+        self.skipped = 0  # of the steps made, those that were not finite
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging: dict[str, torch.Tensor] = {}
@@ -87,7 +89,7 @@ class Checkpointer:
         own = share_of_copy(self._shards(model, optimizer), copy, self.world.replicas, writes_whole=place == 0)
         # Training blocks for the copy only; a thread writes it.
         staged = self._copy_to_host(own, wait)
-        arguments = (step, staged, started, time.monotonic() - started)
+        arguments = (step, self.skipped, staged, started, time.monotonic() - started)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="checkpoint")
         self._thread.start()
         if wait:
@@ -120,11 +122,11 @@ class Checkpointer:
             torch.cuda.synchronize(self.world.device)  # once for all copies, which were queued without waiting
         return staged
 
-    def _commit(self, step: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
+    def _commit(self, step: int, skipped: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
         target = self.storage.checkpoint(step)
         try:
-            size = self._write(step, staged)
+            size = self._write(step, skipped, staged)
             keep = self.plan.recipe.checkpoint.keep
             remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
             self._on_rank_zero("remove old checkpoints", remove)
@@ -134,7 +136,7 @@ class Checkpointer:
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
-    def _write(self, step: int, staged: dict[str, Shard]) -> int:
+    def _write(self, step: int, skipped: int, staged: dict[str, Shard]) -> int:
         """Write and publish a checkpoint and return its bytes; when any rank fails, remove all of it."""
         storage, action = self.storage, f"save {self.storage.checkpoint(step)}"
         try:
@@ -149,7 +151,8 @@ class Checkpointer:
             write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
-            manifest = Manifest(FORMAT_VERSION, step, self.world.size, self.plan.digest(), self.identity, files)
+            digest, ranks = self.plan.digest(), self.world.size
+            manifest = Manifest(FORMAT_VERSION, step, ranks, digest, self.identity, files, skipped)
             if self.store:  # first, so that the curve of a run that is resumed elsewhere has no gap
                 self._on_rank_zero(action, self.store.push)
             publish = self._if_writer(partial(storage.publish, step, manifest.sealed()))
@@ -241,6 +244,8 @@ class Checkpointer:
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the newest valid checkpoint into an allocated model and optimizer; return its step, or 0 without one.
 
+        From then on `skipped` is the checkpoint's.
+
         Damaged checkpoints are reported and renamed, and the one before is loaded. Raises CheckpointError when there
         are checkpoints but none is valid, or when another version of fsdptrain wrote the newest.
         """
@@ -250,6 +255,7 @@ class Checkpointer:
             problems = self._verify(folder)
             if not problems:
                 self._load(folder, self._shards(model, optimizer))
+                self.skipped = self._from_rank_zero(f"read {folder}", partial(_skipped, folder))
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:
@@ -396,3 +402,7 @@ def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
         )
     for step in complete_steps(rundir, unless=(OtherVersion, StorageError))[:-keep]:
         rundir.storage.remove(step)
+
+
+def _skipped(folder: Location) -> int:
+    return read_manifest(folder).skipped

@@ -265,7 +265,9 @@ class Train:
 class Eval:
     """Held-out evaluation."""
 
-    every: int | None = key(None, "steps between evaluations; the last step is always evaluated", at_least=1)
+    every: int | None = key(
+        None, "steps between evaluations; the first weights and the last step are always evaluated", at_least=1
+    )
 
 
 @dataclass

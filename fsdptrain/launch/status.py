@@ -27,7 +27,7 @@ from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.ownership import is_marked
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
-from fsdptrain.records import Record, RunState, Tail
+from fsdptrain.records import Record, RunState, Tail, waits_for_slow_ranks
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
@@ -266,7 +266,7 @@ class Observer:
 
     def _straggler(self, made: int) -> Record | None:
         found = self._last.get("straggler")
-        if found is None or made - found["step"] > CURRENT_STEPS:
+        if found is None or made - found["step"] > CURRENT_STEPS or not waits_for_slow_ranks(self._last.get("start")):
             return None
         return {name: found[name] for name in ("step", "rank", "cause", "cost")}
 

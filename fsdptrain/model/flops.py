@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -29,10 +30,7 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     gradient on has 4 instead of 12.
     """
     config = bare.config.get_text_config()
-    experts, used = (
-        next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
-        for names in (EXPERTS, EXPERTS_OF_A_TOKEN)
-    )
+    experts, used = (_first_number(config, names) for names in (EXPERTS, EXPERTS_OF_A_TOKEN))
     share = used / experts if experts and used else 1.0
     tables = {module.weight for module in bare.modules() if isinstance(module, nn.Embedding)}
     head = bare.get_output_embeddings()
@@ -96,3 +94,12 @@ def _blocks_without_gradient(bare: Any, reached: set[nn.Parameter]) -> int:
         if any(part == matrices[0][0] and param in reached for part, param in matrices):  # attention comes first
             return number
     return len(blocks)
+
+
+def expert_count(config: Any) -> int:
+    """Return how many experts each mixture of a model has; 0 if it has none."""
+    return _first_number(config.get_text_config(), EXPERTS) or 0
+
+
+def _first_number(config: Any, names: Iterable[str]) -> int | None:
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)

@@ -79,7 +79,7 @@ def start_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps that a started optimizer has made; Adam corrects the bias of its moments by it."""
+    """Set the number of updates that a started optimizer has made; Adam corrects the bias of its moments by it."""
     for state in optimizer.state.values():
         if isinstance(counter := state.get("step"), torch.Tensor):
             counter.fill_(step)

@@ -21,15 +21,16 @@ from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids
+from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids, unquantised_note
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
-from fsdptrain.model.flops import model_flops
+from fsdptrain.model.flops import expert_count, model_flops
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of
+from fsdptrain.model.varlen import mask_note
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.processes import memory_limited_to
@@ -67,6 +68,29 @@ def slow_dtype_note(plan: Plan) -> str | None:
     return (
         "this CPU has no instructions for bfloat16: matrix products take up to 70 times as long as in float32; set "
         "fsdp.mixed_precision.param_dtype=float32"
+    )
+
+
+def model_notes(ready: PreparedModel) -> list[str]:
+    """Return what is worth knowing about a model that can be trained, before a run and in a dry run."""
+    plan = ready.plan
+    found = (
+        slow_dtype_note(plan),
+        unquantised_note(ready.trained, plan.recipe),
+        mask_note(plan, ready.bare),
+        balance_note(plan, ready.config),
+    )
+    return [note for note in found if note]
+
+
+def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
+    """Return a note on a mixture of experts that is trained from scratch; a pretrained router is balanced already."""
+    experts = expert_count(config)
+    if plan.pretrained or experts < 2:
+        return None
+    return (
+        f"model: a mixture of {experts} experts from scratch. Nothing balances them, because the router's auxiliary "
+        "loss is not computed: few of them may get most tokens. Start from a pretrained mixture, or train a dense model"
     )
 
 

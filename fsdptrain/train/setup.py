@@ -37,6 +37,7 @@ from fsdptrain.checkpoint.manifest import (
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
+from fsdptrain.config.schedule import length_note, warmup_note
 from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
@@ -46,7 +47,7 @@ from fsdptrain.errors import DataError, RecipeError, Stopped, listed
 from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, too_few_steps
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import start_adapters, unquantised_note
+from fsdptrain.model.adapter import start_adapters
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, settled_values
 from fsdptrain.model.flops import model_flops
@@ -60,7 +61,7 @@ from fsdptrain.rundir import RunDir
 from fsdptrain.storage import URL
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
-from fsdptrain.train.preflight import PreparedModel, prepare_tokenizer_and_model, slow_dtype_note
+from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_tokenizer_and_model
 from fsdptrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -376,7 +377,7 @@ def load_state(
     optimizer = make_optimizer(model, plan.recipe.optim)
     start_state(optimizer)
     steps_made = checkpointer.load_newest(model, optimizer) if resuming else 0
-    set_step(optimizer, steps_made)
+    set_step(optimizer, steps_made - checkpointer.skipped)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has cached is of other sizes than a step needs
     leave_if_stopped(world, session.stop)
@@ -396,7 +397,11 @@ def report_start(
     session.reporter.event("start", **facts)
     if checkpointer.world.rank == 0:
         changed = changes_since(session.rundir, steps_made, session.plan, checkpointer.identity)
-        session.reporter.resume(steps_made, changed)
+        recipe, before = session.plan.recipe, session.reporter.trained_by(steps_made)
+        note = before and length_note(
+            steps_made, before["total_steps"], facts["total_steps"], recipe.optim, recipe.schedule
+        )
+        session.reporter.resume(steps_made, changed, [note] if note else [])
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
@@ -405,17 +410,21 @@ def start_facts(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
-    note = varlen.mask_note(inputs.prepared.plan, inputs.prepared.bare) or flash_note
     recipe, stream = inputs.prepared.plan.recipe, inputs.stream
+    notes = [
+        *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
+        date_note(inputs.day) if inputs.day else None,
+        *model_notes(inputs.prepared),
+        flash_note,
+        *inputs.prepared.plan.length_notes(len(stream)),
+        warmup_note(sizes.total_steps, recipe.optim, recipe.schedule),
+    ]
     return {
         "parameters": sizes.counts.all,
         **({"trainable": sizes.counts.trained} if inputs.prepared.plan.freezes else {}),
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,
-        **({"dtype_note": slow} if (slow := slow_dtype_note(inputs.prepared.plan)) else {}),
-        **({"quantisation_note": left} if (left := unquantised_note(inputs.prepared.trained, recipe)) else {}),
-        **({"attention_note": note} if note else {}),
         "world_size": world.size,
         "host": socket.gethostname(),
         **({"hosts": world.hosts} if len(set(world.hosts)) > 1 else {}),
@@ -426,11 +435,7 @@ def start_facts(
         "seq_len": recipe.data.seq_len,
         "fill": stream.corpus.fill(),
         "data": stream.corpus.notes,
-        "data_notes": [
-            *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
-            *([date_note(inputs.day)] if inputs.day else []),
-            *inputs.prepared.plan.length_notes(len(stream)),
-        ],
+        "notes": [note for note in notes if note],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "baseline_memory_bytes": baseline_memory,

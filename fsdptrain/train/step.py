@@ -28,7 +28,7 @@ from fsdptrain.errors import NonFiniteError, RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import HostCopy, World
-from fsdptrain.train.optim import assert_dtypes, part_of, set_step
+from fsdptrain.train.optim import assert_dtypes, part_of
 from fsdptrain.train.stragglers import BlockClock
 
 if TYPE_CHECKING:
@@ -138,8 +138,6 @@ class Engine:
         losses, squares, stops, peaks, reserved, retries, data_seconds, compute_seconds, usual = queued.numbers.read().T
         mean, norm = float(losses.sum()), math.sqrt(squares.sum() / self.world.replicas)
         if not (math.isfinite(mean) and math.isfinite(norm)):
-            # If the run skips this step, it counts, as it does after a resume.
-            set_step(self.optimizer, queued.step + 1)
             self._blocked = torch.zeros_like(self._blocked)
             raise NonFiniteError(f"step {queued.step + 1}: the loss is {mean:g}, the gradient norm {norm:g}")
         return StepStats(

@@ -246,6 +246,7 @@ class Trainer:
             self.reporter.event(
                 "step",
                 step=step + 1,
+                epoch=(step + 1) * self.plan.recipe.train.global_batch_size / len(self.stream),
                 loss=stats.loss,
                 lr=made.lr,
                 grad_norm=stats.grad_norm,
@@ -288,6 +289,7 @@ class Trainer:
         skip = train.on_nonfinite == "skip" and self.totals.skipped <= train.max_skipped
         self.reporter.event("skip" if skip else "nonfinite", step=step + 1, what=f"{error}: {cause}")
         if skip:
+            self.checkpointer.skipped += 1
             return self.any_stop()
         # A checkpoint of earlier steps may still be under way: finish it, so that no more steps are lost.
         self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
@@ -308,11 +310,10 @@ class Trainer:
 
     def evaluation_due(self, done: int, last: bool) -> bool:
         """Return whether to evaluate after `done` steps; collective if the run was resumed there."""
-        if not self.inputs.held_out or not (last or due(done, self.plan.recipe.eval.every)):
+        if not self.inputs.held_out or not (done == 0 or last or due(done, self.plan.recipe.eval.every)):
             return False
-        # The untrained model is not evaluated, and a resumed run evaluates only what a stop has prevented.
-        resumed_here = done == self.engine.steps_made
-        return not (resumed_here and (done == 0 or self.world.any(self.reporter.has("eval", done))))
+        # A run that resumes here evaluates only what a stop has prevented.
+        return not (done == self.engine.steps_made and self.world.any(self.reporter.has("eval", done)))
 
     def evaluate(self, done: int) -> bool:
         """Report the loss over all held-out blocks. Return whether a stop interrupted it."""
@@ -322,6 +323,8 @@ class Trainer:
         if result is not None:
             loss, tokens = result
             self.reporter.event("eval", step=done, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+        if not done and self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the first evaluation has cached is of other sizes than a step needs
         return result is None
 
     def compare_copies(self, done: int) -> None:

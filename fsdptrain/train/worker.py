@@ -23,6 +23,7 @@ import transformers
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.events import Reporter
+from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -111,6 +112,7 @@ def work(plan: Plan) -> NoReturn:
                     started = time.monotonic()
                     train(plan, stop, screen)
                     screen.summary(time.monotonic() - started)
+                    screen.paste(next_steps(plan, sys.argv[1:]))
             else:
                 train(plan, stop, None)
     except NodeWaits as waits:

@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 
 from fsdptrain.config.plan import Plan
+from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.client import Forecaster
@@ -49,6 +50,8 @@ def dry_run(
     with findings.continue_on_error():
         check_machine(plan, findings)
     vocab_size, steps = check_data(plan, findings)
+    if steps and (note := warmup_note(steps, plan.recipe.optim, plan.recipe.schedule)):
+        findings.add_warning(note)
     if build:
         with findings.continue_on_error():
             config = check_model(plan, vocab_size, steps, findings)

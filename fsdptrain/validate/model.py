@@ -18,7 +18,7 @@ from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import check_adapter_values, quantised_ids, unquantised_note
+from fsdptrain.model.adapter import check_adapter_values, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
@@ -44,16 +44,12 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     ready = preflight.prepare_model(plan, vocab_size)
     if findings.elsewhere and (note := kernel_note(plan, ready)):
         findings.add_note(note)
-    if note := preflight.slow_dtype_note(plan):
+    for note in preflight.model_notes(ready):
         findings.add_note(note)
     if plan.recipe.adapter.from_ is not None:
         with findings.continue_on_error():
             check_adapter_values(ready.trained, Path(plan.recipe.adapter.from_))
     if note := base_note(plan.recipe):
-        findings.add_note(note)
-    if note := unquantised_note(ready.trained, plan.recipe):
-        findings.add_note(note)
-    if note := varlen.mask_note(ready.plan, ready.bare):
         findings.add_note(note)
     if ready.plan.recipe.model.attn_implementation == varlen.NAME and not findings.elsewhere:
         major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0

@@ -18,6 +18,7 @@ from fsdptrain.checkpoint.manifest import (
     TOKENIZER_KEY,
     TOKENS_KEY,
     measured_changes,
+    read_manifest,
     resume_problems,
 )
 from fsdptrain.config.plan import make_plan
@@ -120,6 +121,14 @@ def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
             difference = max(largest_difference(resumed[name], found["curve"][2:]))
             assert difference < 1e-5, (name, world, difference)
     assert len({str(found["curve"]) for found in saved.values()}) == len(names)
+
+
+def test_a_skipped_step_is_none_for_adam_also_after_a_resume(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, optim__lr=1e-3, train__steps=6)
+    (tmp_path / "run").mkdir()
+    for rank in on_ranks(2, "skips", tmp_path / "ranks", recipe=str(recipe), overrides=[], at=4, steps=6):
+        assert rank == {"skipped": [3], "updates": 5, "plain": True, "resumed": True}
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step-00000004").skipped == 1
 
 
 def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def zeros(tmp: Path) -> Ended:
 def repaired(tmp: Path, zeros: Ended) -> Path:
     """Return the run folder after the same command, which had only the export to do again."""
     ended = run_with(tmp / "first" / "recipe.yaml")
-    assert not ended.problems(0, "logits differ from the trained model's")
+    assert not ended.problems(0, "logits compared with the trained model's")
     return tmp / "first" / "run"
 
 

@@ -39,6 +39,8 @@ def test_a_run_finishes_and_shows_how_to_load_the_model(finished: Any) -> None:
     tmp, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
     assert f'\nfolder = "{tmp}/run/export"\n' in done.stdout
+    assert f"\nlonger  fsdptrain run {tmp}/recipe.yaml train.steps=12\n" in done.stdout
+    assert f"\ncurves  tensorboard --logdir {tmp}/run/tensorboard\n" in done.stdout
     assert "\nranks  2 × cpu, FULL_SHARD\n" in done.stdout and f"step {STEPS}/{STEPS}" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
@@ -59,12 +61,12 @@ def test_metrics_have_the_documented_fields(finished: Any) -> None:
     steps = events(finished[0] / "run", "step")
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     wanted = {
-        "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "data_s", "peak_memory_bytes",
-        "samples",
+        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "data_s",
+        "peak_memory_bytes", "samples",
     }  # fmt: skip
     assert all(wanted <= event.keys() for event in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert [event["step"] for event in events(finished[0] / "run", "eval")] == [3, 6]
+    assert [event["step"] for event in events(finished[0] / "run", "eval")] == [0, 3, 6]
 
 
 def test_what_a_run_writes_is_in_the_table_of_events(finished: Any) -> None:
@@ -145,7 +147,9 @@ def test_a_longer_run_resumes_and_shows_what_was_changed(finished: Any, tmp_path
     changed = {"train.steps": [6, 8], "optim.lr": [0.0003, 0.0001], "output_dir": [str(finished[0] / "run"), str(run)]}
     (resume,) = events(run, "resume")
     assert (resume["step"], resume["changed"]) == (STEPS, changed)
-    lines = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items())]
+    [note] = resume["notes"]
+    assert "the schedule has 8 steps now and had 6: the learning rate goes from" in note
+    lines = ["resumed after step 6", *(f"  {key}: {old} → {new}" for key, (old, new) in changed.items()), f"  {note}"]
     assert all(line in done.stdout.splitlines() for line in lines)
     assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
     assert {path.name for path in (run / "plans").iterdir()} == {"0001.json", "0001.yaml", "0002.json", "0002.yaml"}

@@ -275,7 +275,7 @@ def test_steps_that_are_read_late_give_the_same_run(recipe: Path, tmp_path: Path
         # A second is three steps of the slower rank, by its clock; the first steps were sent before any time was known.
         assert rank["counted"]["together"] == [1, 1, 1, 1, 3, 3]
         assert rank["counted"]["waited"] == [[True, True], *[[False, False]] * 9], "only the first found an idle device"
-        assert rank["stopped"]["unchanged"] and rank["stopped"]["counted"]
+        assert rank["stopped"]["unchanged"]
         assert "step 3: the loss is nan" in rank["stopped"]["error"] and "[in step 6]" in rank["stopped"]["error"]
         assert "the loss is nan on rank 1 (samples " in rank["stopped"]["error"]
 

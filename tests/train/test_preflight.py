@@ -25,13 +25,13 @@ from fsdptrain.config.topology import Topology, find_topology, topology_of
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import flash, probe
-from fsdptrain.model.config import longrope_threshold
+from fsdptrain.model.config import load_config, longrope_threshold
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.processes import memory_limited_to
-from fsdptrain.train.preflight import prepare_model, prepare_tokenizer_and_model, slow_dtype_note
+from fsdptrain.train.preflight import balance_note, prepare_model, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
@@ -336,6 +336,22 @@ def test_the_gpus_of_torch_are_those_of_the_plan(device: Any, workers: int, gpus
     if words:
         with pytest.raises(RecipeError, match="with CUDA_VISIBLE_DEVICES=9"):
             check_gpus(Topology(device, 1, workers), gpus, {"CUDA_VISIBLE_DEVICES": "9"})
+
+
+def test_a_mixture_from_scratch_and_a_warmup_longer_than_the_run_are_noted(tmp_path: Path) -> None:
+    notes = {}
+    for name in ("llama", "mixtral"):
+        findings = Findings()
+        dry_run(plan_of(tmp_path, MODELS[name], schedule__warmup=100 if name == "mixtral" else 2), findings)
+        notes[name] = findings.notes
+        assert ("schedule.warmup: the warm-up has 100 steps and the run 4" in findings.verdict) == (name == "mixtral")
+    balance = "model: a mixture of 4 experts from scratch. Nothing balances them"
+    assert [any(balance in note for note in found) for found in notes.values()] == [False, True]
+    plan = plan_of(tmp_path, MODELS["mixtral"])
+    config = load_config(plan, 512)
+    model = dataclasses.replace(plan.recipe.model, id="org/mixture", init="pretrained")
+    pretrained = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, model=model))
+    assert balance_note(plan, config) and balance_note(pretrained, config) is None
 
 
 @pytest.mark.parametrize("has_units", [True, False])

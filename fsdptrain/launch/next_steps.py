@@ -1,0 +1,111 @@
+"""The last lines of a run: commands and a few lines of Python to paste, for what is done with a model next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdptrain.config.adapter import ADAPTER_CONFIG
+from fsdptrain.config.plan import Plan
+from fsdptrain.launch.heading import short_path
+
+LENGTH_KEYS = ("train.steps", "train.epochs")
+
+
+VLLM_RANK = 16  # the largest rank that vLLM serves unless it is told
+
+
+QUESTION = "What is 7 times 6?"
+
+
+def next_steps(plan: Plan, words: Sequence[str]) -> str:
+    """Return lines to paste after a finished run, without line breaks inside a command.
+
+    `words` is the command line of the run behind `fsdptrain`. What needs the exported folder is left out without it.
+    """
+    rundir, export = plan.rundir, plan.rundir.export
+    lines = [*_commands(plan, words)]
+    if export.is_dir():
+        lines += ["try it in Python:", *_snippet(plan, export)]
+    else:
+        lines += [_line("export", ["fsdptrain", "export", _shown(rundir.root)])]
+    return "\n".join(lines)
+
+
+def _commands(plan: Plan, words: Sequence[str]) -> Iterator[str]:
+    rundir, recipe, folder = plan.rundir, plan.recipe, _shown(plan.rundir.export)
+    if recipe.log.tensorboard:
+        yield _line("curves", ["tensorboard", "--logdir", _shown(rundir.tensorboard)])
+    if rundir.export.is_dir():
+        if serving := _serve(plan, folder):
+            yield _line("serve", serving)
+        yield _line("share", ["hf", "upload", "ORG/NAME", folder])
+    train = recipe.train
+    longer = f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs or 1):g}"
+    yield _line("longer", [*_command(words, LENGTH_KEYS), longer])
+    if plan.pretrained and rundir.export.is_dir():
+        start = "adapter.from" if _is_adapter(rundir.export) else "model.id"
+        again = {start: folder, "data.path": "MORE_DATA", "output_dir": f"{rundir.url or _shown(rundir.root)}-2"}
+        yield _line("more", [*_command(words, [*again]), *(f"{key}={value}" for key, value in again.items())])
+
+
+def _command(words: Sequence[str], replaced: Sequence[str]) -> list[str]:
+    """Return the words of the command of a run without the overrides of these keys, which others replace."""
+    kept = [word for word in words if word != "--fresh" and word.partition("=")[0] not in replaced]
+    return ["fsdptrain", *kept]
+
+
+def _serve(plan: Plan, folder: str) -> list[str]:
+    """Return vLLM's command for an export; none for an adapter that vLLM does not serve."""
+    adapter = plan.recipe.adapter
+    if not _is_adapter(plan.rundir.export):
+        return ["vllm", "serve", folder]
+    if adapter.use_dora or adapter.modules_to_save or plan.recipe.model.id is None:
+        return []
+    rank = ["--max-lora-rank", str(adapter.r)] if adapter.r > VLLM_RANK else []
+    modules = ["--enable-lora", "--lora-modules", f"{plan.recipe.name}={folder}"]
+    return ["vllm", "serve", _shown(Path(plan.recipe.model.id)), *modules, *rank]
+
+
+def _snippet(plan: Plan, export: Path) -> list[str]:
+    """Return a program that generates from the exported folder; its prompt has the format of the training rows."""
+    if _is_adapter(export):  # peft loads the model that the adapter belongs to, too
+        imports = ["from peft import AutoPeftModelForCausalLM as Model", "from transformers import AutoTokenizer"]
+    else:
+        imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
+    trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
+    data = plan.recipe.data
+    if data.format == "chat":
+        prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
+        settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
+    else:
+        text = QUESTION + data.separator if data.format == "prompt_completion" else "Once upon a time"
+        encode = f'tokenizer({_literal(text)}, return_tensors="pt").input_ids'
+    return [
+        *imports,
+        f"folder = {_literal(str(export))}",
+        f"model, tokenizer = Model.from_pretrained(folder{trust}), AutoTokenizer.from_pretrained(folder{trust})",
+        f"ids = {encode}",
+        "print(tokenizer.decode(model.generate(input_ids=ids, max_new_tokens=64)[0]))",
+    ]
+
+
+def _is_adapter(export: Path) -> bool:
+    return (export / ADAPTER_CONFIG).is_file()
+
+
+def _literal(text: str) -> str:
+    """Return a string as Python and JSON write it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _shown(path: Path) -> str:
+    """Return a path, or the name of a model on the Hub, as a command takes it in the working folder."""
+    return short_path(path) if path.is_absolute() else str(path)
+
+
+def _line(label: str, words: Sequence[str]) -> str:
+    return f"{label:<8}{shlex.join(words)}"
