@@ -124,6 +124,7 @@ def main() -> None:
 
 def _print_error(error: FsdptrainError) -> None:
     message = f"{_own_name()}: {error}" if not isinstance(error, RecipeError) else _problems_text(error.problems)
+    message = "\n".join([message, *getattr(error, "__notes__", [])])
     print(wrapped_for(message, sys.stderr, extra_indent=2), file=sys.stderr)
 
 

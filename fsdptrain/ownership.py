@@ -144,13 +144,26 @@ def make_scratch(target: Path) -> Path:
     name = f".{target.name}.writing"
     for path in target.parent.glob(f"{glob.escape(name)}*"):
         if is_marked(path) and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_scratch(path)
+        else:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # an empty folder: its process was killed before it wrote the mark, or after it removed it
     scratch = target.with_name(
         f"{name}-{uuid.uuid4().hex[:8]}"
     )  # unique also where hosts do not see each other's locks
     scratch.mkdir()
     write_mark(scratch)
     return scratch
+
+
+def remove_scratch(scratch: Path) -> None:
+    """Remove a folder that `make_scratch` made. The mark goes last, so that the next process can finish the removal."""
+    for path in scratch.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
+    shutil.rmtree(scratch)
 
 
 def replace_export(scratch: Path, out: Path, written: Stamps) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,7 @@ from fsdptrain.ownership import (
     output_lock,
     parents_made,
     read_export_record,
+    remove_scratch,
     replace_export,
     write_export_record,
     write_mark,
@@ -890,6 +892,33 @@ def test_only_marked_leftovers_of_an_export_are_removed(tmp_path: Path) -> None:
     fill(left, "model.safetensors")
     assert list(make_scratch(tmp_path / "export").iterdir()) != [] and not left.exists()
     assert all((tmp_path / name / "mine").exists() for name in (".export.writing", ".export.writing-2"))
+
+
+def test_the_next_export_removes_what_an_export_killed_at_any_moment_left(tmp_path: Path) -> None:
+    def write_and_remove(moment: int) -> None:
+        moments = itertools.count(1)
+
+        def die(event: str, _: object) -> None:
+            if event in ("open", "os.mkdir", "os.remove", "os.rmdir") and next(moments) == moment:
+                os._exit(1)
+
+        sys.addaudithook(die)
+        scratch = make_scratch(tmp_path / "export")
+        fill(scratch, "config.json", "adapter/config.json")
+        remove_scratch(scratch)
+
+    code, moment = 1, 0
+    while code:
+        moment += 1
+        if not (child := os.fork()):
+            write_and_remove(moment)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 1)
+        scratch = make_scratch(tmp_path / "export")
+        assert [*tmp_path.iterdir()] == [scratch], f"killed before change {moment}"
+        remove_scratch(scratch)
+    assert moment > 8
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from object_store import BUCKET, EXPIRED, FORBIDDEN, ObjectStore, serve_here
 from typer.testing import CliRunner
 
 from fsdptrain import runstore
-from fsdptrain.cli import app
+from fsdptrain.cli import _print_error, app
 from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
@@ -290,11 +290,13 @@ def test_an_attempt_uploads_its_files_however_it_ends(
         assert "claim.json" in names_in(store)
         raise Stopped("stopped")
     assert {"plan.json", "recipe.yaml", "plans/0001.json"} <= names_in(store) and "claim.json" not in names_in(store)
-    with pytest.raises(Stopped), claim_run_dir(plan, "recipe", fresh=False):
+    with pytest.raises(Stopped) as stopped, claim_run_dir(plan, "recipe", fresh=False):
         server.fault = lambda method, path: EXPIRED if method == "PUT" else None
         raise Stopped("stopped")
     server.fault = None
-    assert f"the newest logs are in {plan.run_dir} only" in capsys.readouterr().err
+    _print_error(stopped.value)
+    (message,) = capsys.readouterr().err.split("fsdptrain: ")[1:]
+    assert message.startswith(f"stopped\nthe newest logs are in {plan.run_dir} only: ")
     with pytest.raises(RecipeError, match=rf"output_dir: {url} is not empty"), claim_run_dir(plan, "", fresh=True):
         pass
 

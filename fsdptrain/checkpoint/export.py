@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -62,6 +61,7 @@ from fsdptrain.ownership import (
     make_scratch,
     output_lock,
     read_export_record,
+    remove_scratch,
     replace_export,
     write_export_record,
 )
@@ -241,7 +241,8 @@ def publish(fill: Callable[[Path], int], out: Path, needed: int, written: Stamps
         files = file_stamps(scratch)
         kept = replace_export(scratch, out, written or {})
     except BaseException as error:  # safetensors and transformers raise classes of their own
-        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_scratch(scratch)
         if not isinstance(error, Exception) or (
             isinstance(error, FsdptrainError) and not isinstance(error, CheckpointError)
         ):

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -104,11 +103,12 @@ def _in_store(plan: Plan) -> Iterator[None]:
                 store.begin()
         try:
             yield
-        except BaseException:
+        except BaseException as failure:
             try:
                 _upload_rest(store, plan, run)
             except FsdptrainError as error:  # what ended the run counts
-                print(f"fsdptrain: the newest logs are in {rundir.root} only: {error}", file=sys.stderr)
+                reason = "" if str(error) in str(failure) else f": {error}"
+                failure.add_note(f"the newest logs are in {rundir.root} only{reason}")
             raise
         _upload_rest(store, plan, run)
 

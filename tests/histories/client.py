@@ -20,6 +20,7 @@ from support import ROOT, TESTS, environment, python_path
 
 LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
 STARTED = -1000  # no exit code
+STACKS = signal.SIGRTMAX  # lets a process write where it is
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,17 @@ class Server:
         end = time.monotonic() + LONGEST_S
         while process not in self.codes and time.monotonic() < end:
             self.receive(end - time.monotonic())
-        assert process in self.codes, f"process {process} did not end within {LONGEST_S:.0f} s"
+        assert process in self.codes, f"process {process} did not end within {LONGEST_S:.0f} s\n{self.stacks(process)}"
         return self.codes[process]
+
+    def stacks(self, process: int) -> str:
+        """Return where a process and those that it has started are; they write it to their standard errors."""
+        found = self.processes(process)
+        for number in found:
+            os.kill(number, STACKS)
+        time.sleep(1.0)
+        texts = {path.read_text(errors="replace")[-6000:] for number in found if (path := Path(f"/proc/{number}/fd/2"))}
+        return "\n".join([*(f"{number}: {state_of(number)}" for number in found), *texts])
 
     def receive(self, timeout: float) -> bool:
         """Read what the server says within `timeout` seconds; return whether it has said something."""

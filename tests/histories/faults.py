@@ -55,11 +55,13 @@ class Hook:
         self.below, self.match, self.at, self.do = fault["below"], fault.get("match", ""), fault["at"], fault["do"]
         self.event = fault.get("event", "")
         self.marker = Path(fault["marker"])
-        self.count, self.acting = 0, False
+        self.count, self.acting, self.process = 0, False, os.getpid()
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Count an audited event."""
         if self.acting or not (event in CHANGES or event == "open"):
+            return
+        if os.getpid() != self.process:  # a process that this one has forked, with a copy of the hook
             return
         path = arguments[0]
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fsdecode(path).startswith(self.below):

@@ -217,6 +217,8 @@ class History:
             shutil.copytree(self.run_dir, target)
         else:
             self.run_dir.rename(target)
+        without_rights = [path for path in self.unreadable if path.is_relative_to(self.run_dir)]
+        self.unreadable |= {target / path.relative_to(self.run_dir): self.unreadable[path] for path in without_rights}
         self.run_dir = target
 
     # what the invariants ask

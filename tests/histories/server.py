@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import json
@@ -31,8 +32,10 @@ from typing import Any, NoReturn
 import torch
 import typer.main
 from histories import faults, store
+from histories.client import STACKS
 from torch.distributed import HashStore
 
+import fsdptrain.checkpoint.export
 import fsdptrain.launch.agent
 import fsdptrain.launch.holder
 import fsdptrain.launch.launcher
@@ -43,8 +46,9 @@ from fsdptrain.__main__ import main as fsdptrain_main
 from fsdptrain.config.plan import Plan
 
 WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and file systems are slow
-    fsdptrain.launch.launcher: {"POLL_S": 0.002},
-    fsdptrain.launch.agent: {"POLL_S": 0.002},
+    fsdptrain.checkpoint.export: {"POLL_S": 0.002},
+    fsdptrain.launch.launcher: {"POLL_S": 0.005},  # each look reads two files
+    fsdptrain.launch.agent: {"POLL_S": 0.005},
     fsdptrain.launch.holder: {"REFRESH_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
     fsdptrain.train.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
 }
@@ -151,10 +155,11 @@ def adapt() -> None:
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured
 
 
-def command(request: dict[str, Any]) -> NoReturn:
-    """Run the command of a request in this forked process."""
+def command(request: dict[str, Any], server: int) -> NoReturn:
+    """Run the command of a request in this process, which the process `server` has forked."""
 
     def setup() -> None:
+        processes.die_with_parent(server)  # also if it is frozen: nothing of a test that was killed stays
         os.setsid()
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -173,6 +178,7 @@ def set_subreaper() -> None:
 
 def serve(requests: socket.socket) -> None:
     """Fork a command for each line of JSON; answer with its process id, and with [id, exit code] when it ends."""
+    server = os.getpid()
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -193,13 +199,14 @@ def serve(requests: socket.socket) -> None:
                     Plan.from_json(plan.read_text())
             if (child := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
-                command(request)
+                command(request, server)
             requests.sendall(json.dumps([child]).encode() + b"\n")
 
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument; the second is the folder of all histories."""
     requests = socket.socket(fileno=int(sys.argv[1]))
+    faulthandler.register(STACKS)
     processes.die_with_parent(os.getppid())
     obey_rights()
     set_subreaper()

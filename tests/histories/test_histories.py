@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-HISTORIES = 30  # of `make test`
+HISTORIES = 40  # of `make test`, which take a minute of one core
 EVENTS = 5  # of a history, at most
 BATCH = 50  # histories of one call of Hypothesis in the soak
 
@@ -248,15 +248,26 @@ def an_undone_save(history: History) -> None:
     history.run(fault=before_the_save)
 
 
+def an_export_killed_before_its_mark(history: History) -> None:
+    history.run(fault=at(4, "SIGKILL worker"))
+    before_the_mark = {"role": "command", "event": "open", "match": ".export.writing", "at": 1}
+    history.export(fault={**before_the_mark, "do": "SIGKILL command"})
+
+
+def a_store_that_refuses_the_export_and_the_logs(history: History) -> None:
+    history.run(fault={"role": "command", "match": "run/export", "at": 1, "do": "ENOSPC"})
+
+
 FOUND: list[Callable[[History], None]] = [
     unreadable_checkpoints, another_configuration, two_exports_to_one_folder, checkpoints_of_another_run,
-    a_hang_on_a_clock_ahead, other_held_out_data, an_undone_save,
+    a_hang_on_a_clock_ahead, other_held_out_data, an_undone_save, an_export_killed_before_its_mark,
 ]  # fmt: skip
+FOUND_IN_STORE = [a_store_that_refuses_the_export_and_the_logs]
 
 
-@pytest.mark.parametrize("play", FOUND, ids=lambda play: play.__name__)
+@pytest.mark.parametrize("play", [*FOUND, *FOUND_IN_STORE], ids=lambda play: play.__name__)
 def test_histories_that_failed(play: Callable[[History], None], server: Server) -> None:
-    history = History(server)
+    history = History(server, in_store=play in FOUND_IN_STORE)
     try:
         play(history)
         history.settle()
