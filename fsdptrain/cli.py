@@ -642,7 +642,8 @@ def init(
     ] = None,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="where to write the recipe")] = Path("recipe.yaml"),
     hardware: Annotated[
-        str | None, typer.Option(help="the GPUs to train on, such as 8xh100-80gb; default: those of this machine")
+        str | None,
+        typer.Option(metavar="CARDS", help="the GPUs to train on, such as 8xh100-80gb; default: those of this machine"),
     ] = None,
 ) -> None:
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
