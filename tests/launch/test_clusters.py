@@ -97,7 +97,7 @@ def commands(tmp_path: Path) -> Path:
 def run_script(commands: Path, name: str, *words: str, **env: str) -> str:
     path = f"{commands}:{Path(str(shutil.which('sh'))).parent}:/usr/bin"
     done = subprocess.run(
-        ["sh", FOLDER / name, *words], env={"PATH": path, "HOME": "/home/me", **env}, cwd=commands, text=True,
+        ["sh", FOLDER / name, *words], env={"PATH": path, "HOME": str(commands), **env}, cwd=commands, text=True,
         capture_output=True, stdin=subprocess.DEVNULL, check=True,
     )  # fmt: skip
     return done.stdout
