@@ -19,9 +19,9 @@ install: .venv/installed
 demo: export CUDA_VISIBLE_DEVICES =
 demo: install
 	$(BIN)/fsdptrain run shakespeare $(OVERRIDES)
-	$(BIN)/fsdptrain run gsm8k-sft $(OVERRIDES)
+	$(BIN)/fsdptrain run speakers $(OVERRIDES)
 	$(BIN)/python recipes/generate.py runs/shakespeare/export "ROMEO:\n"
-	$(BIN)/python recipes/generate.py runs/gsm8k-sft/export "Tom has 3 boxes of 12 pencils. How many pencils has he?\n"
+	$(BIN)/python recipes/score.py recipes/data/speakers-test.jsonl runs/shakespeare/export runs/speakers/export
 
 check: install
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Dataset
-from support import GSM8K, ROOT, SHAKESPEARE, environment
+from support import DATA, GSM8K, ROOT, SHAKESPEARE, environment
 
 from fsdptrain.config.paths import find_all_data, find_data
 from fsdptrain.config.schema import Data
@@ -167,6 +168,14 @@ def test_gsm8k_is_read_whole_in_order() -> None:
     problems = [json.loads(line) for line in GSM8K.read_text().splitlines()]
     read_back = rows_of(GSM8K, columns={"prompt": "question", "completion": "answer"}, **PC)
     assert read_back == [{"prompt": p["question"], "completion": p["answer"]} for p in problems]
+
+
+def test_the_rows_of_speakers_are_made_from_the_text() -> None:
+    made = runpy.run_path(str(DATA / "speakers.py"))["make_rows"]()
+    assert {name: rows_of(DATA / name, **PC) for name in made} == made
+    training, held_out = ({row["prompt"] for row in rows} for rows in made.values())
+    speeches = lambda prompts: {speech for prompt in prompts for speech in prompt.split("\n\n")[:2]}  # noqa: E731
+    assert (len(held_out), speeches(training) & speeches(held_out)) == (200, set())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
