@@ -56,6 +56,16 @@ train: {steps: 1000, global_batch_size: 4}
 """
 
 
+class PretendedStream:
+    """Samples that have no digest."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def digest(self, positions: range) -> str:
+        return ""
+
+
 def main() -> None:
     print(f"{'waits a step':20}{'micro-batches':>15}{'offload':>9}{'log.every 1':>13}{'log.every 4':>13}  evaluation")
     accumulations = [(1, "reduce"), (4, "reduce"), (4, "hold_shards"), (4, "hold")]
@@ -138,7 +148,7 @@ def trainer_of(engine: Engine) -> Trainer:
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
-    stream = SimpleNamespace(digest=lambda positions: "")
+    stream = PretendedStream()
     inputs: Any = SimpleNamespace(stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]

@@ -128,6 +128,14 @@ class RunDir:
         """Return the folder of an attempt: a file of each rank, and below `hangs` what ranks report that hang."""
         return self.attempts / f"{number:04}"
 
+    def remove_attempt(self, number: int) -> None:
+        """Remove what the ranks of an attempt wrote into its folder; other files, and their folders, stay."""
+        for folder in (self.hangs(number), self.attempt(number)):
+            for path in (*folder.glob("stuck-rank-*.txt"), *folder.glob("*rank-*.json")):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty, or not there
+                folder.rmdir()
+
     def stack_dump(self, attempt: int, rank: int) -> Path:
         """Return the file for the stacks of a rank that hangs and whose watchdog cannot run."""
         return self.attempt(attempt) / f"stuck-rank-{rank}.txt"

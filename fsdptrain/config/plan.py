@@ -199,7 +199,7 @@ class Plan:
 
     def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
         """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
-        nnodes = start["world_size"] // self.topology.nproc_per_node if start else 0
+        nnodes = start.get("world_size", 0) // self.topology.nproc_per_node if start else 0
         return self.on_nodes(nnodes) if nnodes in self._numbers_of_nodes() else self
 
     def on_each_number(self) -> Iterator[Plan]:

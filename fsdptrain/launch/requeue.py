@@ -55,7 +55,9 @@ def main() -> None:
         verdict = judge(int(code), errors, step, list(Tail(notes, from_end=False).read()))
         if verdict.worth_it:
             with notes.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"at": time.time(), "step": step, "cause": verdict.cause}) + "\n")
+                stream.write(
+                    json.dumps({"event": "requeue", "at": time.time(), "step": step, "cause": verdict.cause}) + "\n"
+                )
     except (OSError, FsdptrainError) as error:
         verdict = Verdict(False, f"the records of the run cannot be used: {error}")
     print(f"fsdptrain: the job {'is requeued' if verdict.worth_it else 'ends'}: {verdict.reason}", flush=True)

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -278,7 +277,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     checkpointer.reject_another_run()
     if world.rank == 0:
         for number in rundir.attempt_numbers()[:-KEPT_ATTEMPTS]:
-            shutil.rmtree(rundir.attempt(number), ignore_errors=True)
+            rundir.remove_attempt(number)
         save_assets(plan, inputs.prepared.config, inputs.prepared.bare, inputs.tokenizer, rundir.model)
     return checkpointer
 

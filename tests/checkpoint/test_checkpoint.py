@@ -118,7 +118,7 @@ def test_a_save_into_a_folder_that_is_lost_says_so_and_touches_nothing(how: str,
         (plan.rundir.storage.staging(2) / "rank-00000.safetensors").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(FolderLost, match=f"rank 0: output_dir: .*/run was renamed to {tmp_path}/before"):
-        checkpointer._write(2, {})
+        checkpointer._write(2, 0, {})
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -235,7 +235,8 @@ def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
     labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
     return Corpus(
         tokens=np.arange(len(flags), dtype=np.uint32), trained=flags, ends=ends, lengths=np.array(lengths), notes={},
-        seq_len=data.seq_len, pad=0, fingerprint="", name="", pieces=pieces[order], blocks=blocks, labels=labels,
+        seq_len=data.seq_len, pad=0, fingerprint="", name="", digest="", pieces=pieces[order], blocks=blocks,
+        labels=labels,
     )  # fmt: skip
 
 

@@ -257,7 +257,8 @@ def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
     corpus = Corpus(
         tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
         pieces=np.array([[0, length, length]]), blocks=np.array([0, 1]), labels=np.array([length - 1]), notes={},
-        seq_len=seq_len, pad=0, fingerprint="", name="", lengths=np.array([length]), ends=np.array([0, length]),
+        seq_len=seq_len, pad=0, fingerprint="", name="", digest="", lengths=np.array([length]),
+        ends=np.array([0, length]),
         count_padding=count_padding,
     )  # fmt: skip
     batch = corpus.batch([0])

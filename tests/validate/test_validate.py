@@ -136,7 +136,7 @@ def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeyp
 
 
 def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr("fsdptrain.validate.data.prepare", lambda *_, **__: 1 / 0)
     found, _ = validate(write_recipe(tmp_path))
     assert found.exit_code == FsdptrainError.exit_code and "ZeroDivisionError" in found.problems[0]
     assert "model" in found.levels
