@@ -1049,8 +1049,8 @@ def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> di
     found = {}
     for hosts in orders:
         with (
-            patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
-            patch("socket.gethostname", lambda hosts=hosts: hosts[dist.get_rank()]),
+            patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(int(os.environ["RANK"]) % 2)),
+            patch("socket.gethostname", lambda hosts=hosts: hosts[int(os.environ["RANK"])]),
         ):
             named = {name: [f"name={hosts}-{name}", *overrides] for name, overrides in variants.items()}
             found[hosts] = refusals(recipe, named)
