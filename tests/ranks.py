@@ -1078,6 +1078,7 @@ def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
     written = load(Path(recipe))
     plan, rank = make_plan(written, find_topology(written.recipe, {})), int(os.environ["RANK"])
     found = []
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
     with Watchdog(plan, rank) as watchdog:
         watchdog.begin(1)
         before_s, seconds, holding_the_gil = stalls[rank]

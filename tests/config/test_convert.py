@@ -495,7 +495,7 @@ def test_init_from_other_tools_says_what_became_of_every_key_and_overwrites_noth
     done = fsdptrain("init", *files, tmp_path)
     assert done.returncode == 2 and "exists already and is not overwritten" in done.stderr
     done = fsdptrain("init", *files, "--model", "a/b", tmp_path / "other.yaml")
-    assert done.returncode == 2 and "leave --data and --model out" in done.stderr
+    assert done.returncode == 2 and "leave out --data, --model and --hardware" in done.stderr
     (tmp_path / "accelerate.yaml").write_text("data: [\n")
     done = fsdptrain("init", *files, tmp_path / "other.yaml")
     assert done.returncode == 2 and "accelerate.yaml:2: is not valid YAML" in done.stderr
@@ -506,5 +506,5 @@ def test_a_recipe_without_a_required_key_is_written_and_says_what_to_add(tmp_pat
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
     done = fsdptrain("init", "--from", tmp_path / "accelerate.yaml", tmp_path / "recipe.yaml")
     assert done.returncode == 0, done.stderr
-    says = "data.path: is not set: give a file, a glob, a folder, or a Hub data set"
+    says = "data.path: is not set: give a file, a glob, a folder, a list of them, or a Hub data set"
     assert f"  {says}\n" in done.stdout and f"# to correct: {says}\n" in (tmp_path / "recipe.yaml").read_text()
