@@ -78,10 +78,17 @@ class Terminal:
         return [piece.rstrip() for piece in re.split(r"[\r\n]+", ESCAPES.sub("", self.raw.decode())) if piece.strip()]
 
     def resize(self, columns: int) -> None:
-        """Change the terminal's width, as when a user drags its window."""
+        """Change the terminal's width, as when a user drags its window.
+
+        The screen changes after the next redraws: a line of the old width that is on its way when the size changes
+        would be wrapped, and no program can prevent that.
+        """
         rows = self._screen.lines
-        self._screen.resize(rows, columns)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            self._pump()
+        self._screen.resize(rows, columns)
 
     @property
     def cursor_is_reset(self) -> bool:

@@ -44,7 +44,6 @@ def assert_tidy(terminal: Terminal, *widths: int) -> None:
     )  # of the live line
 
 
-@pytest.mark.xfail(reason="a frame of a wide line may stay when the window gets narrower between two redraws")
 def test_a_run_that_is_stopped_twice_and_resumed(tmp_path: Path) -> None:
     slow = {"train__steps": 400, "schedule__name": "constant", "checkpoint__every": 5, "checkpoint__async": False}
     recipe, run = write_recipe(tmp_path, log__forecast=True, **slow), tmp_path / "run"
