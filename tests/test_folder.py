@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from support import environment, fsdptrain, sample, write_recipe
 
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, file_entry, read_manifest
 from fsdptrain.checkpoint.verify import survey
-from fsdptrain.config.plan import PLAN_DIGEST, Plan, make_plan, read_plan
+from fsdptrain.config.plan import BY_LENGTH, PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
 from fsdptrain.data.sources import data_files
@@ -578,6 +579,23 @@ def test_a_run_of_a_version_with_other_batches_is_refused_with_the_reason(
         inspect_earlier_attempts(RunDir(Path(plan_of(recipe).run_dir)), plan_of(recipe))
     done = fsdptrain("run", recipe)
     assert done.returncode == 6 and "another version of fsdptrain" in done.stderr, done.stderr
+
+
+def test_a_run_of_an_earlier_version_continues_with_its_own_packing(tmp_path: Path) -> None:
+    """6 of 12 steps were made by commit 6a9fd2f, which packed the longest rows first, and so were these losses."""
+    with tarfile.open(Path(__file__).parent / "launch" / "earlier" / "layout-5.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    command = [sys.executable, "-m", "fsdptrain", "run", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "packs  the longest rows first" in done.stdout, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "before" / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if record["event"] == "step"}
+    undisturbed = [5.252101898, 5.157308340, 5.085692883, 5.010230541, 4.909951925, 4.860823393]
+    assert [losses[step] for step in range(7, 13)] == pytest.approx(undisturbed, abs=1e-5)
+    assert [record["loss"] for record in records if record["event"] == "eval"][-1] == pytest.approx(
+        4.789792974, abs=1e-5
+    )
+    assert read_manifest(RunDir(tmp_path / "before").checkpoint(12)).identity["layout"] == BY_LENGTH
 
 
 def test_a_key_that_the_earlier_version_lacked_had_its_default(tmp_path: Path) -> None:

@@ -52,8 +52,14 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
 
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
-# again, and runs of the older version cannot be resumed.
+# again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
 LAYOUT = 6
+
+
+BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share blocks
+
+
+EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the layout that they began with
 
 
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
@@ -138,6 +144,7 @@ class Plan:
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
     libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
+    layout: int = LAYOUT  # that of the run to continue
 
     @property
     def rundir(self) -> RunDir:
@@ -275,12 +282,14 @@ class Plan:
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
         if keeps_if := self.recipe.optim.name.facts.keeps_if:
             same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
-        return fixed | same | {LAYOUT_KEY: LAYOUT}
+        return fixed | same | {LAYOUT_KEY: self.layout}
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of the part of the plan that is the same on every node."""
         run_dir = self.rundir.place  # each node may have its cache, and so its working folder, at another path
-        return hashlib.sha256(dataclasses.replace(self, threads=0, run_dir=run_dir).to_json().encode()).hexdigest()
+        # The node that writes the plan takes the layout from the checkpoints.
+        same = dataclasses.replace(self, threads=0, run_dir=run_dir, layout=LAYOUT)
+        return hashlib.sha256(same.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""

@@ -27,7 +27,7 @@ import torch
 
 from fsdptrain import __version__
 from fsdptrain.config.paths import DataPath, places
-from fsdptrain.config.plan import LAYOUT, Plan
+from fsdptrain.config.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_all_rows
@@ -238,10 +238,10 @@ def prepare(
     data, seed = plan.recipe.data, plan.recipe.seed
     held_out = data.eval or {}
     rows = open_rows(plan.data_path, data, tokenizer, data.max_rows, progress, day)
-    packed = pack_rows(rows, data, seed, held_out.get("fraction"))
+    packed = pack_rows(rows, data, seed, held_out.get("fraction"), plan.layout)
     if plan.eval_path is not None:
         rows = open_rows(plan.eval_path, data, tokenizer, held_out.get("max_rows"), progress, day)
-        packed += pack_rows(rows, data, seed)
+        packed += pack_rows(rows, data, seed, layout=plan.layout)
     packed = [dataclasses.replace(corpus, count_padding=count_padding) for corpus in packed]
     stream = Stream(packed[0], np.arange(len(packed[0])), seed)
     return stream, list(range(len(packed[1]))) if packed[1:] else [], packed[-1]
@@ -275,7 +275,9 @@ def _row_notes(rows: EncodedRows) -> tuple[list[str], list[str]]:
     return found_lost, found_divided
 
 
-def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None = None) -> list[Corpus]:
+def pack_rows(
+    rows: EncodedRows, data: Data, seed: int, fraction: float | None = None, layout: int = LAYOUT
+) -> list[Corpus]:
     """Return the corpus of these rows; with a `fraction` of their tokens to hold out, the one without them and theirs.
 
     No row is in both. A text is divided only when whole rows give less than half of the tokens to hold out. Its end is
@@ -289,7 +291,9 @@ def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None =
         if fraction is not None:
             starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format == "text")
         for name, side in zip(names, (~held, held), strict=False):
-            pieces, blocks, labels = cut_and_pack(starts[side], stops[side], rows.trained, data, seed)
+            pieces, blocks, labels = cut_and_pack(
+                starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
+            )
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {len(rows.ends) - 1} rows leaves none {use}")
@@ -297,7 +301,7 @@ def pack_rows(rows: EncodedRows, data: Data, seed: int, fraction: float | None =
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
 
-    folder = cached_folder("packed", [rows.name, seed, fraction], write)
+    folder = cached_folder("packed", [rows.name, seed, fraction, layout], write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return [
         Corpus(**vars(rows) | {"notes": notes} | {kind: _array(folder / f"{name}-{kind}.npy") for kind in _PACKED})

@@ -26,13 +26,14 @@ TRIED = 4  # pieces that it tries to complete with another
 
 
 def cut_and_pack(
-    starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int
+    starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int | None
 ) -> tuple[Ints, Ints, Ints]:
     """Cut and pack rows, given by starts [R] and ends [R]: pieces [P, 3], blocks [B+1] and labels [B] of a `Corpus`.
 
-    Rows that share blocks are shuffled by `seed`. Pieces without a label token are left out.
+    Rows that share blocks are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs of
+    earlier versions. Pieces without a label token are left out.
     """
-    if data.packing != "none":
+    if data.packing != "none" and seed is not None:
         shuffled = np.random.default_rng([seed, 0, 2]).permutation(len(starts))  # [seed, epoch] is the stream's
         starts, stops = starts[shuffled], stops[shuffled]
     # Rows are cut as if they followed one another without gaps; then the pieces are moved to where their rows are.
@@ -44,7 +45,7 @@ def cut_and_pack(
     used = labels > 0
     if not used.any():
         return placed[used], np.zeros(1, np.int64), labels[used]
-    order, blocks = pack(pieces[used], data)
+    order, blocks = pack(pieces[used], data, by_length=seed is None)
     return placed[used][order], blocks, np.add.reduceat(labels[used][order], blocks[:-1])
 
 
@@ -78,10 +79,11 @@ def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
     return labels
 
 
-def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
+def pack(pieces: Ints, data: Data, by_length: bool = False) -> tuple[Ints, Ints]:
     """Put pieces into blocks; return the order of the pieces [P] and the offsets of the blocks [B+1].
 
-    `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is `fill_blocks`.
+    `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is `fill_blocks`, or
+    `best_fit_decreasing` if it goes `by_length`.
     """
     if data.packing == "none":
         return np.arange(len(pieces)), np.arange(len(pieces) + 1)
@@ -89,7 +91,7 @@ def pack(pieces: Ints, data: Data) -> tuple[Ints, Ints]:
         block = pieces[:, 0] // data.seq_len
         changes = np.flatnonzero(np.diff(block)) + 1
         return np.arange(len(pieces)), np.concatenate([[0], changes, [len(pieces)]])
-    members = fill_blocks(pieces[:, 1].tolist(), data.seq_len)
+    members = (best_fit_decreasing if by_length else fill_blocks)(pieces[:, 1].tolist(), data.seq_len)
     return np.array([*itertools.chain.from_iterable(members)]), np.cumsum([0, *map(len, members)])
 
 
@@ -113,6 +115,33 @@ def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
             block += found
         blocks.append(block)
     return blocks
+
+
+def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return bins of at most `size`: long items first, each in the fullest bin that has space for it.
+
+    `spaces` is a bit set of the free spaces that some open bin has; its lowest bit from `length` on is the best fit, so
+    an item costs O(size / 64) instead of a search over the bins. (Johnson et al., SIAM J. Comput. 3(4), 1974.)
+    """
+    bins: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    spaces = 0
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[item]
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            number = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
+        else:
+            space, number = size, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        left = space - length
+        by_space.setdefault(left, []).append(number)
+        spaces |= 1 << left
+    return bins
 
 
 class _Window:

@@ -8,6 +8,7 @@ whatever attempts came in between.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.plan import Plan, open_plan
+from fsdptrain.config.plan import EARLIER_LAYOUTS, LAYOUT, LAYOUT_KEY, Plan, open_plan
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.files import NOTHING_THERE, is_there, set_aside, write_atomically
@@ -61,6 +62,7 @@ class EarlierAttempts:
     step: int = 0  # of the newest complete checkpoint; 0 if there is none
     finished: bool = False  # all steps are trained, evaluated and exported as the plan asks
     trained: bool = False  # all steps are trained
+    layout: int = LAYOUT  # of the checkpoints
 
 
 def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
@@ -96,6 +98,9 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     step, before = max(complete_steps(rundir), default=0), _recorded(rundir)
     start = before.trained_by
     # Would this plan continue the same run?
+    layout = manifest.identity.get(LAYOUT_KEY)
+    if layout in EARLIER_LAYOUTS:
+        plan = dataclasses.replace(plan, layout=layout)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
             finished = f"the run in {rundir.place} is finished ({counted(step, 'step')}): nothing was trained"
@@ -103,10 +108,10 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
         raise RecipeError(problems)
     # Are steps left to train?
     if not step or not start:
-        return EarlierAttempts(step)
+        return EarlierAttempts(step, layout=plan.layout)
     total, wanted = start["total_steps"], plan.total_steps(start["blocks"])
     if wanted > step:
-        return EarlierAttempts(step)
+        return EarlierAttempts(step, layout=plan.layout)
     if step < total:
         raise RecipeError(f"{rundir.place}: {too_few_steps(step, wanted, total)}")
     # All steps are trained. A changed plan would have no effect, so it is refused.
@@ -115,7 +120,8 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
-    return EarlierAttempts(step, _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step), trained=True)
+    finished = _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step)
+    return EarlierAttempts(step, finished, trained=True, layout=plan.layout)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:

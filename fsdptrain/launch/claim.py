@@ -10,6 +10,7 @@ others wait until the plan in the folder is the same as their own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -150,6 +151,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         if first and not earlier.finished:
             _check_places(plan, rundir)
             _mark_checkpoint_folder(rundir)
+            plan = dataclasses.replace(plan, layout=earlier.layout)
             with _os_errors_as_recipe_errors(rundir):
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.paths import places
-from fsdptrain.config.plan import Plan
+from fsdptrain.config.plan import BY_LENGTH, Plan
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import listed
 from fsdptrain.launch.attempts import EarlierAttempts
@@ -28,6 +28,7 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
         **({"trains": _describe_trained(plan)} if plan.freezes else {}),
         **({"note": note} if (note := base_note(plan.recipe)) else {}),
         "data": _describe_data(plan),
+        **({"packs": _PACKED_BEFORE[plan.recipe.data.packing]} if earlier.layout == BY_LENGTH else {}),
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),
         "lr": _describe_schedule(plan),
@@ -36,6 +37,13 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
         state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
         lines["hub"] = f"{', '.join(names)}: {state}"
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
+
+
+_PACKED_BEFORE = {  # in BY_LENGTH
+    "bfd": "the longest rows first, as the version that began this run; a new run mixes the rows and learns faster",
+    "concat": "rows in their order, as the version that began this run; a new run mixes them",
+    "none": "each row alone, as the version that began this run",
+}
 
 
 def _describe_state(rundir: RunDir, earlier: EarlierAttempts) -> str:

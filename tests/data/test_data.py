@@ -35,7 +35,7 @@ from fsdptrain.config.topology import Topology
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
-from fsdptrain.data.pack import cut, fill_blocks, pack, piece_labels
+from fsdptrain.data.pack import best_fit_decreasing, cut, fill_blocks, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import CheckpointError, DataError, StorageError
@@ -138,7 +138,7 @@ def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- packing
 
 
-def best_fit_decreasing(lengths: list[int], size: int) -> list[list[int]]:
+def textbook_best_fit(lengths: list[int], size: int) -> list[list[int]]:
     """Return blocks by the textbook algorithm: long pieces first, each in the fullest block that has space for it."""
     blocks: list[list[int]] = []
     free: list[int] = []
@@ -171,6 +171,16 @@ def test_blocks_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]
         assert block[0] == min(piece for rest in blocks[number:] for piece in rest)  # no piece waits for long
 
 
+@given(items)
+@settings(max_examples=100)
+def test_best_fit_decreasing_is_that_of_the_textbook(case: tuple[list[int], int]) -> None:
+    lengths, size = case
+    bins, expected = best_fit_decreasing(lengths, size), textbook_best_fit(lengths, size)
+    assert sorted(item for members in bins for item in members) == list(range(len(lengths)))
+    filled, as_expected = (sorted(sum(lengths[i] for i in members) for members in each) for each in (bins, expected))
+    assert filled == as_expected
+
+
 def test_filling_blocks_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
     blocks = fill_blocks(lengths, 8192)  # a quadratic algorithm would take hours
@@ -198,7 +208,7 @@ def test_blocks_are_as_full_as_by_best_fit_decreasing_and_mixed_as_if_drawn(
     assert counts.min() >= 1
     drawn = np.random.default_rng(0).permutation(len(lengths))
     assert found >= 0.97 * lengths_per_block(lengths, np.split(drawn, corpus.blocks[1:-1]))
-    sorted_blocks = best_fit_decreasing(lengths, seq_len)
+    sorted_blocks = textbook_best_fit(lengths, seq_len)
     assert len(corpus) <= 1.01 * len(sorted_blocks)
     assert lengths_per_block(lengths, sorted_blocks) < 0.8 * found
 
