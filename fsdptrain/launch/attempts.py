@@ -120,8 +120,8 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
-    finished = _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step)
-    return EarlierAttempts(step, finished, trained=True, layout=plan.layout)
+    all_done = _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step)
+    return EarlierAttempts(step, all_done, trained=True, layout=plan.layout)
 
 
 def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
