@@ -6,11 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -318,30 +317,12 @@ def test_the_reason_of_a_foreign_name_is_its_own(name: str, says: str) -> None:
     assert says in (replacement_of(name) or "")
 
 
-def documented() -> Iterator[tuple[str, str]]:
-    """Yield every key of another tool in the tables of docs/from-fsdp1.md, with the last cell of its row."""
-    for line in DOCUMENT.read_text().splitlines():
-        left, *right = line.strip("| ").split(" | ")
-        if line.startswith("| ") and "here" not in right[-1][:5]:
-            for code in re.findall(r"`([^`]*)`", left):
-                if name := re.match(r"[a-z_0-9*]+(?=$|[:=])", code):
-                    yield name[0], right[-1]
-
-
-def test_the_tables_of_the_document_and_the_hints_agree() -> None:
-    """If a hint names a key, the row names it (or its last word); else both give the same kind of reason."""
-    own_words = {word for path in all_paths() for word in path.split(".")}
-    values = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "nvme"}
-    values |= {"checkpoint_wrapper", "apply_activation_checkpointing"}
-    for name, cell in documented():
-        if name in own_words | values or (name.endswith("_wrap_policy") and name not in REPLACEMENTS):
-            continue
-        text = replacement_of(name)
-        assert text is not None, f"{name} is in the document only"
-        key = leading_key(text) or text.split()[0]
-        assert key.rpartition(".")[2] in cell, (name, text, cell)
-    code = set(re.findall(r"[a-z_0-9*]+", " ".join(re.findall(r"`[^`]*`", DOCUMENT.read_text()))))
-    assert {name for name in REPLACEMENTS if not any(fnmatchcase(word, name) for word in code)} == set(), "hints only"
+def test_the_tables_of_the_document_are_made_from_the_names() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "names.py"))["tables"]()
+    assert DOCUMENT.read_text().endswith(tables), "run python docs/names.py"
+    quoted = re.findall("`([^`]+)`", tables)
+    assert [name for name in REPLACEMENTS if name not in quoted] == []
+    assert [key for key in FOREIGN_VALUES if key not in quoted] == []
 
 
 def test_the_switches_of_fsdp1_that_are_always_on_say_so(tmp_path: Path) -> None:
