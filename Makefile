@@ -20,8 +20,9 @@ demo: export CUDA_VISIBLE_DEVICES =
 demo: install
 	$(BIN)/fsdptrain run shakespeare $(OVERRIDES)
 	$(BIN)/fsdptrain run speakers $(OVERRIDES)
+	$(BIN)/fsdptrain run speakers-lora $(OVERRIDES)
 	$(BIN)/python recipes/generate.py runs/shakespeare/export "ROMEO:\n"
-	$(BIN)/python recipes/score.py recipes/data/speakers-test.jsonl runs/shakespeare/export runs/speakers/export
+	$(BIN)/python recipes/score.py recipes/data/speakers-test.jsonl $(foreach run,shakespeare speakers speakers-lora,runs/$(run)/export)
 
 check: install
 	$(BIN)/ruff format --check .

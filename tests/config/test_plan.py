@@ -151,7 +151,7 @@ def test_topology(env: dict[str, str], wanted: Any, expected: Topology, tmp_path
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (2, 2), (8, 2)])
-@pytest.mark.parametrize("name", ["shakespeare", "gsm8k-sft", "speakers"])
+@pytest.mark.parametrize("name", ["shakespeare", "gsm8k-sft", "speakers", "speakers-lora"])
 def test_the_small_recipes_run_on_any_number_of_gpus(name: str, count: int, workers: int, tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for number in range(count):

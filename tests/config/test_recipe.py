@@ -1314,7 +1314,7 @@ def test_recipes_are_shipped() -> None:
     assert {path.stem for path in RECIPES} >= {
         *("shakespeare", "gsm8k-sft", "llama2-7b-no-shard-4x80gb", "llama2-13b-shard-grad-op-8x80gb"),
         *("llama3.1-8b-full-shard-8xh100", "llama3.3-70b-full-shard-8xh100", "llama3.3-70b-hybrid-shard-8x8"),
-        "speakers",
+        *("speakers", "speakers-lora"),
         *("qwen3-8b-full-shard-8xh100", "gsm8k-lora", "llama3.1-8b-lora", "llama3.3-70b-lora", "llama3.3-70b-qlora"),
     }
 

@@ -174,7 +174,8 @@ def test_the_rows_of_speakers_are_made_from_the_text() -> None:
     made = runpy.run_path(str(DATA / "speakers.py"))["make_rows"]()
     assert {name: rows_of(DATA / name, **PC) for name in made} == made
     held_out, training = ({row["prompt"] for row in rows} for rows in made.values())
-    assert (len(held_out), len(training), held_out & training) == (200, 4000, set())
+    assert (len(held_out), len(training), held_out & training) == (200, 2317, set())
+    assert len({row["completion"] for rows in made.values() for row in rows}) == 20
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
