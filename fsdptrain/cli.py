@@ -220,7 +220,7 @@ def run(
         # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
             if is_first(launched):
-                _show_finished(plan, earlier.step)
+                _show_finished(plan, earlier)
             return
         # Started by torchrun or as one of several tasks on a node, this process is a worker and does not launch any.
         if topology.joined:
@@ -608,7 +608,7 @@ def verify(
             show_survey(found, screen)
     if as_json:
         print(json.dumps(found, indent=2))
-    if any(checkpoint["unreadable"] for checkpoint in found["checkpoints"]):
+    if any(part["unreadable"] for part in [*found["checkpoints"], *([found["export"]] if found["export"] else [])]):
         raise StorageError(f"{run_dir}: files cannot be read, and may be intact")
     if not found["good"]:
         raise CheckpointError(
@@ -791,7 +791,7 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
     raise RecipeError(f"{name}: no such file or shipped recipe{hint}")
 
 
-def _show_finished(plan: Plan, step: int) -> None:
+def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next; upload an export that is here only."""
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.launch.next_steps import next_steps
@@ -799,7 +799,9 @@ def _show_finished(plan: Plan, step: int) -> None:
 
     rundir = plan.rundir
     with Screen() as screen:
-        screen.say(f"the run in {rundir.place} is finished ({step} steps): nothing was trained")
+        for fault in earlier.faults:
+            screen.say(f"note: {fault}")
+        screen.say(f"the run in {rundir.place} is finished ({earlier.step} steps): nothing was trained")
         upload_export(plan, screen)
     screen.paste(next_steps(plan, sys.argv[1:]))
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -216,29 +217,31 @@ def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[s
     write_atomically(rundir.export_record, json.dumps(record, indent=2))
 
 
-def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
-    """Return the step of the export and the files written into it, or (None, {}) without a valid record.
+@dataclass(frozen=True)
+class ExportRecord:
+    """The record of an export."""
 
-    Raises StorageError if the system cannot read it.
-    """
+    step: int | None = None  # None: there is no record, or one that counts as none
+    files: Stamps = field(default_factory=dict)  # that were written into it
+    sums: dict[str, str] = field(default_factory=dict)  # their SHA-256; empty if an earlier version wrote them
+    fault: str | None = None  # why a record that is there counts as none
+
+
+def read_export_record(rundir: RunDir) -> ExportRecord:
+    """Return the record of the export; raise StorageError if the system cannot read it."""
+    path = rundir.export_record
     try:
-        record = read_object(rundir.export_record)
-        files = {str(name): [int(n) for n in stamp] for name, stamp in record["files"].items()}
-        return int(record["step"]), files
-    except (*NOTHING_THERE, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return None, {}
-
-
-def read_export_sums(rundir: RunDir) -> dict[str, str]:
-    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none.
-
-    Raises StorageError if the system cannot read them.
-    """
+        record = read_object(path)
+    except NOTHING_THERE:
+        return ExportRecord()
+    except Unreadable as error:
+        return ExportRecord(fault=f"{path.name}: {str(error).removeprefix(f'{path}: ')}; it counts as none")
     try:
-        sums = read_object(rundir.export_record)["sha256"]
-        return {str(name): str(digest) for name, digest in sums.items()}
-    except (*NOTHING_THERE, Unreadable, LookupError, AttributeError):
-        return {}
+        files = {name: [int(size), int(changed)] for name, (size, changed) in record["files"].items()}
+        sums = {name: str(digest) for name, digest in record.get("sha256", {}).items()}
+        return ExportRecord(int(record["step"]), files, sums)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return ExportRecord(fault=f"{path.name}: not the record of an export; it counts as none")
 
 
 def export_has(rundir: RunDir, written: Stamps) -> bool:

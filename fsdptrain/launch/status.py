@@ -20,11 +20,11 @@ from rich.text import Text
 
 from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.schema import node_range
-from fsdptrain.errors import RecipeError, first_line
+from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
-from fsdptrain.ownership import is_marked
+from fsdptrain.ownership import is_marked, read_export_record
 from fsdptrain.page import Page
 from fsdptrain.processes import STOP_SIGNAL
 from fsdptrain.records import Record, RunState, Tail, waits_for_slow_ranks
@@ -138,8 +138,17 @@ class Observer:
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
             "export": self._export_place(),
-            "skipped": [fault for tail in self._tails for fault in tail.faults],
+            "skipped": self._skipped(),
         }
+
+    def _skipped(self) -> list[str]:
+        """Name the records that cannot be used."""
+        faults = [fault for tail in self._tails for fault in tail.faults]
+        try:
+            fault = read_export_record(self.rundir).fault
+        except StorageError as error:
+            fault = str(error)
+        return [*faults, *([fault] if fault else [])]
 
     @property
     def _newest_plan(self) -> Plan:
