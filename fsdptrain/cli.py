@@ -32,7 +32,7 @@ from fsdptrain.errors import (
     is_disk_full,
 )
 from fsdptrain.files import shipped, system_reason
-from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
+from fsdptrain.processes import Interrupted, exit_after_printing, interrupt, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def options(
     ] = False,
 ) -> None:
     """Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `__main__`; from here on Typer handles Ctrl-C
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `__main__`; from here on `main` handles Ctrl-C
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         watch_parent(os.getppid())
     open_safe_streams()
     try:
-        with _os_errors_as_fsdptrain_errors():
+        with _os_errors_as_fsdptrain_errors(), _interrupted_as_stopped():
             app()
     except FsdptrainError as error:
         _print_error(error)
@@ -137,6 +137,15 @@ def _own_name() -> str:
         if launched and launched.nnodes > 1:
             return f"fsdptrain on {socket.gethostname()}"
     return "fsdptrain"
+
+
+@contextlib.contextmanager
+def _interrupted_as_stopped() -> Iterator[None]:
+    """Raise Stopped for Ctrl-C in a command that does not handle it itself."""
+    try:
+        yield
+    except Interrupted:
+        raise Stopped("stopped by Ctrl-C; run the same command again") from None
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
 from fsdptrain.ownership import is_marked, read_export_record
 from fsdptrain.page import Page
-from fsdptrain.processes import STOP_SIGNAL
+from fsdptrain.processes import STOP_SIGNAL, Interrupted
 from fsdptrain.records import Record, RunState, Tail, waits_for_slow_ranks
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
@@ -370,7 +370,7 @@ def watch(rundir: RunDir, console: Console) -> None:
     Raises RecipeError if it is no run folder, or of another version.
     """
     bar, text, observer = LiveLine(), Text(), observe(rundir)
-    with contextlib.suppress(KeyboardInterrupt), Live(Group(text, bar), console=console, auto_refresh=False) as display:
+    with contextlib.suppress(Interrupted), Live(Group(text, bar), console=console, auto_refresh=False) as display:
         while True:
             if isinstance(observer, Waiting):
                 observer = observe(rundir)
