@@ -7,6 +7,7 @@ export by a record of names, sizes and modification times. Other files stay in p
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -28,8 +29,9 @@ from fsdptrain.files import (
     unused_name,
     write_atomically,
 )
-from fsdptrain.records import read_object, read_text
+from fsdptrain.records import MAX_BYTES, json_object, read_object, read_text
 from fsdptrain.rundir import MARK, RunDir
+from fsdptrain.storage import Location, ObjectPath, store_errors
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
 
@@ -51,26 +53,33 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
-def mark_checkpoints(folder: Path, run: str) -> None:
-    """Mark a folder outside of the run folder as that of the checkpoints of a run, whose place is `run`.
+def mark_checkpoints(folder: Location, run: str) -> None:
+    """Mark a place outside of the run folder as that of the checkpoints of a run, whose place is `run`.
 
     Raises FileExistsError if another run has marked it a moment ago.
     """
-    text = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n"
-    if marked_run(folder):
-        write_atomically(folder / MARK, text)  # of this run at another place
+    text, mark = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n", folder / MARK
+    replaces = marked_run(folder)  # of this run at another place
+    if isinstance(mark, ObjectPath):
+        if not replaces and not mark.create(text.encode()) and marked_run(folder):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(mark))
+        with store_errors(mark):
+            mark.fs.pipe_file(mark.key, text.encode())
+    elif replaces:
+        write_atomically(mark, text)
     else:
-        with (folder / MARK).open("x", encoding="utf-8") as stream:
+        with mark.open("x", encoding="utf-8") as stream:
             stream.write(text)
 
 
-def marked_run(folder: Path) -> str | None:
-    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark.
+def marked_run(folder: Location) -> str | None:
+    """Return the place of the run whose checkpoints a place is marked for; None without such a mark.
 
-    Raises StorageError if the system cannot read it.
+    Raises StorageError if the system or the store cannot read it.
     """
-    with contextlib.suppress(*NOTHING_THERE, Unreadable):  # the mark of a run folder is text
-        found = read_object(folder / MARK).get("run")
+    mark = folder / MARK
+    with contextlib.suppress(*NOTHING_THERE, ValueError):  # the mark of a run folder is text
+        found = (read_object(mark) if isinstance(mark, Path) else json_object(mark.open().read(MAX_BYTES))).get("run")
         return found if isinstance(found, str) else None
     return None
 
