@@ -169,7 +169,7 @@ class Observer:
             attempt, when = self.rundir.newest_attempt(), f"after step {made}"
             return "hung", explain_hang(attempt, self._newest_plan, self.rundir, when, self._hosts())
         if here:
-            return "running", "on this machine"
+            return "running", f"on this machine{self._restart_text()}"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
         if silent_s is None:
             return "starting", "nothing was recorded yet"
@@ -262,8 +262,16 @@ class Observer:
         path = self._last.get("export", {}).get("path")
         return str(self._store.root / EXPORT) if path and self._store else path
 
+    def _restart_text(self) -> str:
+        """Return that the workers were lost and have not begun to train again, if it is so."""
+        restart = self._last.get("restart")
+        return f"; its workers are started again (restart {restart['restart']} of {restart['of']})" if restart else ""
+
     def _hung_ranks(self) -> list[int]:
-        return hung_ranks(self.rundir, self.rundir.newest_attempt(), range(self._newest_plan.topology.world_size))
+        attempt = self.rundir.newest_attempt()
+        if attempt <= self._last.get("restart", {}).get("attempt", 0):  # that attempt is over
+            return []
+        return hung_ranks(self.rundir, attempt, range(self._newest_plan.topology.world_size))
 
     def _silent_ranks(self) -> list[int]:
         return silent_ranks(self.rundir, self.rundir.newest_attempt(), self._newest_plan.topology.world_size)
