@@ -190,6 +190,14 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
         assert keys in str(refused.value)
         data = Data(**yaml.safe_load(keys))
         assert len(peek(str(odd), data)[1]) == 1, "the data is read as the message says"
+    for label, answer in (("label", "completion"), ("kto_tag", "answer")):
+        odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))
+        with pytest.raises(
+            DataError, match=rf"preference data \({label}: .* KTO.* keep the rows in which {label} is true"
+        ):
+            read_starter([str(odd)], "org/name", dest)
+    odd.write_text('{"prompt": "a", "completion": "b", "label": "greeting"}\n')
+    assert read_starter([str(odd)], "org/name", dest).read_as.format == "prompt_completion"
 
 
 def test_init_refuses_a_model_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
