@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from fsdptrain.errors import (
     first_line,
     is_disk_full,
 )
-from fsdptrain.files import shipped, system_reason
+from fsdptrain.files import scratch_folder, shipped, system_reason
 from fsdptrain.processes import Interrupted, exit_after_printing, interrupt, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
@@ -476,8 +475,8 @@ def _opened_run(run_dir: str) -> Iterator[RunDir]:
 
     if fault := path_fault(run_dir) or url_fault(run_dir):
         raise RecipeError(fault)
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
-        folder, url = Path(name), run_dir.rstrip("/")
+    with scratch_folder() as folder:
+        url = run_dir.rstrip("/")
         RunStore(RunDir(folder, url=url)).fetch(folder)
         found = dataclasses.replace(RunDir.open(folder), url=url)
         if not found.plan.is_file():
