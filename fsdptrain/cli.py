@@ -76,6 +76,9 @@ RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run fo
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
 
 
+WIDE = 111  # columns of a terminal on which names and what they are stand side by side
+
+
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
 
 
@@ -279,7 +282,7 @@ def _claim(
     return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
-@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100-80gb --advise")
+@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -408,7 +411,7 @@ def _screen_beside_result() -> Screen:
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
-@app.command(epilog="Example: fsdptrain export runs/shakespeare --step 200 --out shakespeare-200")
+@app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")
 def export(
     run_dir: RunDirArgument,
     step: Annotated[
@@ -503,7 +506,7 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     return target
 
 
-@app.command(epilog="Example: fsdptrain submit recipe.yaml --hardware 8xh100-80gb --time 24:00:00")
+@app.command(epilog="Example: fsdptrain submit recipe.yaml --time 24:00:00")
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -576,7 +579,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show what goes on in a run, or in each run below a folder. Works on any machine that sees it; changes nothing."""
+    """Show what goes on in a run, or in several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
     from fsdptrain.page import Page
     from fsdptrain.records import json_safe
@@ -632,7 +635,7 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command(epilog="Example: fsdptrain init --data rows.jsonl --model Qwen/Qwen3-0.6B")
+@app.command(epilog="Example: fsdptrain init --data a.jsonl --model org/name")
 def init(
     data: Annotated[
         list[str] | None,
@@ -707,20 +710,26 @@ def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
 def list_recipes(
-    kind: Annotated[str | None, typer.Argument(metavar="[clusters]", help="files for clusters and clouds")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="clusters", help="files for clusters and clouds")] = None,
 ) -> None:
-    """List the shipped recipes, or the files for clusters and clouds."""
+    """List the shipped recipes. With `clusters`, list the files for clusters and clouds."""
     if kind not in (None, CLUSTERS):
         raise RecipeError(f"{kind!r} is not {CLUSTERS}: leave it out to list the recipes")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
             comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
-            print(wrapped_for(f"{name:36} {comment.strip('# :')}", sys.stdout))
+            _print_listed(name, comment.strip("# :"))
     for path in () if kind else _shipped_recipes():
         first = next(
             (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
         )
-        print(wrapped_for(f"{path.stem:36} {first}", sys.stdout))
+        _print_listed(path.stem, first)
+
+
+def _print_listed(name: str, what: str) -> None:
+    """Print a name and what it is, on a narrow terminal below it."""
+    is_narrow = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns < WIDE
+    print(wrapped_for(f"{name}\n  {what}" if is_narrow else f"{name:36} {what}", sys.stdout))
 
 
 @recipes_app.command("show", epilog="Example: fsdptrain recipes show gsm8k-lora")
@@ -729,7 +738,7 @@ def show_recipe(name: ShippedName) -> None:
     print(_find_shipped(name, _shipped_files()).read_text(encoding="utf-8"), end="")
 
 
-@recipes_app.command("copy", epilog="Example: fsdptrain recipes copy gsm8k-lora my-recipe.yaml")
+@recipes_app.command("copy", epilog="Example: fsdptrain recipes copy gsm8k-lora mine.yaml")
 def copy_recipe(
     name: ShippedName, dest: Annotated[Path, typer.Argument(metavar="DEST", help="a file or folder")]
 ) -> None:

@@ -77,6 +77,8 @@ def test_the_help_of_each_command_has_an_example_that_is_accepted() -> None:
     commands = dict(leaves(typer.main.get_command(app)))
     assert {"run", "recipes copy"} <= commands.keys() <= set(COMMANDS)
     for name, command in commands.items():
+        assert len(command.epilog) <= 56, f"{name}: on a terminal of 60 columns its example is not one line"
+        assert not command.get_short_help_str(44).endswith("..."), f"{name}: its first sentence is cut off in a list"
         example = command.epilog.removeprefix("Example: fsdptrain ").partition(" >")[0]
         assert example.split()[: len(name.split())] == name.split()
         command.make_context(name, shlex.split(example)[len(name.split()) :])  # raises UsageError
