@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,8 +30,8 @@ from fsdptrain.errors import (
     first_line,
     is_disk_full,
 )
-from fsdptrain.files import shipped, system_reason
-from fsdptrain.processes import exit_after_printing, open_safe_streams, watch_parent
+from fsdptrain.files import scratch_folder, shipped, system_reason
+from fsdptrain.processes import Interrupted, exit_after_printing, interrupt, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
@@ -77,6 +76,9 @@ RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run fo
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
 
 
+WIDE = 111  # columns of a terminal on which names and what they are stand side by side
+
+
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
 
 
@@ -101,8 +103,8 @@ def options(
     ] = False,
 ) -> None:
     """Train and fine-tune causal language models with FSDP2: one recipe, one command, a Hugging Face folder."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `__main__`; from here on Typer handles Ctrl-C
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `__main__`; from here on `main` handles Ctrl-C
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def main() -> None:
@@ -111,7 +113,7 @@ def main() -> None:
         watch_parent(os.getppid())
     open_safe_streams()
     try:
-        with _os_errors_as_fsdptrain_errors():
+        with _os_errors_as_fsdptrain_errors(), _interrupted_as_stopped():
             app()
     except FsdptrainError as error:
         _print_error(error)
@@ -137,6 +139,15 @@ def _own_name() -> str:
         if launched and launched.nnodes > 1:
             return f"fsdptrain on {socket.gethostname()}"
     return "fsdptrain"
+
+
+@contextlib.contextmanager
+def _interrupted_as_stopped() -> Iterator[None]:
+    """Raise Stopped for Ctrl-C in a command that does not handle it itself."""
+    try:
+        yield
+    except Interrupted:
+        raise Stopped("stopped by Ctrl-C; run the same command again") from None
 
 
 @contextlib.contextmanager
@@ -220,7 +231,7 @@ def run(
         # A finished run is not trained again, so its second start only shows where the model is.
         if earlier.finished:
             if is_first(launched):
-                _show_finished(plan, earlier.step)
+                _show_finished(plan, earlier)
             return
         # Started by torchrun or as one of several tasks on a node, this process is a worker and does not launch any.
         if topology.joined:
@@ -271,7 +282,7 @@ def _claim(
     return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
 
 
-@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100-80gb --advise")
+@app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")
 def validate(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -400,7 +411,7 @@ def _screen_beside_result() -> Screen:
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
 
-@app.command(epilog="Example: fsdptrain export runs/shakespeare --step 200 --out shakespeare-200")
+@app.command(epilog="Example: fsdptrain export runs/shakespeare --out model")
 def export(
     run_dir: RunDirArgument,
     step: Annotated[
@@ -467,8 +478,8 @@ def _opened_run(run_dir: str) -> Iterator[RunDir]:
 
     if fault := path_fault(run_dir) or url_fault(run_dir):
         raise RecipeError(fault)
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
-        folder, url = Path(name), run_dir.rstrip("/")
+    with scratch_folder() as folder:
+        url = run_dir.rstrip("/")
         RunStore(RunDir(folder, url=url)).fetch(folder)
         found = dataclasses.replace(RunDir.open(folder), url=url)
         if not found.plan.is_file():
@@ -495,7 +506,7 @@ def _output_folder(out: Path, rundir: RunDir) -> Path:
     return target
 
 
-@app.command(epilog="Example: fsdptrain submit recipe.yaml --hardware 8xh100-80gb --time 24:00:00")
+@app.command(epilog="Example: fsdptrain submit recipe.yaml --time 24:00:00")
 def submit(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -568,7 +579,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show what goes on in a run, or in each run below a folder. Works on any machine that sees it; changes nothing."""
+    """Show what goes on in a run, or in several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
     from fsdptrain.page import Page
     from fsdptrain.records import json_safe
@@ -608,7 +619,7 @@ def verify(
             show_survey(found, screen)
     if as_json:
         print(json.dumps(found, indent=2))
-    if any(checkpoint["unreadable"] for checkpoint in found["checkpoints"]):
+    if any(part["unreadable"] for part in [*found["checkpoints"], *([found["export"]] if found["export"] else [])]):
         raise StorageError(f"{run_dir}: files cannot be read, and may be intact")
     if not found["good"]:
         raise CheckpointError(
@@ -624,7 +635,7 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command(epilog="Example: fsdptrain init --data rows.jsonl --model Qwen/Qwen3-0.6B")
+@app.command(epilog="Example: fsdptrain init --data a.jsonl --model org/name")
 def init(
     data: Annotated[
         list[str] | None,
@@ -699,20 +710,26 @@ def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
 def list_recipes(
-    kind: Annotated[str | None, typer.Argument(metavar="[clusters]", help="files for clusters and clouds")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="clusters", help="files for clusters and clouds")] = None,
 ) -> None:
-    """List the shipped recipes, or the files for clusters and clouds."""
+    """List the shipped recipes. With `clusters`, list the files for clusters and clouds."""
     if kind not in (None, CLUSTERS):
         raise RecipeError(f"{kind!r} is not {CLUSTERS}: leave it out to list the recipes")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
             comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
-            print(wrapped_for(f"{name:36} {comment.strip('# :')}", sys.stdout))
+            _print_listed(name, comment.strip("# :"))
     for path in () if kind else _shipped_recipes():
         first = next(
             (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")), ""
         )
-        print(wrapped_for(f"{path.stem:36} {first}", sys.stdout))
+        _print_listed(path.stem, first)
+
+
+def _print_listed(name: str, what: str) -> None:
+    """Print a name and what it is, on a narrow terminal below it."""
+    is_narrow = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns < WIDE
+    print(wrapped_for(f"{name}\n  {what}" if is_narrow else f"{name:36} {what}", sys.stdout))
 
 
 @recipes_app.command("show", epilog="Example: fsdptrain recipes show gsm8k-lora")
@@ -721,7 +738,7 @@ def show_recipe(name: ShippedName) -> None:
     print(_find_shipped(name, _shipped_files()).read_text(encoding="utf-8"), end="")
 
 
-@recipes_app.command("copy", epilog="Example: fsdptrain recipes copy gsm8k-lora my-recipe.yaml")
+@recipes_app.command("copy", epilog="Example: fsdptrain recipes copy gsm8k-lora mine.yaml")
 def copy_recipe(
     name: ShippedName, dest: Annotated[Path, typer.Argument(metavar="DEST", help="a file or folder")]
 ) -> None:
@@ -791,7 +808,7 @@ def _find_shipped(name: str, recipes: dict[str, Path] | None = None) -> Path:
     raise RecipeError(f"{name}: no such file or shipped recipe{hint}")
 
 
-def _show_finished(plan: Plan, step: int) -> None:
+def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next; upload an export that is here only."""
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.launch.next_steps import next_steps
@@ -799,7 +816,9 @@ def _show_finished(plan: Plan, step: int) -> None:
 
     rundir = plan.rundir
     with Screen() as screen:
-        screen.say(f"the run in {rundir.place} is finished ({step} steps): nothing was trained")
+        for fault in earlier.faults:
+            screen.say(f"note: {fault}")
+        screen.say(f"the run in {rundir.place} is finished ({earlier.step} steps): nothing was trained")
         upload_export(plan, screen)
     screen.paste(next_steps(plan, sys.argv[1:]))
 

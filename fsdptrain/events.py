@@ -123,6 +123,12 @@ def record_error(rundir: RunDir, error: BaseException, **where: Any) -> None:
         reporter.event("error", **where, **to_record(error))
 
 
+def record_restart(rundir: RunDir, restart: int, of: int) -> None:
+    """Write a `restart` event, after the workers of the newest attempt were lost."""
+    with contextlib.closing(Reporter(rundir)) as reporter:
+        reporter.event("restart", attempt=rundir.newest_attempt(), restart=restart, of=of)
+
+
 def cut_partial_lines(rundir: RunDir) -> None:
     """Cut off the partial last line that a full disk or a killed process left in a log. No process may be writing."""
     for path in (rundir.metrics, rundir.progress):

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +16,9 @@ from typing import Protocol
 from fsdptrain.errors import StorageError, first_line
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
+
+
+SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
 
 
 WAYS_OUT = {
@@ -140,6 +145,36 @@ def try_lock(path: Path) -> int | None:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its holder has removed it: only a lock on the new file keeps others out
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield an empty temporary folder, and remove those that killed processes of this user have left."""
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        _remove_unless_locked(left)
+    descriptor = None
+    while descriptor is None:
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it, before it was locked
+            descriptor = try_lock(folder / SCRATCH_LOCK)
+    try:
+        content = folder / "content"
+        content.mkdir()
+        yield content
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_unless_locked(scratch: Path) -> None:
+    """Remove a folder of this user that `scratch_folder` made, if its process lives no more."""
+    with contextlib.suppress(OSError):
+        status = scratch.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            return
+        if (descriptor := try_lock(scratch / SCRATCH_LOCK)) is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -7,12 +7,14 @@ export by a record of names, sizes and modification times. Other files stay in p
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,8 +29,9 @@ from fsdptrain.files import (
     unused_name,
     write_atomically,
 )
-from fsdptrain.records import read_object, read_text
+from fsdptrain.records import MAX_BYTES, json_object, read_object, read_text
 from fsdptrain.rundir import MARK, RunDir
+from fsdptrain.storage import Location, ObjectPath, store_errors
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
 
@@ -50,26 +53,33 @@ def write_mark(folder: Path) -> None:
         (folder / MARK).write_text(MARK_TEXT, encoding="utf-8")
 
 
-def mark_checkpoints(folder: Path, run: str) -> None:
-    """Mark a folder outside of the run folder as that of the checkpoints of a run, whose place is `run`.
+def mark_checkpoints(folder: Location, run: str) -> None:
+    """Mark a place outside of the run folder as that of the checkpoints of a run, whose place is `run`.
 
     Raises FileExistsError if another run has marked it a moment ago.
     """
-    text = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n"
-    if marked_run(folder):
-        write_atomically(folder / MARK, text)  # of this run at another place
+    text, mark = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n", folder / MARK
+    replaces = marked_run(folder)  # of this run at another place
+    if isinstance(mark, ObjectPath):
+        if not replaces and not mark.create(text.encode()) and marked_run(folder):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(mark))
+        with store_errors(mark):
+            mark.fs.pipe_file(mark.key, text.encode())
+    elif replaces:
+        write_atomically(mark, text)
     else:
-        with (folder / MARK).open("x", encoding="utf-8") as stream:
+        with mark.open("x", encoding="utf-8") as stream:
             stream.write(text)
 
 
-def marked_run(folder: Path) -> str | None:
-    """Return the place of the run whose checkpoints a folder is marked for; None without such a mark.
+def marked_run(folder: Location) -> str | None:
+    """Return the place of the run whose checkpoints a place is marked for; None without such a mark.
 
-    Raises StorageError if the system cannot read it.
+    Raises StorageError if the system or the store cannot read it.
     """
-    with contextlib.suppress(*NOTHING_THERE, Unreadable):  # the mark of a run folder is text
-        found = read_object(folder / MARK).get("run")
+    mark = folder / MARK
+    with contextlib.suppress(*NOTHING_THERE, ValueError):  # the mark of a run folder is text
+        found = (read_object(mark) if isinstance(mark, Path) else json_object(mark.open().read(MAX_BYTES))).get("run")
         return found if isinstance(found, str) else None
     return None
 
@@ -216,29 +226,31 @@ def write_export_record(rundir: RunDir, step: int, written: Stamps, sums: dict[s
     write_atomically(rundir.export_record, json.dumps(record, indent=2))
 
 
-def read_export_record(rundir: RunDir) -> tuple[int | None, Stamps]:
-    """Return the step of the export and the files written into it, or (None, {}) without a valid record.
+@dataclass(frozen=True)
+class ExportRecord:
+    """The record of an export."""
 
-    Raises StorageError if the system cannot read it.
-    """
+    step: int | None = None  # None: there is no record, or one that counts as none
+    files: Stamps = field(default_factory=dict)  # that were written into it
+    sums: dict[str, str] = field(default_factory=dict)  # their SHA-256; empty if an earlier version wrote them
+    fault: str | None = None  # why a record that is there counts as none
+
+
+def read_export_record(rundir: RunDir) -> ExportRecord:
+    """Return the record of the export; raise StorageError if the system cannot read it."""
+    path = rundir.export_record
     try:
-        record = read_object(rundir.export_record)
-        files = {str(name): [int(n) for n in stamp] for name, stamp in record["files"].items()}
-        return int(record["step"]), files
-    except (*NOTHING_THERE, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return None, {}
-
-
-def read_export_sums(rundir: RunDir) -> dict[str, str]:
-    """Return the SHA-256 of the files of the export; empty if an earlier version wrote it, which recorded none.
-
-    Raises StorageError if the system cannot read them.
-    """
+        record = read_object(path)
+    except NOTHING_THERE:
+        return ExportRecord()
+    except Unreadable as error:
+        return ExportRecord(fault=f"{path.name}: {str(error).removeprefix(f'{path}: ')}; it counts as none")
     try:
-        sums = read_object(rundir.export_record)["sha256"]
-        return {str(name): str(digest) for name, digest in sums.items()}
-    except (*NOTHING_THERE, Unreadable, LookupError, AttributeError):
-        return {}
+        files = {name: [int(size), int(changed)] for name, (size, changed) in record["files"].items()}
+        sums = {name: str(digest) for name, digest in record.get("sha256", {}).items()}
+        return ExportRecord(int(record["step"]), files, sums)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return ExportRecord(fault=f"{path.name}: not the record of an export; it counts as none")
 
 
 def export_has(rundir: RunDir, written: Stamps) -> bool:

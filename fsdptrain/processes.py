@@ -44,6 +44,11 @@ class Interrupted(BaseException):
     """A stop signal came; no `except Exception` of a library may take it for an error of its own."""
 
 
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise Interrupted: the handler of Ctrl-C in a command that has nothing to save."""
+    raise Interrupted
+
+
 class StopRequest:
     """Count stop signals while entered. The first one requests an orderly stop, the second an immediate one."""
 

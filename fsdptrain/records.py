@@ -154,6 +154,10 @@ EVENTS = {
         trains=True,
     ),
     "stop": EventKind("the run was stopped by a signal after `step`", {"step": COUNT, "signal": TEXT}),
+    "restart": EventKind(
+        "the workers of `attempt` were lost, and are started again",
+        {"attempt": COUNT, "restart": COUNT, "of": COUNT},
+    ),
     "error": EventKind("a rank, or the command, failed", {"type": TEXT, "message": TEXT}, {"rank": COUNT}),
     "progress": EventKind(
         "`done` of `total` parts of a stage are done (logs/progress.jsonl); a `total` of 0 is not known",
@@ -380,7 +384,10 @@ class RunState:
             self._start = record
             self.attempts += 1
             self.ends = []
+            self.newest.pop("restart", None)
             self.step_times.clear()
+        elif kind == "restart":
+            self.ends = []
         elif kind in ("stop", "error"):
             self.ends.append(record)
         elif kind == "step":

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdptrain.files import NOTHING_THERE, is_there
 from fsdptrain.records import read_object
-from fsdptrain.storage import URL, CheckpointStorage, open_storage
+from fsdptrain.storage import URL, CheckpointStorage, ObjectPath, object_path, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
 
@@ -169,6 +169,13 @@ class RunDir:
             Path(self.checkpoint_path) if self.checkpoint_path and not URL.fullmatch(self.checkpoint_path) else None
         )
         return None if folder == self.checkpoints else folder
+
+    @property
+    def checkpoint_store(self) -> ObjectPath | None:
+        """The place of the checkpoints in an object store, if it is not in output_dir."""
+        url = self.checkpoint_path if self.checkpoint_path and URL.fullmatch(self.checkpoint_path) else None
+        in_output_dir = url and self.url and f"{url}/".startswith(f"{self.url}/")
+        return object_path(url) if url and not in_output_dir else None
 
     @cached_property
     def storage(self) -> CheckpointStorage:

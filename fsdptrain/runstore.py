@@ -233,7 +233,8 @@ class RunStore:
         It cannot be opened until it is complete. `meanwhile` is called every POLL_S. Raises Stopped after a signal, and
         RunLost if another machine has taken over the run.
         """
-        step, files = read_export_record(self.rundir)
+        record = read_export_record(self.rundir)
+        step, files = record.step, record.files
         if step is None or self.exported_step() == step:
             return
         self.check_writer()

@@ -64,6 +64,9 @@ S3FS_TRIES = 2  # its default, 5, is 25 when it reads
 READ_BYTES = 2**25  # in one request
 
 
+PROBE = ".fsdptrain-probe"  # an object that is written and removed to learn whether that is allowed
+
+
 def checkpoint_name(step: int) -> str:
     """Return the name of the folder of a checkpoint."""
     return f"step-{step:08d}"
@@ -136,6 +139,30 @@ class ObjectPath:
         """Return the bytes from `start` to `stop` of an object; raises FileNotFoundError if there is none."""
         with store_errors(self):
             return bytes(self.fs.cat_file(self.key, start=start, end=stop))
+
+    def names(self) -> list[str]:
+        """Return the names of what is directly below a folder, sorted; those of folders end with a slash."""
+        try:
+            with store_errors(self):
+                found = self.fs.ls(self.key, detail=True)
+        except FileNotFoundError:
+            return []
+        keys = {facts["name"].rstrip("/"): "/" * (facts["type"] == "directory") for facts in found}
+        return sorted(key.rpartition("/")[2] + slash for key, slash in keys.items() if key != self.key)
+
+    def create(self, content: bytes) -> bool:
+        """Create an object; return False if there is one already."""
+        try:
+            with store_errors(self):
+                self.fs.pipe_file(self.key, content, mode="create")
+        except FileExistsError:
+            return False
+        except StorageError:  # libraries of stores have classes of their own for an object that exists
+            with store_errors(self):
+                if not self.fs.exists(self.key):
+                    raise
+            return False
+        return True
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open an object for reading, in large pieces; raises FileNotFoundError if there is none."""
@@ -486,9 +513,9 @@ def object_path(url: str) -> ObjectPath:
 
 def try_writing(folder: ObjectPath) -> None:
     """Write and remove an object in a folder; raise StorageError if the store refuses."""
-    probe = folder / ".fsdptrain"
+    probe = folder / PROBE
     with store_errors(probe):
-        probe.fs.pipe_file(probe.key, b"fsdptrain writes this folder.\n")
+        probe.fs.pipe_file(probe.key, b"fsdptrain tries to write here.\n")
         probe.fs.rm_file(probe.key)
 
 

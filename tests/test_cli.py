@@ -77,6 +77,8 @@ def test_the_help_of_each_command_has_an_example_that_is_accepted() -> None:
     commands = dict(leaves(typer.main.get_command(app)))
     assert {"run", "recipes copy"} <= commands.keys() <= set(COMMANDS)
     for name, command in commands.items():
+        assert len(command.epilog) <= 56, f"{name}: on a terminal of 60 columns its example is not one line"
+        assert not command.get_short_help_str(44).endswith("..."), f"{name}: its first sentence is cut off in a list"
         example = command.epilog.removeprefix("Example: fsdptrain ").partition(" >")[0]
         assert example.split()[: len(name.split())] == name.split()
         command.make_context(name, shlex.split(example)[len(name.split()) :])  # raises UsageError
@@ -190,6 +192,14 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
         assert keys in str(refused.value)
         data = Data(**yaml.safe_load(keys))
         assert len(peek(str(odd), data)[1]) == 1, "the data is read as the message says"
+    for label, answer in (("label", "completion"), ("kto_tag", "answer")):
+        odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))
+        with pytest.raises(
+            DataError, match=rf"preference data \({label}: .* KTO.* keep the rows in which {label} is true"
+        ):
+            read_starter([str(odd)], "org/name", dest)
+    odd.write_text('{"prompt": "a", "completion": "b", "label": "greeting"}\n')
+    assert read_starter([str(odd)], "org/name", dest).read_as.format == "prompt_completion"
 
 
 def test_init_refuses_a_model_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

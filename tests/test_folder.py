@@ -31,6 +31,7 @@ from support import environment, fsdptrain, sample, write_recipe
 
 from fsdptrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, file_entry, read_manifest
 from fsdptrain.checkpoint.verify import survey
+from fsdptrain.cli import _show_finished
 from fsdptrain.config.plan import BY_LENGTH, PLAN_DIGEST, Plan, make_plan, read_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import find_topology
@@ -40,7 +41,7 @@ from fsdptrain.events import Reporter
 from fsdptrain.launch.attempts import changes_since, inspect_earlier_attempts, plan_changes
 from fsdptrain.launch.claim import DATA_LIKE_FILES, check_run_dir, claim_run_dir, lock_for_export, would_read_run_files
 from fsdptrain.launch.heading import heading
-from fsdptrain.launch.status import is_locked
+from fsdptrain.launch.status import is_locked, observe
 from fsdptrain.ownership import (
     asset_names,
     file_stamps,
@@ -676,6 +677,20 @@ def test_a_finished_run_without_its_export_or_last_evaluation_continues(tmp_path
     assert inspect_earlier_attempts(rundir, plan_of(evaluated)).finished
 
 
+def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, train__steps=6)
+    rundir = run_folder_after(recipe, steps=6, total=6)
+    rundir.export_record.write_text('{"step": 6, "files": {"config.json": [1]}}')
+    fault = "export.json: not the record of an export; it counts as none"
+    earlier = inspect_earlier_attempts(rundir, plan_of(recipe))
+    assert (earlier.finished, earlier.faults) == (True, (fault,)) and observe(rundir).facts()["skipped"] == [fault]
+    _show_finished(plan_of(recipe), earlier)
+    assert f"note: {fault}\n" in capsys.readouterr().out
+    (rundir.export / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1)}, rundir.export / "model.safetensors")
+    assert survey(rundir)["export"]["problems"] == [f"{fault}, so contents were not compared"]
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
 def test_a_finished_run_without_all_of_its_export_continues(damage: Callable[[Path], object], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=6)
@@ -825,7 +840,7 @@ def export(rundir: RunDir, step: int, *names: str) -> Path | None:
     for name in names:
         (scratch / name).write_text(f"step {step}")
     files = file_stamps(scratch)
-    kept = replace_export(scratch, rundir.export, read_export_record(rundir)[1])
+    kept = replace_export(scratch, rundir.export, read_export_record(rundir).files)
     write_export_record(rundir, step, files)
     return kept
 

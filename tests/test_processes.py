@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError, Stopped
+from fsdptrain.files import scratch_folder
 from fsdptrain.processes import SAME_REQUEST_S, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
@@ -47,6 +49,34 @@ def check_killed(tmp: Path, table: FaultTable, moment: str, victim: str, start: 
     gone = not found["left"] and found["seconds"] < LEAVE_WITHIN_S
     table.add(f"{victim} killed {moment} s", 1, int(gone), [found["seconds"]])
     assert gone, found
+
+
+HOLD = "from fsdptrain.files import scratch_folder\nwith scratch_folder() as folder: print(folder, flush=True); input()"
+
+
+def test_the_scratch_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.ExitStack() as stack:
+        killed, living = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                    env=environment(TMPDIR=str(tmp_path)),
+                )
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        folders = [Path((process.stdout or sys.stdin).readline().strip()) for process in (killed, living)]
+        assert all(folder.is_dir() for folder in folders)
+        killed.kill()
+        killed.wait()
+        (tmp_path / "fsdptrain-notes").mkdir()  # of the user
+        with scratch_folder() as mine:
+            assert [folder.is_dir() for folder in (*folders, mine)] == [False, True, True]
+        living.communicate("\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["fsdptrain-notes"]
 
 
 @pytest.mark.parametrize(("moment", "victim"), [(f"{WORKER}+0", "command"), (f"{WORKER}+0.8", AGENT)])

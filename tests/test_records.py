@@ -25,6 +25,7 @@ from fsdptrain.config.topology import Topology, find_topology
 from fsdptrain.errors import FsdptrainError, RecipeError, Unreadable
 from fsdptrain.events import Reporter, cut_partial_lines, read_history
 from fsdptrain.launch.claim import claim_run_dir
+from fsdptrain.launch.heading import heading
 from fsdptrain.launch.status import observe, status_lines
 from fsdptrain.ownership import read_export_record
 from fsdptrain.records import EVENTS, MAX_BYTES, Record, RunState, Tail, record_fault, without_undone
@@ -268,13 +269,16 @@ def test_a_file_that_fsdptrain_did_not_write_ends_no_command_in_a_traceback(
             facts = json.loads(result.stdout)
             assert facts["step"] == (0 if name == "metrics.jsonl" else 7)
             is_line = "jsonl" in name and content != "empty"
-            assert len(facts["skipped"]) == is_line
-            assert not is_line or facts["skipped"][0].startswith(f"{path.name}{' line 1' * is_regular}: ")
+            assert len(facts["skipped"]) == (is_line or name == "export.json")
+            line = " line 1" * (is_line and is_regular)
+            assert not facts["skipped"] or facts["skipped"][0].startswith(f"{path.name}{line}: ")
         result = CliRunner().invoke(app, ["verify", str(plan.rundir.root)])
         assert isinstance(result.exception, FsdptrainError), result.exception  # there is no checkpoint
-        assert read_export_record(plan.rundir) == (None, {})
-        with contextlib.suppress(FsdptrainError), claim_run_dir(plan, recipe.read_text(), fresh=False):
+        assert read_export_record(plan.rundir).files == {}
+        with contextlib.suppress(FsdptrainError), claim_run_dir(plan, recipe.read_text(), fresh=False) as earlier:
             assert is_regular or name == "plans/0001.json"
+            assert name == "plan.json" or list(earlier.faults) == facts["skipped"]
+            assert all(fault in heading(plan, plan.rundir, earlier) for fault in earlier.faults)
             cut_partial_lines(plan.rundir)
             with contextlib.closing(Reporter(plan.rundir)) as reporter:
                 reporter.resume(0, {})

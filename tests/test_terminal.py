@@ -126,6 +126,18 @@ def test_a_stop_before_the_first_step_on_a_dumb_terminal(tmp_path: Path) -> None
             assert "Ctrl-C: stopping; no step has been trained yet" in terminal.text()
 
 
+def test_ctrl_c_in_a_command_with_nothing_to_save(tmp_path: Path) -> None:
+    recipe, made = write_recipe(tmp_path), tmp_path / "new" / "recipe.yaml"
+    init = ("init", "--data", tmp_path / "text.jsonl", "--model", "org/name", "--hardware", "8xh100-80gb", made)
+    for words in (init, ("validate", recipe)):
+        with Terminal(*words, columns=60) as terminal:
+            terminal.wait_for("starting")
+            terminal.press_ctrl_c()
+            assert terminal.wait() == 75 and terminal.cursor_is_reset
+            assert terminal.text() == "fsdptrain: stopped by Ctrl-C; run the same command again"
+    assert not made.parent.exists()
+
+
 def test_failures_with_one_stream_redirected(tmp_path: Path) -> None:
     """A redirected stream gets plain lines without escape sequences; the other one stays on the terminal."""
     recipe = write_recipe(tmp_path)

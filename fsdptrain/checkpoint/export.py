@@ -574,7 +574,7 @@ def _write_and_record(
 
     `wait` is called while checksums are computed.
     """
-    _, before = read_export_record(rundir)
+    before = read_export_record(rundir).files
     sums: dict[str, str] = {}
 
     def check(folder: Path) -> None:

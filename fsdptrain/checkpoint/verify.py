@@ -13,7 +13,7 @@ from fsdptrain.checkpoint.manifest import checkpoint_problems, file_problem, par
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
 from fsdptrain.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.ownership import read_export_record, read_export_sums
+from fsdptrain.ownership import ExportRecord, file_stamps, read_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
 from fsdptrain.screen import Screen
@@ -85,12 +85,6 @@ def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     return facts | {name: isinstance(refused, kind) for name, kind in kinds.items()}
 
 
-def _size_on_disk(folder: Path) -> dict[str, Any]:
-    """Return path, total bytes and count of the regular files in a folder."""
-    sizes = [status.st_size for path in folder.rglob("*") if (status := regular_file_status(path))]
-    return {"path": str(folder), "bytes": sum(sizes), "files": len(sizes)}
-
-
 def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:
     """Return the step that a resume loads: the newest good one, unless it is refused because of a newer one."""
     newest = _newest_undamaged(checkpoints)
@@ -108,19 +102,31 @@ def _survey_export(rundir: RunDir) -> dict[str, Any]:
 
     Earlier versions recorded no checksums; `note` says so.
     """
-    folder, (_, written), sums = rundir.export, read_export_record(rundir), read_export_sums(rundir)
+    folder, record, unreadable = rundir.export, ExportRecord(), False
     try:
+        record = read_export_record(rundir)
         _check_export(folder)
-        names = sorted(written)
-        facts = [{"bytes": written[name][0], "sha256": sums.get(name)} for name in names]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compare = partial(file_problem, record="that in export.json")
-            found = pool.map(compare, [folder / name for name in names], facts, [name in sums for name in names])
-            problems = [problem for problem in found if problem]
+        problems = _differences(folder, record)
     except CheckpointError as error:
-        problems = [str(error)]
-    note = None if sums else "no checksums were recorded (an earlier version wrote it): contents were not compared"
-    return {**_size_on_disk(folder), "problems": problems, "note": note}
+        problems, unreadable = [str(error)], isinstance(error, StorageError)
+    sizes = [size for size, _ in file_stamps(folder).values()]
+    note = "no checksums were recorded (an earlier version wrote it): contents were not compared"
+    return {
+        "path": str(folder), "bytes": sum(sizes), "files": len(sizes), "problems": problems, "unreadable": unreadable,
+        "note": None if problems or record.sums else note,
+    }  # fmt: skip
+
+
+def _differences(folder: Path, record: ExportRecord) -> list[str]:
+    """Return how the files of an export differ from its record, one line each."""
+    if record.fault:
+        return [f"{record.fault}, so contents were not compared"]
+    names = sorted(record.files)
+    facts = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compare = partial(file_problem, record="that in export.json")
+        found = pool.map(compare, [folder / name for name in names], facts, [name in record.sums for name in names])
+        return [problem for problem in found if problem]
 
 
 def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
@@ -138,6 +144,7 @@ def _survey_uploaded(store: RunStore) -> dict[str, Any] | None:
         "bytes": sum(found.values()),
         "files": len(found),
         "problems": problems,
+        "unreadable": False,
         "note": None,
     }
 

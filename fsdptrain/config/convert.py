@@ -135,8 +135,8 @@ def _convert_entry(done: Conversion, entry: Entry) -> None:
 
 
 def _is_accepted(settings: Settings) -> bool:
-    """Return whether each recipe key accepts its value. Parts are checked already; null is from the tables only."""
-    return all(value is None or accepts(path, value) for path, value in settings.items() if path in all_paths())
+    """Return whether each recipe key accepts its value. Parts are checked already."""
+    return all(accepts(path, value) for path, value in settings.items() if path in all_paths())
 
 
 def _join_parts(done: Conversion) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk_full
@@ -45,8 +45,9 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     with FileLock(f"{folder}.lock"):
         if not _check_intact(folder):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
-            scratch = folder.with_suffix(f".{os.getpid()}")
+            scratch = folder.with_suffix(".tmp")
             shutil.rmtree(scratch, ignore_errors=True)
+            remove_leftovers(folder.parent)
             scratch.mkdir()
             try:
                 with full_disk_errors(folder.parent):
@@ -56,6 +57,13 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes have left in a folder of the cache as NAME.tmp; one that lives locks NAME.lock."""
+    for scratch in folder.glob("*.tmp"):
+        with contextlib.suppress(Timeout), FileLock(scratch.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _check_intact(folder: Path) -> bool:

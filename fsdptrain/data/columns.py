@@ -37,6 +37,12 @@ SHAREGPT_ROLES = {
 PEEKED_ROWS = 8
 
 
+LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
+
+
+NO_PREFERENCES = "training on preferences (DPO, KTO, reward models) is not supported (yet)"
+
+
 def peek(path: DataPath, data: Data) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the columns behind a path and its first rows, of which a batch is checked; the others are not read.
 
@@ -74,6 +80,11 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
         raise DataError(f"{source.name}: {_missing_column_message(missing[0], source.columns, data)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
+    if data.format == "prompt_completion" and (label := _label_of_answers(source)):
+        raise DataError(
+            f"{source.name}: This is preference data ({label}: whether the answer is good), and {NO_PREFERENCES}; to "
+            f"fine-tune on the good answers, keep the rows in which {label} is true, without that column"
+        )
     check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_text_fields, columns)
     if data.format == "chat":
         # Tools are optional: the first row, from which the columns of a JSON file are known, may have none.
@@ -152,6 +163,15 @@ def seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | None
     return None
 
 
+def _label_of_answers(source: Source) -> str | None:
+    """Return the column that says whether the answer of a row is good, as data for KTO has; None without one."""
+    for name in LABELS.intersection(source.columns):
+        row = next((row for _, row in source.rows([name])), {})
+        if isinstance(row, dict) and isinstance(row.get(name), bool):
+            return name
+    return None
+
+
 def is_preference(available: Iterable[str]) -> bool:
     """Return whether columns of these names hold preferences: an answer that was chosen, and one that was rejected."""
     return {"chosen", "rejected"} <= set(available)
@@ -165,8 +185,8 @@ def preference_advice(available: list[str], row: dict[str, Any]) -> str:
     elif "prompt" not in available:
         form, columns = "text", {"text": "chosen"}
     return (
-        "This is preference data (chosen, rejected), and training on preferences (DPO, reward models) is not supported "
-        "(yet); to fine-tune on the chosen answers, read them as "
+        f"This is preference data (chosen, rejected), and {NO_PREFERENCES}; to fine-tune on the chosen answers, read "
+        "them as "
         f"data: {{format: {form}, columns: {yaml_text(columns)}}}"
     )
 

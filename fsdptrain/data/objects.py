@@ -28,7 +28,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import data_kind
-from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors
+from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, remove_leftovers
 from fsdptrain.data.readers import reject_saved_to_disk
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
 from fsdptrain.events import Progress
@@ -183,7 +183,7 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
         missing = [each for each in objects if not each.is_here]
         scratch = folder / f"{name}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
         if not missing:
             return
         _check_space(folder, sum(each.size for each in missing))
@@ -208,13 +208,6 @@ def _locked(path: Path, objects: Sequence[StoredObject], progress: Progress) -> 
         yield
     finally:
         lock.release()
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what downloads of killed processes have left; one that runs holds its lock."""
-    for scratch in folder.glob("*.tmp"):
-        with contextlib.suppress(Timeout), FileLock(scratch.with_suffix(".lock"), timeout=0):
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _report(progress: Progress, received: int, total: int) -> None:

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -27,6 +26,7 @@ from fsdptrain.config.network import address_of, is_loopback, is_this_machine, l
 from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.config.topology import host_of
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
+from fsdptrain.files import scratch_folder
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
@@ -70,12 +70,12 @@ def main() -> None:
         os.environ.update(default_settings(os.environ))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
     kills = kills_for_memory()
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:
+    with scratch_folder() as scratch:
         if plan.topology.nnodes == 1:
-            failures = run_on_this_node(plan, plan_path, worker, Path(scratch))
+            failures = run_on_this_node(plan, plan_path, worker, scratch)
         else:
             try:
-                failures = run_torchrun(plan, plan_path, worker, Path(scratch), pipe)
+                failures = run_torchrun(plan, plan_path, worker, scratch, pipe)
             except RecipeError as error:  # at the meeting place
                 refuse(pipe, error)
         signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down

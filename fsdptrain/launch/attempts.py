@@ -8,11 +8,11 @@ whatever attempts came in between.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fsdptrain.config.plan import EARLIER_LAYOUTS, LAYOUT, LAYOUT_KEY, Plan, ope
 from fsdptrain.config.schema import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.files import NOTHING_THERE, is_there, set_aside, write_atomically
-from fsdptrain.ownership import export_has, read_export_record
+from fsdptrain.ownership import ExportRecord, export_has, read_export_record
 from fsdptrain.records import RunState, Tail, read_object, read_text
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import RunStore
@@ -63,6 +63,7 @@ class EarlierAttempts:
     finished: bool = False  # all steps are trained, evaluated and exported as the plan asks
     trained: bool = False  # all steps are trained
     layout: int = LAYOUT  # of the checkpoints
+    faults: tuple[str, ...] = ()  # the records of the run that cannot be used, and why
 
 
 def archive_plan(rundir: RunDir, plan: Plan, recipe_text: str) -> None:
@@ -90,17 +91,25 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     Raises RecipeError if the plan is that of another run, or if it has changes but no step is left to train with them;
     CheckpointError if a link leads out of the folder, or if another version wrote the checkpoint.
     """
+    metrics, progress = Tail(rundir.metrics, from_end=False), Tail(rundir.progress, from_end=False)
+    before, export = RunState.of(metrics.read()), read_export_record(rundir)
+    deque(progress.read(), maxlen=0)  # it is only displayed
+    faults = (*metrics.faults, *progress.faults, *([export.fault] if export.fault else []))
+    return replace(_inspect(rundir, plan, before, export), faults=faults)
+
+
+def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord) -> EarlierAttempts:
+    """Return what earlier attempts did, whose records were read; raise what `inspect_earlier_attempts` raises."""
     _check_newest_checkpoint_is_here(rundir)
     manifest = newest_manifest(rundir)
     if manifest is None:
-        _check_checkpoints_not_lost(rundir)
+        _check_checkpoints_not_lost(rundir, before, export)
         return EarlierAttempts()
-    step, before = max(complete_steps(rundir), default=0), _recorded(rundir)
-    start = before.trained_by
+    step, start = max(complete_steps(rundir), default=0), before.trained_by
     # Would this plan continue the same run?
     layout = manifest.identity.get(LAYOUT_KEY)
     if layout in EARLIER_LAYOUTS:
-        plan = dataclasses.replace(plan, layout=layout)
+        plan = replace(plan, layout=layout)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
             finished = f"the run in {rundir.place} is finished ({counted(step, 'step')}): nothing was trained"
@@ -120,7 +129,8 @@ def inspect_earlier_attempts(rundir: RunDir, plan: Plan) -> EarlierAttempts:
     changed = {key: values for key, values in changed.items() if not key.startswith(without_effect)}
     if changed or wanted < step:
         raise RecipeError(_finished_with_other_plan(rundir, step, changed or {"steps": [step, wanted]}))
-    all_done = _is_evaluated(plan, step, before) and _is_exported(rundir, plan, step)
+    evaluated = plan.recipe.data.eval is None or before.has("eval", step)
+    all_done = evaluated and _is_exported(rundir, plan, step, export)
     return EarlierAttempts(step, all_done, trained=True, layout=plan.layout)
 
 
@@ -138,14 +148,13 @@ def _check_newest_checkpoint_is_here(rundir: RunDir) -> None:
         )
 
 
-def _check_checkpoints_not_lost(rundir: RunDir) -> None:
+def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: ExportRecord) -> None:
     """Raise RecipeError for a result without checkpoints, because a run from step 0 would replace it."""
-    before, (exported_step, _) = _recorded(rundir), read_export_record(rundir)
     start, step = before.trained_by, before.steps_made
     finished = start is not None and step >= start["total_steps"]
-    if not finished and exported_step is None:
+    if not finished and export.step is None:
         return
-    holds = f"{'a finished run' if finished else 'an export'} ({step if finished else exported_step} steps)"
+    holds = f"{'a finished run' if finished else 'an export'} ({step if finished else export.step} steps)"
     start_over = "choose another `name` or output_dir, or delete this folder"
     damaged = [*map(checkpoint_name, rundir.checkpoint_steps()), *rundir.storage.other_names()[0]]
     if damaged:
@@ -273,24 +282,15 @@ def _plans_of_attempts(rundir: RunDir) -> Iterator[tuple[dict[str, Any], Plan | 
         yield fields, plan
 
 
-def _recorded(rundir: RunDir) -> RunState:
-    return RunState.of(Tail(rundir.metrics, from_end=False).read())
-
-
-def _is_evaluated(plan: Plan, step: int, before: RunState) -> bool:
-    return plan.recipe.data.eval is None or before.has("eval", step)
-
-
-def _is_exported(rundir: RunDir, plan: Plan, step: int) -> bool:
+def _is_exported(rundir: RunDir, plan: Plan, step: int, record: ExportRecord) -> bool:
     """Return whether the export of this step is whole (or is not wanted); an export without a record counts.
 
     If the run is in an object store, one that is there counts, and one in the local folder that can be uploaded.
     """
-    recorded, written = read_export_record(rundir)
     exists = (
         is_there(rundir.export)
-        and export_has(rundir, written)
-        and recorded in ((None, step) if rundir.url is None else (step,))
+        and export_has(rundir, record.files)
+        and record.step in ((None, step) if rundir.url is None else (step,))
     )
     if not plan.recipe.export.at_end or exists:
         return True

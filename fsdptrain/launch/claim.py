@@ -52,7 +52,7 @@ from fsdptrain.ownership import is_marked, mark_checkpoints, marked_run, write_m
 from fsdptrain.records import read_object
 from fsdptrain.rundir import MARK, RunDir
 from fsdptrain.runstore import RunStore
-from fsdptrain.storage import URL, try_writing
+from fsdptrain.storage import URL, Location, try_writing
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES: tuple[str, ...] = (
@@ -150,7 +150,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         earlier = inspect_earlier_attempts(rundir, plan)
         if first and not earlier.finished:
             _check_places(plan, rundir)
-            _mark_checkpoint_folder(rundir)
+            _mark_checkpoints(rundir)
             plan = dataclasses.replace(plan, layout=earlier.layout)
             with _os_errors_as_recipe_errors(rundir):
                 archive_plan(rundir, plan, recipe_text)
@@ -196,7 +196,8 @@ def _refuse_used(rundir: RunDir) -> NoReturn:
 def _check_places(plan: Plan, rundir: RunDir) -> None:
     """Raise RecipeError unless this run may write where its recipe says."""
     check_output_dir(rundir)
-    _check_checkpoint_folder(plan, rundir)
+    _check_checkpoint_folder(rundir)
+    _check_owner_of_checkpoints(plan, rundir)
     check_inputs(plan, rundir)
 
 
@@ -230,8 +231,8 @@ def check_output_dir(rundir: RunDir) -> None:
             )
 
 
-def _check_checkpoint_folder(plan: Plan, rundir: RunDir) -> None:
-    """Raise RecipeError unless a folder in checkpoint.path is for this run: new, empty, or with its own checkpoints."""
+def _check_checkpoint_folder(rundir: RunDir) -> None:
+    """Raise RecipeError for a folder in checkpoint.path that is a file, or is where another run or this one writes."""
     folder = rundir.checkpoint_folder
     if folder is None:
         return
@@ -245,30 +246,41 @@ def _check_checkpoint_folder(plan: Plan, rundir: RunDir) -> None:
     above = next((path for path in real.parents if path != root and is_marked(path)), None)
     if above or (is_marked(real) and marked_run(real) is None):
         raise RecipeError(f"checkpoint.path: {folder} is in {above or real}, which another run writes; choose another")
-    with _os_errors_as_recipe_errors(rundir, folder):
-        entries, owner = _names_in(folder), marked_run(folder)
-    if not entries or owner == rundir.place:
+
+
+def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless the place in checkpoint.path is for this run: new, empty, or with its checkpoints."""
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None:
         return
-    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the folder.
-    in_use = owner is not None and (Path(owner) / rundir.plan.name).exists()
+    with _os_errors_as_recipe_errors(rundir, place):
+        entries, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
+    # Another machine may have a run folder of the same name, and the same object store.
+    is_own = owner == rundir.place
+    if not entries or (is_own and (isinstance(place, Path) or rundir.plan.exists())):
+        return
+    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
+    in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
     if not in_use and (entries == [MARK] or wrote_newest_checkpoint(rundir, plan)):
         return
     if owner or rundir.checkpoint_steps():
         of = f"the run in {owner}" if owner else "another run"
-        raise RecipeError(f"checkpoint.path: {folder} holds the checkpoints of {of}; choose another")
+        of += ", made on another machine or with another recipe" if is_own else ""
+        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; choose another")
     raise RecipeError(
-        f"checkpoint.path: {folder} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+        f"checkpoint.path: {place} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
     )
 
 
-def _mark_checkpoint_folder(rundir: RunDir) -> None:
-    """Mark the folder in checkpoint.path for this run, after it was checked."""
-    folder = rundir.checkpoint_folder
-    if folder is None or marked_run(folder) == rundir.place:
+def _mark_checkpoints(rundir: RunDir) -> None:
+    """Mark the place in checkpoint.path for this run, after it was checked."""
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None or marked_run(place) == rundir.place:
         return
-    with _os_errors_as_recipe_errors(rundir, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        mark_checkpoints(folder, rundir.place)
+    with _os_errors_as_recipe_errors(rundir, place):
+        if isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+        mark_checkpoints(place, rundir.place)
 
 
 def check_inputs(plan: Plan, rundir: RunDir) -> None:
@@ -451,7 +463,7 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Path | None = None) -> Iterator[None]:
+def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = None) -> Iterator[None]:
     """Raise RecipeError for an error of the system with the run folder, or with the folder in checkpoint.path."""
     try:
         yield

@@ -17,26 +17,23 @@ from fsdptrain.text import counted
 
 def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     """Return a labelled line each for run, model, data, ranks, batch, learning rate; what is trained; the Hub."""
+    works = f"in {short_path(rundir.root)}, uploaded with each checkpoint and at the end"
     lines = {
         "run": f"{plan.recipe.name}: {_describe_state(rundir, earlier)}, in {rundir.url or short_path(rundir.root)}",
-        **(
-            {"works": f"in {short_path(rundir.root)}, uploaded with each checkpoint and at the end"}
-            if rundir.url
-            else {}
-        ),
+        "works": works if rundir.url else "",
         "model": _describe_model(plan),
-        **({"trains": _describe_trained(plan)} if plan.freezes else {}),
-        **({"note": note} if (note := base_note(plan.recipe)) else {}),
+        "trains": _describe_trained(plan) if plan.freezes else "",
         "data": _describe_data(plan),
         **({"packs": _PACKED_BEFORE[plan.recipe.data.packing]} if earlier.layout == BY_LENGTH else {}),
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),
         "lr": _describe_schedule(plan),
+        "note": "; ".join(filter(None, [base_note(plan.recipe), *earlier.faults])),
     }
     if names := plan.hub_names():
         state = "from the cache only (HF_HUB_OFFLINE)" if _offline() else "downloaded if not cached"
         lines["hub"] = f"{', '.join(names)}: {state}"
-    return "\n".join(f"{label:<7}{text}" for label, text in lines.items())
+    return "\n".join(f"{label:<7}{text}" for label, text in lines.items() if text)
 
 
 _PACKED_BEFORE = {  # in BY_LENGTH

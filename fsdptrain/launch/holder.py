@@ -86,7 +86,7 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
     seen: dict[str, Any] | None = None
     seen_at = float("inf")
     # Looked at first, because some stores ignore the condition of a creation.
-    while (found := read_claim(place)) is not None or not _create(place, mine):
+    while (found := read_claim(place)) is not None or not place.create(_content(mine)):
         if found is None:
             continue
         if found.get("run") == mine["run"]:
@@ -107,20 +107,6 @@ def _acquire(place: ObjectPath, mine: dict[str, Any], url: str) -> None:
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         time.sleep(POLL_S)
-
-
-def _create(place: ObjectPath, mine: dict[str, Any]) -> bool:
-    """Create the claim; return False if there is one already."""
-    try:
-        with store_errors(place):
-            place.fs.pipe_file(place.key, _content(mine), mode="create")
-    except FileExistsError:
-        return False
-    except StorageError:  # libraries of stores have classes of their own for an object that exists
-        if read_claim(place) is None:
-            raise
-        return False
-    return True
 
 
 def _start_of(process: object) -> str | None:

@@ -34,7 +34,7 @@ from fsdptrain.errors import (
     WorkerError,
     WorkerLost,
 )
-from fsdptrain.events import cut_partial_lines, progress_record
+from fsdptrain.events import cut_partial_lines, progress_record, record_restart
 from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.launch.claim import take_over_lock
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
@@ -77,13 +77,16 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     time for full host memory.
     """
     rundir = plan.rundir
-    restarts = fruitless = memory_kills = 0
+    restarts = recorded = fruitless = memory_kills = 0
     alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
     with StopRequest() as stop, contextlib.ExitStack() as lock, contextlib.closing(FolderWatch(rundir)) as folder:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
             attempt = Attempt(plan, rundir, screen, stop, folder=folder)
+            if recorded < restarts:  # now, because a line that a lost worker has not finished is cut off
+                recorded = restarts
+                record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
             try:
                 attempt.run()
                 return

@@ -20,13 +20,13 @@ from rich.text import Text
 
 from fsdptrain.config.plan import Plan, open_plan
 from fsdptrain.config.schema import node_range
-from fsdptrain.errors import RecipeError, first_line
+from fsdptrain.errors import RecipeError, StorageError, first_line
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.holder import holder_of
 from fsdptrain.liveline import LiveLine, Part
-from fsdptrain.ownership import is_marked
+from fsdptrain.ownership import is_marked, read_export_record
 from fsdptrain.page import Page
-from fsdptrain.processes import STOP_SIGNAL
+from fsdptrain.processes import STOP_SIGNAL, Interrupted
 from fsdptrain.records import Record, RunState, Tail, waits_for_slow_ranks
 from fsdptrain.rundir import RunDir
 from fsdptrain.runstore import EXPORT, RunStore
@@ -138,8 +138,17 @@ class Observer:
             "straggler": self._straggler(made) if running else None,
             "hung_ranks": self._hung_ranks(),
             "export": self._export_place(),
-            "skipped": [fault for tail in self._tails for fault in tail.faults],
+            "skipped": self._skipped(),
         }
+
+    def _skipped(self) -> list[str]:
+        """Name the records that cannot be used."""
+        faults = [fault for tail in self._tails for fault in tail.faults]
+        try:
+            fault = read_export_record(self.rundir).fault
+        except StorageError as error:
+            fault = str(error)
+        return [*faults, *([fault] if fault else [])]
 
     @property
     def _newest_plan(self) -> Plan:
@@ -160,7 +169,7 @@ class Observer:
             attempt, when = self.rundir.newest_attempt(), f"after step {made}"
             return "hung", explain_hang(attempt, self._newest_plan, self.rundir, when, self._hosts())
         if here:
-            return "running", "on this machine"
+            return "running", f"on this machine{self._restart_text()}"
         host, limit = self._last.get("start", {}).get("host"), self.plan.recipe.launch.timeout_s
         if silent_s is None:
             return "starting", "nothing was recorded yet"
@@ -253,8 +262,16 @@ class Observer:
         path = self._last.get("export", {}).get("path")
         return str(self._store.root / EXPORT) if path and self._store else path
 
+    def _restart_text(self) -> str:
+        """Return that the workers were lost and have not begun to train again, if it is so."""
+        restart = self._last.get("restart")
+        return f"; its workers are started again (restart {restart['restart']} of {restart['of']})" if restart else ""
+
     def _hung_ranks(self) -> list[int]:
-        return hung_ranks(self.rundir, self.rundir.newest_attempt(), range(self._newest_plan.topology.world_size))
+        attempt = self.rundir.newest_attempt()
+        if attempt <= self._last.get("restart", {}).get("attempt", 0):  # that attempt is over
+            return []
+        return hung_ranks(self.rundir, attempt, range(self._newest_plan.topology.world_size))
 
     def _silent_ranks(self) -> list[int]:
         return silent_ranks(self.rundir, self.rundir.newest_attempt(), self._newest_plan.topology.world_size)
@@ -361,7 +378,7 @@ def watch(rundir: RunDir, console: Console) -> None:
     Raises RecipeError if it is no run folder, or of another version.
     """
     bar, text, observer = LiveLine(), Text(), observe(rundir)
-    with contextlib.suppress(KeyboardInterrupt), Live(Group(text, bar), console=console, auto_refresh=False) as display:
+    with contextlib.suppress(Interrupted), Live(Group(text, bar), console=console, auto_refresh=False) as display:
         while True:
             if isinstance(observer, Waiting):
                 observer = observe(rundir)

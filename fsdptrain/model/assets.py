@@ -7,7 +7,6 @@ tokenizer, generation would stop at the wrong token, or never.
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, model_revision
 from fsdptrain.errors import RecipeError
+from fsdptrain.files import scratch_folder
 from fsdptrain.model.skeleton import set_special_token
 from fsdptrain.ownership import install_assets
 
@@ -39,8 +39,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     turn_end = end_of_turn(tokenizer) if plan.recipe.data.format == "chat" else None
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as temporary:
-        scratch = Path(temporary)
+    with scratch_folder() as scratch:
         if type(model)._auto_class is not None:  # the folder needs the model's own code
             custom_object_save(model, scratch, config=config)
         config.save_pretrained(scratch)

@@ -4,9 +4,9 @@ MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the wo
                                                                                 │
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
 
-A node that is refused before it can come leaves its reason in the store of the meeting place (`tell_refusal`). If it
-is the node that hosts this store, it stays until all others have read it. A fixed number of nodes cannot meet then, so
-those that wait end (`on_refused`). The store ends with them, so no later attempt reads it.
+A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the store of
+the meeting place. If it hosts this store, it stays until all others have read it. A fixed number of nodes
+cannot meet then, so those that wait end (`on_refused`). The store ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDescGenerator,
 )
 
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, to_record
 
 BACKEND = "fsdptrain"  # its name for torchrun
 
@@ -48,7 +48,7 @@ BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
 
 
-LEAVE_S = 5.0  # for which a node that has read a refusal stays, so that all can read it: it may host the store
+LEAVE_S = 5.0  # for which a node stays that knows of a refusal, so that all can read it: it may host the store
 
 
 RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
@@ -122,10 +122,11 @@ def register_rendezvous(
     rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting), run))
 
 
-def check_run(store: dist.Store, run: str, endpoint: str) -> None:
+def check_run(store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
     """Raise RecipeError if nodes of another run, or with another plan, meet at this place.
 
     The first node stores the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
+    `tell` is called with the refusal if the others belong to the same run, and so wait for this node.
     """
     first, own = json.loads(store.compare_set(RUN_KEY, "", run)), json.loads(run)
     if first.get("digest") == own.get("digest"):
@@ -137,7 +138,9 @@ def check_run(store: dist.Store, run: str, endpoint: str) -> None:
     pairs = [(name, version, own["versions"].get(name)) for name, version in first["versions"].items()]
     differ = "; ".join(f"{name} {theirs}, here {ours}" for name, theirs, ours in pairs if theirs != ours)
     cause = f"has other versions ({differ}): install the same" if differ else "has another plan: start the same command"
-    raise RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
+    error = RecipeError(f"{there} {cause} on all nodes; fsdptrain validate RECIPE --here compares them")
+    tell({"host": own["host"], **to_record(error)})
+    raise error
 
 
 def _create(
@@ -150,14 +153,18 @@ def _create(
     wanted: RendezvousParameters,
 ) -> RendezvousHandler:
     backend, store = create_backend(wanted)
-    check_run(store, run, wanted.endpoint)
+    can_meet_without = wanted.min_nodes < wanted.max_nodes
+    check_run(
+        store, run, wanted.endpoint,
+        lambda refusal: None if can_meet_without else _tell(store, key, wanted.max_nodes, refusal, LEAVE_S),
+    )  # fmt: skip
     timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
     handler = Rendezvous.from_backend(
         wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
     )
     handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
     handler.met = threading.Event()
-    if wanted.min_nodes == wanted.max_nodes:  # else the others can meet without it
+    if not can_meet_without:
         listening = (store, key, wanted.max_nodes, handler.met, on_refused)
         threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
     return handler
@@ -192,9 +199,13 @@ def tell_refusal(
     wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
     with contextlib.suppress(dist.DistError, RendezvousError):  # nobody waits there
         _, store = create_backend(wanted)
-        key = _refusal_key(meeting)
-        store.set(key, json.dumps(refusal))
-        _leave_together(store, key, nodes, within_s)
+        _tell(store, _refusal_key(meeting), nodes, refusal, within_s)
+
+
+def _tell(store: dist.Store, key: str, nodes: int, refusal: dict[str, str], within_s: float) -> None:
+    """Leave a refusal in the store, and wait until all nodes know of it, at most `within_s` seconds."""
+    store.set(key, json.dumps(refusal))
+    _leave_together(store, key, nodes, within_s)
 
 
 def _leave_together(store: dist.Store, key: str, nodes: int, within_s: float) -> None:

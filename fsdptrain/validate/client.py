@@ -28,7 +28,7 @@ from fsdptrain.config.versions import untested_versions
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
 from fsdptrain.launch.heading import nodes_allowed
 from fsdptrain.launch.launcher import Attempt
-from fsdptrain.processes import StopRequest, child_command, child_environment
+from fsdptrain.processes import Interrupted, StopRequest, child_command, child_environment
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 from fsdptrain.validate.findings import Outcome
@@ -115,7 +115,7 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
                         stage.close()
                         screen.show({"event": kind, **record})
         process.wait()
-    except KeyboardInterrupt:
+    except Interrupted:
         if so_far is None:
             raise
         notes = [*so_far.notes, INTERRUPTED]

@@ -68,7 +68,7 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         "tokens_per_step": train.global_batch_size * seq_len, "source": topology.source or None,
         "least_nodes": topology.least_nnodes,
     }  # fmt: skip
-    device = ("GPUs" if topology.device == "cuda" else "CPU ranks") + topology.origin
+    device = ("GPU" if topology.device == "cuda" else "CPU rank") + "s" * (topology.world_size > 1) + topology.origin
     copies = "one copy of the model" if plan.replicas == 1 else f"{plan.replicas} copies of the model, each"
     spread = f"sharded over {plan.shard_size} ranks" if plan.shard_size > 1 else "on one rank"
     micro, size = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")
@@ -80,7 +80,7 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     return facts, [
         f"{facts['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
         f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({facts['tokens_per_step']:,} tokens) = "
-        f"{topology.world_size} ranks × {micro} × {size}",
+        f"{counted(topology.world_size, 'rank')} × {micro} × {size}",
         *([f"if nodes are lost: {'; '.join(fewer)}"] if fewer else []),
     ]
 

@@ -39,7 +39,7 @@ from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
-from fsdptrain.files import write_atomically
+from fsdptrain.files import scratch_folder, write_atomically
 from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_store
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
@@ -265,8 +265,8 @@ def measured_links(plan: Plan, store: dist.Store) -> dict[str, Any]:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
 
-    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch:  # removed also if the thread is left alone
-        log = Path(scratch) / "nccl.log"
+    with scratch_folder() as scratch:  # removed also if the thread is left alone
+        log = scratch / "nccl.log"
         os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)})
         thread = threading.Thread(target=run, name="links", daemon=True)
         thread.start()

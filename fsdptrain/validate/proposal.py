@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from fsdptrain.data.starter import Starter
 
 
+UNSEARCHED = "Ctrl-C stopped the search for the fastest plan: the recipe has the default one"
+
+
 @dataclass(frozen=True)
 class Proposal:
     """The text of a recipe, None if the data or the model cannot be used, and the dry run that it comes from."""
@@ -42,7 +45,9 @@ def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
     chosen = outcome.facts.get("chosen")
     if chosen is None:
         return Proposal(None, [], outcome)
-    found = [] if INTERRUPTED in outcome.notes else outcome.facts.get("advice", {}).get("options", [])
+    found = outcome.facts.get("advice", {}).get("options", [])
+    if INTERRUPTED in outcome.notes:
+        found, outcome.notes[outcome.notes.index(INTERRUPTED)] = [], UNSEARCHED
     best = next((option for option in found if option["fits"]), None)
     if best is None:
         text = starter.text(chosen)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A run in a container on one host with all of its GPUs:  sh docker-run.sh recipe.yaml [key=value …]
+# A run in a container on one host with all of its GPUs: sh docker-run.sh recipe.yaml [key=value …]
 # Stop it with Ctrl-C or `docker stop`: it saves a checkpoint and exits with 75, and the same command resumes.
 set -eu
 

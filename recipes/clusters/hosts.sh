@@ -1,5 +1,5 @@
 #!/bin/sh
-# A run on plain hosts, started from one of them or from anywhere:  HOSTS="a b" sh hosts.sh recipe.yaml [key=value …]
+# A run on plain hosts, started from one of them or from anywhere: HOSTS="a b" sh hosts.sh recipe.yaml [key=value …]
 # The hosts share this folder and output_dir. The first one is where they meet: PORT must be open there, and other ports
 # between them (docs/clusters.md, "Ports").
 # shellcheck disable=SC2029

@@ -44,6 +44,7 @@ from fsdptrain.config.topology import Topology
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError
 from fsdptrain.launch.attempts import inspect_earlier_attempts
 from fsdptrain.launch.claim import claim_run_dir
+from fsdptrain.ownership import marked_run
 from fsdptrain.rundir import RunDir
 from fsdptrain.storage import MANIFEST_NAME, CheckpointStorage, checkpoint_name
 
@@ -322,6 +323,44 @@ def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tm
         claim_run_dir(fresh, "", fresh=False),
     ):
         pass
+
+
+def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: Path, server: ObjectStore) -> None:
+    place = f"s3://{BUCKET}/{tmp_path.name}/run"
+
+    def claim(output_dir: str = "a", lr: float = 3e-4) -> contextlib.AbstractContextManager[Any]:
+        return claim_run_dir(plan(output_dir, lr), "", fresh=False)
+
+    def plan(output_dir: str, lr: float) -> Plan:
+        keys = {"checkpoint__path": place, "output_dir": str(tmp_path / output_dir), "optim__lr": lr}
+        return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
+
+    refused = f"checkpoint.path: {place} holds the checkpoints of "
+    with claim() as found:
+        assert found.step == 0
+    first = plan("a", 3e-4)
+    store, storage = first.rundir.checkpoint_store, first.rundir.storage
+    assert store and marked_run(store) == str(tmp_path / "a")
+    storage.claim()
+    files = write(storage, 2)
+    storage.publish(2, Manifest(FORMAT_VERSION, 2, 2, first.digest(), first.identity(), files).sealed())
+    before = store.names()
+    assert before == [".fsdptrain", "step-00000002/"] and storage.steps() == [2]
+    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a; choose another"), claim("b", 1e-3):
+        pass
+    with claim(lr=1e-3) as found:  # its own, with a change that it can name
+        assert found.step == 2
+    shutil.rmtree(tmp_path / "a")  # another machine
+    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a, made on another machine"), claim(lr=1e-3):
+        pass
+    assert not (tmp_path / "b").exists() and not (tmp_path / "a").exists() and store.names() == before
+    with claim() as found:
+        assert found.step == 2
+    (store / ".fsdptrain").fs.rm_file((store / ".fsdptrain").key)  # as an earlier version left it
+    with pytest.raises(RecipeError, match=f"{refused}another run; choose another"), claim("b", 1e-3):
+        pass
+    with claim() as found:
+        assert found.step == 2 and marked_run(store) == str(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import as_nobody, on_ranks, write_recipe
 from typer.testing import CliRunner
 
@@ -39,7 +40,7 @@ from fsdptrain.errors import StorageError
 from fsdptrain.files import read_if_there
 from fsdptrain.launch.attempts import inspect_earlier_attempts
 from fsdptrain.launch.claim import _wait_for_plan
-from fsdptrain.ownership import read_export_record, write_export_record
+from fsdptrain.ownership import file_stamps, read_export_record, write_export_record
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
 
@@ -205,6 +206,19 @@ def test_what_was_exported_and_where_checkpoints_are_is_not_unknown_if_its_recor
         path.chmod(0)
         with as_nobody(), pytest.raises(StorageError, match=rf"{path} cannot be read: .*\(errno 13, EACCES\)"):
             reading(run)
+
+
+@pytest.mark.parametrize("name", ["export/model.safetensors", "export/config.json", "export.json", "export"])
+def test_an_export_that_cannot_be_read_is_not_damaged(name: str, run: RunDir) -> None:
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(1)}, run.export / "model.safetensors")
+    write_export_record(run, 4, file_stamps(run.export), {"config.json": "0" * 64})
+    (run.root / name).chmod(0)
+    with as_nobody():
+        found, verified = survey(run), CliRunner().invoke(app, ["verify", str(run.root)])
+    assert found["export"]["unreadable"] and "(errno 13, EACCES)" in found["export"]["problems"][0]
+    assert str(verified.exception) == f"{run.root}: files cannot be read, and may be intact"
 
 
 def test_prepared_data_that_cannot_be_read_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ from fsdptrain.config.names import (
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
-from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of
+from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of, value_at
 from fsdptrain.config.topology import Topology
+from fsdptrain.config.values import accepts
 from fsdptrain.config.versions import TESTED, untested_versions
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
@@ -1228,6 +1229,12 @@ def as_yaml(section: Any) -> dict[str, Any]:
     """Return a recipe, or a section of one, as the mapping that its YAML would give."""
     pairs = [(key_of(spec), getattr(section, spec.name)) for spec in dataclasses.fields(section)]
     return {name: as_yaml(item) if dataclasses.is_dataclass(item) else item for name, item in pairs}
+
+
+def test_a_key_accepts_null_if_it_may_be_null_and_always_its_default() -> None:
+    for path, spec in all_fields():
+        nullable = "None" in str(spec.type) or None in spec.metadata.get("forms", ())
+        assert accepts(path, None) == nullable and accepts(path, value_at(Recipe(), path)), path
 
 
 def test_the_json_schema_accepts_the_default_recipe_and_survives_json() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
@@ -1286,6 +1287,15 @@ def test_another_format_makes_another_tokenizer(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"data__path": str(path), "model__tokenizer": {"train": 300}}
     assert "romeo" in vocabulary(a_plan(tmp_path, **changes))
     assert "juliet" in vocabulary(a_plan(tmp_path, data__format="prompt_completion", **changes))
+
+
+def test_what_killed_processes_left_in_the_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path))
+    for name in ("killed", "living"):
+        (cache_dir("data") / f"{name}.tmp").mkdir()
+    with FileLock(cache_dir("data") / "living.lock"):
+        made = cached_folder("data", "a key", lambda folder: (folder / "rows").write_bytes(b"1") and None)
+    assert {path.name for path in cache_dir("data").glob("*") if path.is_dir()} == {"living.tmp", made.name}
 
 
 def test_a_full_disk_of_the_cache_is_named() -> None:

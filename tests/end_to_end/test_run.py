@@ -228,6 +228,18 @@ def test_wrong_data_ends_with_4_and_its_line(tmp_path: Path) -> None:
     assert missing.returncode == 4 and "'nowhere.jsonl' was not found" in missing.stderr
 
 
+def test_a_batch_larger_than_an_epoch_is_refused_with_epochs_and_said_with_steps(tmp_path: Path) -> None:
+    train = {"epochs": 1, "global_batch_size": 64, "micro_batch_size": 1}
+    recipe = write_recipe(
+        tmp_path, launch__nproc_per_node=1, data__max_rows=20, train=train, checkpoint__every=None, export__at_end=False
+    )
+    refused = fsdptrain("run", recipe)
+    assert refused.returncode == 2 and "train.global_batch_size: 64 sequences, but one epoch has" in refused.stderr
+    assert "Traceback" not in refused.stderr and events(tmp_path / "run", "start") == []
+    said = fsdptrain("run", recipe, "train.steps=1")
+    assert said.returncode == 0 and "a step of 64 sequences reads the data (" in said.stdout, said.stderr
+
+
 def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train__steps=2)
     (tmp_path / "run").mkdir()

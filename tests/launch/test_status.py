@@ -20,7 +20,7 @@ from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError, WorkerLost
-from fsdptrain.events import progress_record, record_error
+from fsdptrain.events import progress_record, record_error, record_restart
 from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, show_status
 from fsdptrain.ownership import write_mark
 from fsdptrain.page import Page
@@ -182,6 +182,29 @@ def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
     facts = run.facts()
     assert (facts["state"], facts["hung_ranks"], facts["stage"]) == ("hung", [2], None)
     assert "rank 2 waits in all-gather of model.layers.7" in facts["why"]
+
+
+def test_a_run_that_is_started_again_after_a_hang_is_not_hung(tmp_path: Path) -> None:
+    run = Written(tmp_path)
+    run.start()
+    run.steps(6)
+
+    def hang(attempt: int) -> None:
+        run.rundir.hangs(attempt).mkdir(parents=True)
+        run.rundir.hang_report(attempt, 1).write_text(json.dumps({"rank": 1, "waits": True, "where": "all-gather"}))
+
+    hang(1)
+    lost(run, 1, 0)
+    with FileLock(run.rundir.logs / "lock"):
+        assert run.facts()["state"] == "hung"
+        record_restart(run.rundir, 1, 3)
+        facts = run.facts()
+        assert (facts["state"], facts["hung_ranks"], facts["late"]) == ("running", [], False)
+        assert "running on this machine; its workers are started again (restart 1 of 3)\n" in run.shown()
+        hang(2)  # before its first event
+        assert run.facts()["hung_ranks"] == [1]
+        run.start()
+        assert run.facts()["state"] == "hung" and "started again" not in run.shown()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

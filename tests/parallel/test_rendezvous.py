@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 from support import write_recipe
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -150,7 +155,31 @@ def test_nodes_of_different_runs_do_not_meet_and_each_difference_has_its_name(wa
         with pytest.raises(RecipeError, match=says):
             described(endpoint, digest="e", host="n2", **changes)
     with pytest.raises(RecipeError, match="n1 has started the run one"):  # validate --here
-        rendezvous.check_run(first._store, json.dumps({"digest": "check"}), endpoint)
+        rendezvous.check_run(first._store, json.dumps({"digest": "check"}), endpoint, pytest.fail)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_nodes_that_wait_hear_that_another_has_another_plan(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[dict[str, str]] = []
+    monkeypatch.setattr(rendezvous, "LEAVE_S", 2.0)
+    monkeypatch.setattr(rendezvous.rendezvous_handler_registry, "_registry", {})
+    endpoint = free_endpoint()
+
+    def come(digest: str, host: str, said: list[dict[str, str]]) -> RendezvousHandler:
+        run = {"digest": digest, "name": "one", "output_dir": "/runs/one", "host": host, "versions": {}}
+        rendezvous.rendezvous_handler_registry._registry.clear()
+        register_rendezvous(lambda *_: None, lambda: None, lambda: None, said.append, "one", json.dumps(run))
+        return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", least, 2, "127.0.0.1"))
+
+    first = come("d", "n1", heard)  # as long as it is there, so is its store
+    with pytest.raises(RecipeError, match="n1 has another plan") as refused:
+        come("e", "n2", [])
+    end = time.monotonic() + (10 if least == 2 else 1)
+    while not heard and time.monotonic() < end:
+        time.sleep(0.1)
+    told = {"host": "n2", "type": "RecipeError", "message": str(refused.value)}
+    assert heard == ([told] if least == 2 else [])  # of a range of nodes, the others meet without it
+    first.shutdown()
 
 
 def test_a_firewall_that_lets_only_the_meeting_place_through_is_named(

@@ -11,7 +11,11 @@ from support import fsdptrain
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fsdptrain.config.reader import load
+from fsdptrain.data.starter import read_starter
 from fsdptrain.data.tokenizer import train_bpe
+from fsdptrain.screen import Screen
+from fsdptrain.validate import client, proposal
+from fsdptrain.validate.findings import Outcome
 
 
 @pytest.fixture
@@ -48,6 +52,18 @@ def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_pat
     assert checked["problems"] == [] and checked["data"]["steps"] >= 99
     refused = fsdptrain("validate", dest, "--no-build", "train.global_batch_size=1024")
     assert refused.returncode == 2 and "train.global_batch_size: 1,024 sequences, but one epoch has" in refused.stderr
+
+
+def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "a.jsonl", 4)
+    best = {"fits": True, "overrides": {"fsdp.strategy": "NO_SHARD"}}
+    facts = {"chosen": {"data.seq_len": 64}, "advice": {"options": [best]}}
+    outcome = Outcome("", [], [client.INTERRUPTED], [], [], [], 0, facts)
+    monkeypatch.setattr(proposal, "run_dry_run", lambda *_: outcome)
+    starter = read_starter([str(tmp_path / "a.jsonl")], "org/name", tmp_path / "recipe.yaml")
+    made = proposal.propose(starter, "2xh100", Screen())
+    assert made.text and "strategy: FULL_SHARD" in made.text and made.forecast == []
+    assert made.outcome.notes == ["Ctrl-C stopped the search for the fastest plan: the recipe has the default one"]
 
 
 def test_init_estimates_from_bytes_without_a_tokenizer(tmp_path: Path) -> None:

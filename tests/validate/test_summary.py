@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
 from fsdptrain.page import Page
+from fsdptrain.processes import Interrupted, interrupt
 from fsdptrain.screen import Screen
 from fsdptrain.validate import client
 from fsdptrain.validate.client import Request, make_request
@@ -235,15 +238,16 @@ time.sleep(60)
 
 
 def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xH100", trust_remote_code=False)
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt)))
     for argument in ("so far", "nothing yet"):
         command = [sys.executable, "-c", INTERRUPTED, argument]
         monkeypatch.setattr(client, "child_command", lambda *_, command=command: command)
         with Screen() as screen:
             if argument == "nothing yet":
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(Interrupted):
                     client.run_dry_run(asked, screen)
                 continue
             outcome = client.run_dry_run(asked, screen)
