@@ -10,9 +10,8 @@ from transformers import PreTrainedConfig
 
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.config.plan import Counts, Plan
-from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import advice as advice_table
-from fsdptrain.forecast import closed_form
 from fsdptrain.forecast.client import Forecast, Forecaster
 from fsdptrain.forecast.goodput import Goodput, goodput
 from fsdptrain.forecast.render import (
@@ -28,9 +27,8 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import Advice, search
-from fsdptrain.text import counted, size
+from fsdptrain.text import counted
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import machine_facts
 
 MEMORY = "Memory of the worst rank"
 
@@ -68,7 +66,10 @@ def check_step(
     findings: Findings,
     options: StepOptions,
 ) -> None:
-    """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
+    """Forecast a step, and add a problem if it does not fit.
+
+    Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
+    """
     # Without the figures of the card, or on a card that cannot compute in bf16, there is nothing to simulate.
     hardware = options.hardware or hardware_here(plan)
     if hardware is None:
@@ -82,18 +83,8 @@ def check_step(
             RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
         )
         return
-    # If the simulation fails, the closed form still gives the memory.
     findings.send_busy("simulating a step")
-    try:
-        forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
-    except RecipeError:
-        raise
-    except FsdptrainError as error:
-        findings.add_note(
-            f"{error}; memory is estimated by formula, without fragments; communication and time are unknown"
-        )
-        check_memory_by_formula(plan, config, hardware, findings)
-        return
+    forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
     # The facts come first, because the verdict reads them; other plans last, because their search takes minutes.
     cost = run_cost(forecast, plan, steps, options.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
@@ -164,23 +155,6 @@ def show_failures(
     header, rows = failure_table(lost, step_s, plan, cost)
     findings.add_item(FAILURES, "table", header=header, rows=rows)
     findings.add_lines(FAILURES, *failure_lines(lost, plan))
-
-
-def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hardware, findings: Findings) -> None:
-    """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
-    peak = closed_form.peak_by_arithmetic(plan, config, hardware.cublas)
-    needed = peak.allocated + hardware.context + hardware.communicator
-    capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
-    findings.step = {
-        "fits": needed <= capacity, "peak_bytes": peak.allocated, "needed_bytes": needed, "memory_bytes": capacity,
-        "moment": peak.moment, "breakdown": peak.by_category, "hardware": hardware.name, "method": "closed form",
-    }  # fmt: skip
-    findings.add_lines(MEMORY, f"{size(peak.allocated)} allocated at the peak, in the {peak.moment}")
-    beside = {"outside torch": needed - peak.allocated}
-    findings.add_item(MEMORY, "memory", by_category=peak.by_category, beside=beside, capacity=capacity)
-    findings.forecast = verdict(findings.step, plan)
-    if needed > capacity:
-        findings.add_problem(does_not_fit_error(findings.forecast, plan, searched=False))
 
 
 def advise(
