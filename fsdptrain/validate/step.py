@@ -13,13 +13,9 @@ from fsdptrain.config.plan import Counts, Plan
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.forecast.goodput import Goodput, goodput
 from fsdptrain.forecast.render import (
     TRAFFIC_HEADER,
     does_not_fit_error,
-    failure_lines,
-    failure_table,
-    failures_line,
     memory_lines,
     time_lines,
     traffic_lines,
@@ -36,25 +32,18 @@ MEMORY = "Memory of the worst rank"
 COMMUNICATION = "Communication per step"
 
 
-FAILURES = "Failures"
-
-
 ADVICE = "Other plans for the same job"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour.
-
-    `mtbf_hours` are the mean hours between failures of a node; None: no failures are counted.
-    """
+    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour."""
 
     forecaster: Forecaster
     hardware: Hardware | None = None
     plot: str | None = None
     advise: bool = False
     price: float | None = None
-    mtbf_hours: float | None = None
     count_cards: bool = True  # with `advise`: also those that each kind of training needs
 
 
@@ -89,11 +78,6 @@ def check_step(
     cost = run_cost(forecast, plan, steps, options.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
-    if options.mtbf_hours is not None:
-        checkpoint_bytes = findings.levels["model"]["disk"]["checkpoint_bytes"]
-        lost = goodput(plan, hardware, forecast.step_s, checkpoint_bytes, options.mtbf_hours)
-        findings.step["failures"] = dataclasses.asdict(lost)
-        show_failures(lost, forecast.step_s, plan, cost, options.mtbf_hours, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
     check_least_nodes(plan, hardware, vocab_size, findings, options)
@@ -145,16 +129,6 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
     findings.forecast = verdict(findings.step, plan)
-
-
-def show_failures(
-    lost: Goodput, step_s: float, plan: Plan, cost: dict[str, Any], mtbf_hours: float, findings: Findings
-) -> None:
-    """Add what failures cost, with the checkpoint interval that loses least and with the recipe's."""
-    findings.add_lines(FAILURES, failures_line(lost, plan, mtbf_hours))
-    header, rows = failure_table(lost, step_s, plan, cost)
-    findings.add_item(FAILURES, "table", header=header, rows=rows)
-    findings.add_lines(FAILURES, *failure_lines(lost, plan))
 
 
 def advise(

@@ -221,8 +221,8 @@ def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:
-    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100", "--mtbf-hours", "5")
-    assert done.returncode == 2 and "--here: cannot be combined with --hardware, --mtbf-hours" in done.stderr
+    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100", "--price-per-gpu-hour", "5")
+    assert done.returncode == 2 and "--here: cannot be combined with --hardware, --price-per-gpu-hour" in done.stderr
 
 
 def test_a_first_node_whose_name_is_unknown_is_refused_before_anything_starts(tmp_path: Path) -> None:
