@@ -277,10 +277,18 @@ class Plan:
             same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
         return fixed | same | {LAYOUT_KEY: LAYOUT}
 
+    def shared(self) -> Plan:
+        """Return the plan with only what must be equal on all nodes: each has its own cores, and its own cache."""
+        return dataclasses.replace(self, threads=0, run_dir=self.rundir.place)
+
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the part of the plan that is the same on every node."""
-        run_dir = self.rundir.place  # each node may have its cache, and so its working folder, at another path
-        return hashlib.sha256(dataclasses.replace(self, threads=0, run_dir=run_dir).to_json().encode()).hexdigest()
+        """Return the SHA-256, in hex, of what must be equal on all nodes."""
+        return hashlib.sha256(self.shared().to_json().encode()).hexdigest()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions that all nodes must share, as the plan has them."""
+        return {"fsdptrain": self.version, **self.libraries}
 
     def to_json(self) -> str:
         """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""
