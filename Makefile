@@ -52,13 +52,8 @@ bench: install
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/pairs.py
-	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/ranks.py
-	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/data.py
-	$(BIN)/python benchmarks/growth.py
-	$(BIN)/python benchmarks/labels.py
 
 profile: install
 	$(BIN)/python benchmarks/step.py

@@ -1,6 +1,6 @@
-"""Calibrate the forecast of time on published runs: fit on some, check on the others, print the errors, plot them.
+"""Calibrate the forecast of time on published runs: fit on some, check on the others, print the errors.
 
-    python benchmarks/calibrate.py [--traces FOLDER] [--plot docs/calibration.png]
+    python benchmarks/calibrate.py [--traces FOLDER]
 
 `published_runs.csv` holds 160 runs of llm-foundry (MPT models, FSDP, 2023; Apache-2.0, MosaicML). Each is written as a
 recipe of a GPT-2 of the same shape: tied embeddings, learned positions, an MLP of 4·H without a gate. One step of it is
@@ -46,7 +46,6 @@ from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
 from fsdptrain.parallel import shard
 from fsdptrain.simulate.step import simulate
 
-FITTED = ("product_share",)
 FITTED_TOKENS = 2048  # longer rows are dominated by attention, whose kernel was another one
 # Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton, which llm-foundry's benchmark used, reaches in
 # forward and backward: "around 1.3-1.5× faster in the forward pass and around 2× in the backward pass" (Dao,
@@ -261,36 +260,28 @@ class Measured:
     run: Run
     shallow: Sequence[Trace]
 
-    def log_error(self, figures: Sequence[float]) -> float:
-        """Return log(forecast / published) with these values of FITTED."""
-        return math.log(forecast_s(self.run, self.shallow, _with(self.run.hardware, figures)) / self.run.step_s)
+    def log_error(self, share: float) -> float:
+        """Return log(forecast / published) with this `product_share`."""
+        card = dataclasses.replace(self.run.hardware, product_share=share)
+        return math.log(forecast_s(self.run, self.shallow, card) / self.run.step_s)
 
 
-def _with(hardware: Hardware, figures: Sequence[float]) -> Hardware:
-    return dataclasses.replace(hardware, **dict(zip(FITTED, figures, strict=True)))  # type: ignore[arg-type]
-
-
-def fit(rows: Sequence[Measured], start: Sequence[float], rounds: int = 3) -> list[float]:
-    """Return the values of FITTED with the least squared log errors, by Gauss-Newton steps on their logarithms."""
-    figures = list(start)
+def fit(rows: Sequence[Measured], share: float, rounds: int = 3) -> float:
+    """Return the `product_share` with the least squared log errors, by Gauss-Newton steps on its logarithm."""
     for _ in range(rounds):
-        errors = np.array([row.log_error(figures) for row in rows])
-        slopes = []
-        for i in range(len(figures)):
-            moved = [value * (1.05 if i == j else 1.0) for j, value in enumerate(figures)]
-            slopes.append((np.array([row.log_error(moved) for row in rows]) - errors) / math.log(1.05))
-        change, *_ = np.linalg.lstsq(np.stack(slopes, axis=1), -errors, rcond=None)
-        figures = [value * math.exp(max(-0.5, min(0.5, step))) for value, step in zip(figures, change, strict=True)]
-    return figures
+        errors, moved = (np.array([row.log_error(share * by) for row in rows]) for by in (1.0, 1.05))
+        slopes = (moved - errors) / math.log(1.05)
+        share *= math.exp(np.clip(-(slopes @ errors) / (slopes @ slopes), -0.5, 0.5))
+    return share
 
 
-def cross_validated(rows: Sequence[Measured], fitted: Sequence[float]) -> dict[Measured, float]:
-    """Return the relative error of each row by figures that were fitted without any row of its model's size."""
+def cross_validated(rows: Sequence[Measured], fitted: float) -> dict[Measured, float]:
+    """Return the relative error of each row by a share that was fitted without any row of its model's size."""
     errors: dict[Measured, float] = {}
     for name in sorted({row.run.name for row in rows}):
         others = [row for row in rows if row.run.name != name and row.run.seq_len <= FITTED_TOKENS]
-        figures = fit(others, fitted, rounds=2)
-        errors |= {row: math.exp(row.log_error(figures)) - 1 for row in rows if row.run.name == name}
+        share = fit(others, fitted, rounds=2)
+        errors |= {row: math.exp(row.log_error(share)) - 1 for row in rows if row.run.name == name}
     return errors
 
 
@@ -304,67 +295,41 @@ def summary(errors: Iterable[float], spread: float) -> str:
     )
 
 
-def draw(errors: dict[str, dict[Measured, float]], path: Path) -> None:
-    """Draw forecast over published against the length of the sequences, a panel for each card family."""
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(errors), figsize=(10, 4), sharey=True, layout="constrained")
-    for panel, (family, found) in zip(panels, errors.items(), strict=True):
-        for name in sorted({row.run.name for row in found}, key=lambda name: _billions(name)):
-            rows = [row for row in found if row.run.name == name]
-            panel.plot([row.run.seq_len for row in rows], [1 + found[row] for row in rows], "o", ms=4, label=name)
-        panel.axhspan(1 / 1.2, 1 / 0.8, color="0.92", zorder=0)  # published within ±20% of the forecast
-        panel.axhline(1, color="0.5", lw=1)
-        panel.set(xscale="log", title=f"{family}, model size left out of the fit", xlabel="tokens a sequence")
-        panel.set_xscale("log", base=2)
-        panel.legend(fontsize=7)
-    panels[0].set_ylabel("seconds of a step: forecast / published")
-    figure.savefig(path, dpi=110)
-
-
-def _billions(name: str) -> float:
-    number = name.rpartition("-")[2]
-    return float(number[:-1]) * (1 if number.endswith("b") else 1e-3)
-
-
 def main() -> None:
     """Print the fitted figures and the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
-    parser.add_argument("--plot", type=Path, help="draw the errors into this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.traces or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [Measured(run, traces(run, str(i), folder)) for i, run in enumerate(published_runs())]
         field = [Measured(run, traces(run, f"field-{i}", folder)) for i, run in enumerate(field_runs())]
-    found: dict[str, dict[Measured, float]] = {}
-    figures_of: dict[str, list[float]] = {}
+    shares: dict[str, float] = {}
     print("| rows | runs | median error | bias | inside the printed range | worst |")
     print("| --- | --- | --- | --- | --- | --- |")
     for family in dict.fromkeys(FAMILIES.values()):
         mine = [row for row in rows if FAMILIES[row.run.gpu] == family]
         short = [row for row in mine if row.run.seq_len <= FITTED_TOKENS]
         card = KNOWN[next(name for name, kind in FAMILIES.items() if kind == family)]
-        start = [getattr(card, name) for name in FITTED]
-        figures = figures_of[family] = fit(short, start)
-        fitted = [math.exp(row.log_error(figures)) - 1 for row in short]
-        found[family] = cross_validated(mine, figures)
-        left_out = [error for row, error in found[family].items() if row.run.seq_len <= FITTED_TOKENS]
-        longer = [error for row, error in found[family].items() if row.run.seq_len > FITTED_TOKENS]
-        as_set = [math.exp(row.log_error(start)) - 1 for row in mine]
+        shares[family] = fit(short, card.product_share)
+        fitted = [math.exp(row.log_error(shares[family])) - 1 for row in short]
+        found = cross_validated(mine, shares[family])
+        left_out = [error for row, error in found.items() if row.run.seq_len <= FITTED_TOKENS]
+        longer = [error for row, error in found.items() if row.run.seq_len > FITTED_TOKENS]
+        as_set = [math.exp(row.log_error(card.product_share)) - 1 for row in mine]
         for what, errors in (
             (f"up to {FITTED_TOKENS} tokens, fitted", fitted),
             (f"up to {FITTED_TOKENS} tokens, size left out", left_out),
             ("longer, size left out", longer),
-            ("all, size left out", list(found[family].values())),
+            ("all, size left out", list(found.values())),
             ("all, with the figure of `config.hardware`", as_set),
         ):
             if errors:
                 print(f"| {family}, {what} | {summary(errors, card.spread)} |")
     print()
-    for family, figures in figures_of.items():
-        print(f"{family}: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(FITTED, figures, strict=True)))
+    for family, share in shares.items():
+        print(f"{family}: product_share {share:.3f}")
     print("\n| published run, not fitted | published | forecast | error |\n| --- | --- | --- | --- |")
     for row in field:
         run, tokens = row.run, row.run.seq_len * row.run.micro_batch
@@ -373,8 +338,6 @@ def main() -> None:
             f"| {run.name}, {run.gpus} × {run.gpu}, {run.micro_batch} × {run.seq_len}, {run.recomputed} | "
             f"{tokens / run.step_s:,.0f} tok/s | {tokens / seconds:,.0f} | {run.step_s / seconds - 1:+.0%} |"
         )
-    if options.plot:
-        draw(found, options.plot)
 
 
 if __name__ == "__main__":

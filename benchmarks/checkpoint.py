@@ -1,14 +1,13 @@
 """Time of saving a checkpoint, and how long it blocks: fsdptrain and torch.distributed.checkpoint (DCP) in one run.
 
-    python benchmarks/checkpoint.py [--rounds 5] [--folder DIR] [--adapter]
+    python benchmarks/checkpoint.py [--rounds 5] [--folder DIR]
 
-Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments; with `--adapter` it is frozen, and adapters
-of rank 16 on its linear layers are trained and saved. In every round each method saves once, in an order of the round's
-own, because a save is slower after some others. All methods write to the same folder, which should be on the disk that
-is to be measured. The output has the medians of the slower rank's seconds; `ours` is fsdptrain, by default with
-`checkpoint.verify: read-back`. `checksum` (which is computed while the disk is busy) and `read back` are parts that DCP
-does not have: DCP neither hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the checkpoint and
-reads it.
+Two gloo ranks hold a Llama of 148 million parameters with AdamW's moments. In every round each method saves once, in an
+order of the round's own, because a save is slower after some others. All methods write to the same folder, which should
+be on the disk that is to be measured. The output has the medians of the slower rank's seconds; `ours` is fsdptrain, by
+default with `checkpoint.verify: read-back`. `checksum` (which is computed while the disk is busy) and `read back` are
+parts that DCP does not have: DCP neither hashes nor reads back what it wrote. `resume` is fsdptrain's: it verifies the
+checkpoint and reads it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import json
 import os
 import random
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parent.parent
+from common import ROOT, exit_with_result, run_ranks, set_up_rank
+
 WORLD = 2
 LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 12,
@@ -36,7 +34,7 @@ LLAMA = {
 }  # fmt: skip
 RECIPE = f"""
 output_dir: OUTPUT
-model: MODEL
+model: {{config: {json.dumps(LLAMA)}, tokenizer: {{train: 512}}, init: random}}
 data: {{path: {ROOT}/recipes/data/tinyshakespeare.txt, seq_len: 128}}
 fsdp: {{mixed_precision: {{param_dtype: float32}}}}
 train: {{steps: 1000000, global_batch_size: 2}}
@@ -50,43 +48,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder, removed at the end")
-    parser.add_argument("--adapter", action="store_true", help="train adapters instead of all weights")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-        free.close()
-        write_recipe(Path(folder), options.adapter)
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
-        environment |= {
-            "LOCAL_WORLD_SIZE": str(WORLD),
-            "CUDA_VISIBLE_DEVICES": "",
-            "FSDPTRAIN_CACHE": f"{folder}/cache",
-        }
-        command = [sys.executable, __file__, "--rounds", str(options.rounds), "--folder", folder]
-        ranks = [
-            subprocess.Popen(
-                command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
-            )
-            for rank in range(WORLD)
-        ]
-        exit_codes = [rank.wait() for rank in ranks]
-        if any(exit_codes):
-            sys.exit(f"the ranks exited with {exit_codes}")
-        report(json.loads((Path(folder) / "results.json").read_text()))
-
-
-def write_recipe(folder: Path, adapter: bool) -> None:
-    """Write `recipe.yaml`, and the model that gets adapters."""
-    model: dict[str, Any] = {"tokenizer": {"train": 512}}
-    if adapter:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained(folder / "model")
-        model |= {"id": str(folder / "model")}
-    else:
-        model |= {"config": LLAMA, "init": "random"}
-    recipe = RECIPE.replace("OUTPUT", f"{folder}/run").replace("MODEL", json.dumps(model))
-    (folder / "recipe.yaml").write_text(recipe + ("adapter: {kind: lora}\n" if adapter else ""))
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        (Path(folder) / "recipe.yaml").write_text(RECIPE.replace("OUTPUT", f"{folder}/run"))
+        arguments = str(options.rounds), folder
+        report(run_ranks(Path(__file__), WORLD, *arguments, FSDPTRAIN_CACHE=f"{folder}/cache")[0])
 
 
 def report(results: dict[str, Any]) -> None:
@@ -116,21 +82,14 @@ def report(results: dict[str, Any]) -> None:
 
 
 def measure(rounds: int, folder: Path) -> NoReturn:
-    """Run one rank; rank 0 writes the times to `results.json`."""
+    """Run one rank; pass on the times of the slowest."""
     import torch.distributed as dist
 
     from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
     from fsdptrain.config.topology import Topology
-    from fsdptrain.events import Reporter
-    from fsdptrain.processes import StopRequest
-    from fsdptrain.train.setup import Session
-    from fsdptrain.train.trainer import Trainer
-    from fsdptrain.train.watchdog import Watchdog
 
-    plan = make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD))
-    session = Session(plan, plan.rundir, Reporter(None), StopRequest(), Watchdog(plan, 0))
-    run = Trainer.set_up(session)
+    run = set_up_rank(make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD)))
     methods = methods_of(run, folder)
     times: dict[str, list[Times]] = {method: [] for method in methods}
     first = 0.0
@@ -147,13 +106,8 @@ def measure(rounds: int, folder: Path) -> NoReturn:
             elif method == "ours async":
                 first = slowest["blocked"]
     parameters = run.sizes.counts.trained
-    if run.world.rank == 0:
-        (folder / "results.json").write_text(
-            json.dumps({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})
-        )
     dist.barrier(run.world.side)
-    sys.stdout.flush()
-    os._exit(0)
+    exit_with_result({"times": times, "parameters": parameters, "bytes": 12 * parameters, "first": first})
 
 
 def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
@@ -176,7 +130,7 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     def save_with_dcp(number: int, wait: bool) -> Times:
         target = folder / f"dcp-{number}-{wait}"
         started = time.perf_counter()
-        state = {"model": trained_weights(model), "optim": optimizer_state(model, optimizer)}
+        state = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer)}
         save = dcp.save if wait else dcp.async_save
         saving = save(state, checkpoint_id=target, process_group=run.world.side)
         blocked = time.perf_counter() - started
@@ -227,12 +181,6 @@ def methods_of(run: Any, folder: Path) -> dict[str, Callable[[int], Times]]:
     }
 
 
-def trained_weights(model: Any) -> dict[str, Any]:
-    """Return the model's state without its frozen parameters."""
-    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-
-
 def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
     """Return the optimizer's state by name, as DTensors; torch's get_state_dict knows no optimizer of local parts."""
     from torch.distributed.tensor import DTensor
@@ -275,5 +223,5 @@ def time_parts() -> Times:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        measure(int(sys.argv[2]), Path(sys.argv[4]))
+        measure(int(sys.argv[1]), Path(sys.argv[2]))
     main()

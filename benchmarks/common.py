@@ -88,6 +88,19 @@ def exit_with_result(result: Any) -> NoReturn:
     os._exit(0)
 
 
+def set_up_rank(plan: Any) -> Any:
+    """Return the trainer of this rank, set up as by a worker. It writes no events."""
+    from fsdptrain.events import Reporter
+    from fsdptrain.processes import StopRequest
+    from fsdptrain.train.setup import Session
+    from fsdptrain.train.trainer import Trainer
+    from fsdptrain.train.watchdog import Watchdog
+
+    plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
+    watchdog = Watchdog(plan, int(os.environ["RANK"]))
+    return Trainer.set_up(Session(plan, plan.rundir, Reporter(None), StopRequest(), watchdog))
+
+
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:

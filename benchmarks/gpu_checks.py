@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import ROOT, last_line, run_ranks
 
 from fsdptrain.config.hardware import Hardware, card
@@ -602,8 +602,7 @@ def hang_of_stopped(setting: Setting) -> Row:
     process = setting.start("run", recipe)
     try:
         wait_for(lambda: len(steps_of(events_of(run))) >= 3, setting.left())
-        stopped = next(number for number in processes_of(run) if environment_of(number).get("RANK") == "1")
-        os.kill(stopped, signal.SIGSTOP)
+        next(each for each in processes_of(run) if each.environ().get("RANK") == "1").suspend()
         started = time.monotonic()
         output = process.communicate(timeout=setting.left())[0].decode(errors="replace")
         seconds = time.monotonic() - started
@@ -641,22 +640,9 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def processes_of(run: Path) -> list[int]:
+def processes_of(run: Path) -> list[psutil.Process]:
     """Return the processes whose command line contains a run folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(run) in path.read_bytes().decode(errors="replace"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def environment_of(process: int) -> dict[str, str]:
-    """Return the environment with which a process was started."""
-    words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(word.partition("=")[::2] for word in words)
+    return [each for each in psutil.process_iter(["cmdline"]) if str(run) in " ".join(each.info["cmdline"] or ())]
 
 
 # -------------------------------------------------------------------------------------------------------- several GPUs

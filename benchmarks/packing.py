@@ -5,8 +5,6 @@ Every contender trains the same small model from the same weights at the same ra
     random   rows drawn anew for every step, as many tokens as in a step of `packed`
     again    the same with other draws, which shows what is chance
     packed   as fsdptrain packs: rows shuffled and packed once for a run, blocks shuffled again in every epoch
-    anew     rows shuffled and packed again in every epoch
-    sorted   best-fit decreasing over all rows, as fsdptrain packed until layout 5: rows of one length share blocks
 
 Takes about ten minutes on one core.
 """
@@ -20,7 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,32 +102,16 @@ def arranged(corpus: Corpus, blocks: Blocks) -> Corpus:
     return replace(corpus, pieces=corpus.pieces[order], blocks=np.cumsum([0, *map(len, blocks)]))
 
 
-def shuffled_and_packed(corpus: Corpus, *seed: int) -> Blocks:
+def shuffled_and_packed(corpus: Corpus, seed: int) -> Blocks:
     """Return blocks as fsdptrain makes them of the same pieces."""
     order = np.random.default_rng(seed).permutation(len(corpus.pieces))
     return [order[block].tolist() for block in fill_blocks(corpus.pieces[order, 1].tolist(), corpus.seq_len)]
 
 
-def best_fit_decreasing(corpus: Corpus) -> Blocks:
-    """Return blocks of the same pieces: long ones first, each in the fullest block that has space for it."""
-    lengths = corpus.pieces[:, 1].tolist()
-    blocks: Blocks = []
-    by_space: dict[int, list[int]] = {}
-    for piece in sorted(range(len(lengths)), key=lambda piece: (-lengths[piece], corpus.pieces[piece, 0])):
-        space = next((space for space in range(lengths[piece], corpus.seq_len) if by_space.get(space)), corpus.seq_len)
-        if space == corpus.seq_len:
-            by_space[space] = [len(blocks)]
-            blocks.append([])
-        number = by_space[space].pop()
-        blocks[number].append(piece)
-        by_space.setdefault(space - lengths[piece], []).append(number)
-    return blocks
-
-
-def in_epochs(epochs: Iterable[Blocks], seed: int) -> Iterator[Blocks]:
-    """Yield the blocks of every step, which are shuffled in every epoch."""
-    rest: Blocks = []
-    for epoch, blocks in enumerate(epochs):
+def epochs_of(corpus: Corpus, seed: int) -> Iterator[Blocks]:
+    """Yield the blocks of every step: packed once, and shuffled in every epoch."""
+    blocks, rest = shuffled_and_packed(corpus, seed), list[list[int]]()
+    for epoch in itertools.count():
         rest += [blocks[number] for number in np.random.default_rng([seed, epoch]).permutation(len(blocks))]
         while len(rest) >= BATCH:
             yield rest[:BATCH]
@@ -153,9 +135,7 @@ def drawn(corpus: Corpus, seed: int) -> Iterator[Blocks]:
 CONTENDERS: dict[str, Callable[[Corpus, int], Iterator[Blocks]]] = {
     "random": drawn,
     "again": lambda corpus, seed: drawn(corpus, seed + 1000),
-    "packed": lambda corpus, seed: in_epochs(itertools.repeat(shuffled_and_packed(corpus, seed)), seed),
-    "anew": lambda corpus, seed: in_epochs((shuffled_and_packed(corpus, seed, n) for n in itertools.count()), seed),
-    "sorted": lambda corpus, seed: in_epochs(itertools.repeat(best_fit_decreasing(corpus)), seed),
+    "packed": epochs_of,
 }
 
 
@@ -197,9 +177,8 @@ def report(case: Case, found: dict[str, list[list[float]]]) -> None:
     """Print the means over the seeds, and the means of the differences to `random` with their standard errors."""
     epoch = len(case.train) / BATCH
     print(f"\n{case.name}: {len(case.train.pieces):,} rows, an epoch is {epoch:.0f} steps; held-out loss after a step")
-    for name, blocks in (("packed", shuffled_and_packed(case.train, 0)), ("sorted", best_fit_decreasing(case.train))):
-        corpus = arranged(case.train, blocks)
-        print(f"{name}: {corpus.fill():.2%} filled, {corpus.lengths_per_block():.2f} lengths in a block")
+    corpus = arranged(case.train, shuffled_and_packed(case.train, 0))
+    print(f"packed: {corpus.fill():.2%} filled, {corpus.lengths_per_block():.2f} lengths in a block")
     print("         " + "".join(f"{step:>22}" for step in case.steps))
     base = np.array(found["random"])
     for name, losses in found.items():

@@ -125,11 +125,8 @@ def timed_start(folder: Path, world: int, meet: bool) -> Figures:
     from fsdptrain.config.topology import Topology
     from fsdptrain.processes import StopRequest
     from fsdptrain.train import trainer
-    from fsdptrain.train.setup import Session
-    from fsdptrain.train.watchdog import Watchdog
-    from fsdptrain.train.worker import reporter_of
 
-    rank, figures = int(os.environ["RANK"]), {"disk": -float(bytes_from_disk())}
+    figures = {"disk": -float(bytes_from_disk())}
     for stage, name in STAGES.items():
         owner: Any = trainer
         *parents, function = name.split(".")
@@ -142,9 +139,7 @@ def timed_start(folder: Path, world: int, meet: bool) -> Figures:
     if meet:
         trainer.World.start(plan, StopRequest())
     else:
-        plan.rundir.root.mkdir(parents=True, exist_ok=True)  # as the command does
-        reporter = reporter_of(plan, plan.rundir, rank, None)
-        trainer.Trainer.set_up(Session(plan, plan.rundir, reporter, StopRequest(), Watchdog(plan, rank))).step(0)
+        common.set_up_rank(plan).step(0)
     figures["disk"] += bytes_from_disk()
     return figures | {"all": time.process_time() - cpu, "wall": time.perf_counter() - begun}
 

@@ -3,17 +3,13 @@
     python benchmarks/step.py [RECIPE] [key=value ...] [--steps 5] [--out runs/profile]
 
 Runs the ranks of the recipe on this machine (by default the shape `small` of benchmarks/throughput.py), makes some
-steps, and then records the next ones on rank 0 with torch's profiler. "Gathered" are the whole buffers of FSDP's
-all-gathers, as they were called. Self times of operators are summed by kind
-(attention in tiles counts as matrix products and softmax). `Python` is the rest of the step: the interpreter's time in
-fsdptrain, transformers and torch.
+steps, and then records the next ones on rank 0 with torch's profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -22,19 +18,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks
+from common import LLAMA, ROOT, describe_machine, exit_with_result, run_ranks, set_up_rank
 
 WARM_UP = 3  # steps
-WIDTHS = {"double": 8, "float": 4, "c10::BFloat16": 2, "unsigned char": 1}  # bytes, by the profiler's name of a dtype
-KINDS = {  # an operator belongs to the first kind of which its name contains a word
-    "collectives": ("c10d", "gloo", "all_gather", "reduce_scatter", "AllGather", "fsdp", "wait"),
-    "optimizer": ("adam", "Optimizer", "foreach"),
-    "attention": ("attention", "causal"),
-    "matrix products": ("mm", "linear", "matmul"),
-    "softmax and loss": ("softmax", "nll", "cross_entropy"),
-    "copies and casts": ("copy", "clone", "contiguous", "cat", "split", "chunk", "empty", "zero", "fill", "to"),
-    "elementwise": ("mul", "add", "div", "silu", "gelu", "rsqrt", "pow", "mean", "neg", "sum", "norm", "exp", "sub"),
-}
 SMALL = """
 model: {config: LLAMA, tokenizer: {train: 8192}, init: random}
 data: {path: ROOT/recipes/data/tinyshakespeare.txt, seq_len: 512, packing: concat}
@@ -73,10 +59,6 @@ def main() -> None:
         results = run_ranks(Path(__file__), plan.topology.nproc_per_node, *arguments, **settings)
     print(describe_machine())
     print(f"a step of rank 0: {results[0]['step_s']:.3f} s; with the profiler {results[0]['profiled_s']:.3f} s")
-    calls, size = results[0]["gathered"]
-    print(f"gathered in a step: {size / 2**20:.1f} MiB in {calls:g} calls")
-    for kind, share in sorted(results[0]["shares"].items(), key=lambda item: -item[1]):
-        print(f"{kind:34}{share:7.1%}")
     print(results[0]["table"])
     print(f"trace: {options.out / 'trace.json'}")
 
@@ -86,50 +68,23 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     from torch.profiler import ProfilerActivity, profile
 
     from fsdptrain.config.plan import Plan
-    from fsdptrain.events import Reporter
-    from fsdptrain.processes import StopRequest
-    from fsdptrain.train.setup import Session
-    from fsdptrain.train.trainer import Trainer
-    from fsdptrain.train.watchdog import Watchdog
 
-    plan = Plan.from_json((folder / "plan.json").read_text())
-    session = Session(plan, plan.rundir, Reporter(None), StopRequest(), Watchdog(plan, 0))
-    trainer = Trainer.set_up(session)
+    trainer = set_up_rank(Plan.from_json((folder / "plan.json").read_text()))
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.world.device.type == "cuda" else [])]
-    with profile(activities=activities, record_shapes=True) as recorded:
+    with profile(activities=activities) as recorded:
         profiled = [seconds(trainer.step, step) for step in range(WARM_UP + steps, WARM_UP + 2 * steps)]
     if trainer.world.rank:
         exit_with_result(None)
     recorded.export_chrome_trace(str(out / "trace.json"))
-    averages = recorded.key_averages()
-    table = averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
-    exit_with_result({
-        "step_s": step_s, "profiled_s": statistics.median(profiled), "table": table,
-        "shares": shares(averages, sum(profiled)), "gathered": gathered(recorded, steps),
-    })  # fmt: skip
+    table = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
+    exit_with_result({"step_s": step_s, "profiled_s": statistics.median(profiled), "table": table})
 
 
 def seconds(work: Any, *args: Any) -> float:
     started = time.perf_counter()
     work(*args)
     return time.perf_counter() - started
-
-
-def gathered(recorded: Any, steps: int) -> tuple[float, float]:
-    """Return the number of all-gathers of units in a step, and the bytes of their outputs."""
-    events = recorded.profiler.kineto_results.events()
-    calls = [event for event in events if event.name() == "c10d::_allgather_base_"]
-    return len(calls) / steps, sum(math.prod(call.shapes()[0]) * WIDTHS[call.dtypes()[0]] for call in calls) / steps
-
-
-def shares(averages: Any, wall_s: float) -> dict[str, float]:
-    """Return the share of the wall time by kind of operator; what is in no operator counts as Python."""
-    found = dict.fromkeys([*KINDS, "other operators"], 0.0)
-    for event in averages:
-        kind = next((kind for kind, words in KINDS.items() if any(w in event.key for w in words)), "other operators")
-        found[kind] += event.self_cpu_time_total / 1e6 / wall_s
-    return found | {"Python": 1 - sum(found.values())}
 
 
 if __name__ == "__main__":

@@ -9,18 +9,14 @@ first two steps of a turn are not counted.
 
     ours      `fsdptrain run` with its defaults
     plain     fully_shard on every block and the model, transformers' own loss, a loop of twelve lines
-    plain32   the same, with frozen weights in float32
-    native    transformers' `distributed_config`, which shards while it loads, and the same loop
-    trainer   the transformers Trainer: DDP, because it has no FSDP on a CPU
-    trl       TRL's SFTTrainer: DDP too; with its best-fit packing for `gsm8k`
+    trl       TRL's SFTTrainer: DDP, because it has no FSDP on a CPU; with its best-fit packing for `gsm8k`
 
 Shapes: `small` (from scratch, vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document),
 `vocabulary` (131,072, micro-batches of 2), `gsm8k` (`small` with packed GSM8K rows; padding is not counted), `lora`
 (`small` with adapters of rank 16 on all linear layers of a frozen model, which everyone reads from the same folder:
 ours and `plain` into the compute dtype, `trl` into the one that it chooses).
 
-The share of the limit is the FLOPs of `flops_per_token` divided by the rate of a matrix product of the MLP's
-shape, measured on all ranks at once in the same rounds. Memory is the peak resident memory of a rank, and the part of
+Memory is the peak resident memory of a rank, and the part of
 it (`own`) that came after the imports.
 """
 
@@ -32,7 +28,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +39,6 @@ from common import (
     alternate,
     compute_dtype,
     describe_machine,
-    exit_with_result,
     rss,
     run_fsdptrain,
     run_ranks,
@@ -60,10 +54,7 @@ RANK = 16  # of adapters
 SHAPES = {  # vocabulary, sequences a micro-batch
     "small": (8192, 4), "vocabulary": (131072, 2), "gsm8k": (8192, 4), "lora": (8192, 4),
 }  # fmt: skip
-PEERS = {
-    "small": ("plain", "native", "trainer"), "vocabulary": ("plain", "native", "trainer"), "gsm8k": ("trl",),
-    "lora": ("plain", "plain32", "trl"),
-}  # fmt: skip
+PEERS = {"small": ("plain",), "vocabulary": ("plain",), "gsm8k": ("trl",), "lora": ("plain", "trl")}
 RECIPE = """
 model: {model}
 data: {{path: {rows}, format: {format}, seq_len: 512, packing: {packing}}}
@@ -94,10 +85,10 @@ def main() -> None:
             place.mkdir()
             prepare(shape, place, options)
             contenders: dict[str, Callable[[], Any]] = {"ours": functools.partial(measure_fsdptrain, shape, place)}
-            for peer in ("matrix", *PEERS[shape]):
+            for peer in PEERS[shape]:
                 contenders[peer] = functools.partial(run_ranks, Path(__file__), WORLD, peer, shape, str(place))
             if options.only:
-                contenders = {name: run for name, run in contenders.items() if name in ("matrix", *options.only)}
+                contenders = {name: run for name, run in contenders.items() if name in options.only}
             report(shape, alternate(contenders, options.rounds))
 
 
@@ -194,39 +185,6 @@ def plain(shape: str, place: Path) -> None:
     train_plain(workload(shape, place))
 
 
-def plain32(shape: str, place: Path) -> None:
-    """Train as `plain` does, with frozen weights in float32."""
-    import torch
-    from peers import train_plain
-
-    train_plain(workload(shape, place), torch.float32)
-
-
-def native(shape: str, place: Path) -> None:
-    """Train with transformers' own sharding, which happens while it loads."""
-    import torch
-    import torch.distributed as dist
-    from peers import run_loop, start_ranks
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    work, saved = workload(shape, place), place / "model"
-    baseline = start_ranks(work.device)
-    if dist.get_rank() == 0 and not saved.exists():
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**work.config)).save_pretrained(place / "half")
-        (place / "half").rename(saved)
-    dist.barrier()
-    config = DistributedConfig(fsdp_size=WORLD, fsdp_mixed_precision=work.compute == torch.bfloat16)
-    run_loop(AutoModelForCausalLM.from_pretrained(saved, distributed_config=config), work, baseline)
-
-
-def trainer(shape: str, place: Path) -> None:
-    """Train with the transformers Trainer."""
-    from peers import train_trainer
-
-    train_trainer(workload(shape, place), int((place / "steps").read_text()))
-
-
 def trl(shape: str, place: Path) -> None:
     """Train with TRL's SFTTrainer: packed rows of GSM8K by best fit, or adapters."""
     from datasets import Dataset
@@ -253,30 +211,12 @@ def trl(shape: str, place: Path) -> None:
     run_trainer(peer, baseline, real)
 
 
-def matrix(shape: str, place: Path) -> None:
-    """Measure the rate of a matrix product of the MLP's shape, on all ranks at once, in FLOP/s."""
-    import torch
-
-    dtype = getattr(torch, (place / "dtype").read_text())
-    a = torch.randn(2048, LLAMA["hidden_size"], dtype=dtype)
-    b = torch.randn(LLAMA["intermediate_size"], LLAMA["hidden_size"], dtype=dtype)
-    rates = []
-    for _ in range(200):
-        started = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        rates.append(2 * a.numel() * b.shape[0] / (time.perf_counter() - started))
-    exit_with_result(statistics.median(rates))
-
-
 def report(shape: str, found: dict[str, list[Any]]) -> None:
     """Print the table: medians over the rounds."""
-    rate = statistics.median(sum(turn) for turn in found.pop("matrix"))
-    flops = flops_per_token(shape)
     for name, turns in found.items():
         each = [f"{sum(turn[0]['tokens']) / sum(turn[0]['step_s']):,.0f}" for turn in turns]
         print(f"{shape}: tokens/s of {name} by round: {' '.join(each)}", file=sys.stderr)
-    print(f"\n{shape}: matrix product {rate / 1e9:.0f} GFLOP/s on {WORLD} ranks")
-    print(f"{'':10}{'tokens/s':>10}{'of limit':>10}{'ours is':>9}{'peak MiB':>10}{'own MiB':>9}{'ours is':>9}")
+    print(f"\n{shape:10}{'tokens/s':>10}{'ours is':>9}{'peak MiB':>10}{'own MiB':>9}{'ours is':>9}")
     medians = {}
     for name, turns in found.items():
         speed = statistics.median(sum(turn[0]["tokens"]) / sum(turn[0]["step_s"]) for turn in turns)
@@ -286,26 +226,14 @@ def report(shape: str, found: dict[str, list[Any]]) -> None:
     for name, (speed, peak, own) in medians.items():
         ours = medians.get("ours", (speed, peak, own))
         print(
-            f"{name:10}{speed:10,.0f}{speed * flops / rate:10.1%}{ours[0] / speed:8.2f}×"
+            f"{name:10}{speed:10,.0f}{ours[0] / speed:8.2f}×"
             f"{peak / 2**20:10,.0f}{own / 2**20:9,.0f}{ours[2] / own:8.2f}×",
             flush=True,
         )
 
 
-def flops_per_token(shape: str) -> float:
-    """Return 6·N + 12·L·A·S (arXiv:2204.02311); a frozen weight has no gradient and counts 4 times.
-
-    N is all parameters except norms; the tied embedding counts once, as the head.
-    """
-    hidden, inner, layers = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["num_hidden_layers"]
-    weights = SHAPES[shape][0] * hidden + layers * (4 * hidden**2 + 3 * hidden * inner)
-    adapters = layers * RANK * (4 * 2 * hidden + 3 * (hidden + inner))
-    products = 4.0 * weights + 6.0 * adapters if shape == "lora" else 6.0 * weights
-    return products + 12.0 * layers * hidden * SEQ_LEN
-
-
 if __name__ == "__main__":
-    peers = {peer.__name__: peer for peer in (plain, plain32, native, trainer, trl, matrix)}
+    peers = {peer.__name__: peer for peer in (plain, trl)}
     if len(sys.argv) > 1 and sys.argv[1] in peers:
         peers[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     else:

@@ -300,12 +300,6 @@ def validate(
             "--price-per-gpu-hour", metavar="DOLLARS", min=0, help="dollars per GPU-hour; adds the cost of the run"
         ),
     ] = None,
-    mtbf_hours: Annotated[
-        float | None,
-        typer.Option(
-            "--mtbf-hours", metavar="HOURS", help="mean hours between failures of a node; adds what failures cost"
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="also explain what could not be checked here")] = False,
     no_build: Annotated[bool, typer.Option("--no-build", help="stop before building the model")] = False,
@@ -319,7 +313,7 @@ def validate(
         written = _load_recipe(recipe, overrides)
         given = {
             "--hardware": hardware is not None, "--plot": plot is not None, "--advise": advise,
-            "--price-per-gpu-hour": price is not None, "--mtbf-hours": mtbf_hours is not None, "--verbose": verbose,
+            "--price-per-gpu-hour": price is not None, "--verbose": verbose,
             "--no-build": no_build,
         }  # fmt: skip
         if here and any(given.values()):
@@ -339,12 +333,8 @@ def validate(
         request = make_request(written, hardware, trust_remote_code)
         if price is not None and request.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
-        if mtbf_hours is not None and not 0 < mtbf_hours < float("inf"):
-            raise RecipeError(f"--mtbf-hours: {mtbf_hours:g} is not a number of hours above 0")
         plot_path, build = str(plot) if plot else None, not no_build
-        request = dataclasses.replace(
-            request, plot=plot_path, price=price, mtbf_hours=mtbf_hours, advise=advise, build=build
-        )
+        request = dataclasses.replace(request, plot=plot_path, price=price, advise=advise, build=build)
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there

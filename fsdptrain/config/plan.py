@@ -284,12 +284,21 @@ class Plan:
             same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
         return fixed | same | {LAYOUT_KEY: self.layout}
 
+    def shared(self) -> Plan:
+        """Return the plan with only what must be equal on all nodes: each has its own cores, and its own cache.
+
+        The layout is not compared: the node that writes the plan takes it from the checkpoints.
+        """
+        return dataclasses.replace(self, threads=0, run_dir=self.rundir.place, layout=LAYOUT)
+
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the part of the plan that is the same on every node."""
-        run_dir = self.rundir.place  # each node may have its cache, and so its working folder, at another path
-        # The node that writes the plan takes the layout from the checkpoints.
-        same = dataclasses.replace(self, threads=0, run_dir=run_dir, layout=LAYOUT)
-        return hashlib.sha256(same.to_json().encode()).hexdigest()
+        """Return the SHA-256, in hex, of what must be equal on all nodes."""
+        return hashlib.sha256(self.shared().to_json().encode()).hexdigest()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions that all nodes must share, as the plan has them."""
+        return {"fsdptrain": self.version, **self.libraries}
 
     def to_json(self) -> str:
         """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""
@@ -453,24 +462,6 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
-
-
-def loss_chunks(tokens: int, hidden: int) -> int:
-    """Return into how many chunks the chunked loss splits the tokens of a micro-batch.
-
-    With n chunks the logits of one take 2·V·T/n bytes (in bf16). With more than one chunk, the weight's gradient takes
-    6·V·H bytes: a float32 sum, and the product that is added to it. So up to 6·H tokens one chunk needs the least
-    memory and is the fastest. Beyond, chunks have the length at which their logits are as large as the gradient.
-    """
-    return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
-
-
-def loss_rows(vocab: int, device: str) -> int:
-    """Return for how many tokens at a time the chunked loss holds float32 logits.
-
-    On a CPU they fit into its caches (4 MiB); on a GPU they are enough to keep it busy (256 MiB).
-    """
-    return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 
 def seed_of(*parts: object) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from fsdptrain.config.plan import Plan
 from fsdptrain.errors import DoesNotFit, listed
 from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.goodput import START_S, STORAGE_BW, Goodput
 from fsdptrain.forecast.kinds import leaner_kinds
 from fsdptrain.forecast.search import changes_that_save_memory, command_text, override_words
 from fsdptrain.text import duration, size
@@ -87,58 +86,6 @@ def time_lines(forecast: Forecast, plan: Plan, cost: Mapping[str, Any]) -> list[
     if "dollars" in cost:
         total += f"; {_dollars(cost['dollars'])} at {_dollars(cost['price_per_gpu_hour'])} a GPU-hour"
     return [*lines, f"{cost['run_s'] / forecast.step_s:,.0f} steps take {duration(cost['run_s'])}: {total}"]
-
-
-NEVER_ENDS = 1e-3  # share of the time with new steps: with less, a run is not expected to end
-
-
-FAILURES_HEADER = ["", "interval", "lost time"]
-
-
-def failures_line(lost: Goodput, plan: Plan, mtbf_hours: float) -> str:
-    """Return how often the whole job fails; `mtbf_hours` are those of a node."""
-    nodes = plan.topology.nnodes
-    of_job = "" if nodes == 1 else f", so one of the job's {nodes} nodes every {_amount(lost.mtbf_hours)} hours"
-    return f"a node fails every {mtbf_hours:,g} hours on average{of_job}; each failure restarts the job"
-
-
-def failure_table(
-    lost: Goodput, step_s: float, plan: Plan, cost: Mapping[str, Any]
-) -> tuple[list[str], list[list[str]]]:
-    """Return a table of the checkpoint interval that loses least, and of the recipe's: time lost, length, cost."""
-    own = plan.recipe.checkpoint.every
-    intervals = [(f"checkpoint.every={lost.every} (loses least)", lost.every, lost.share)]
-    if own is not None and lost.own_share is not None:
-        intervals.append((f"checkpoint.every={own} (the recipe's)", own, lost.own_share))
-    header = FAILURES_HEADER + (["run", f"{_unit(plan)}-hours", "failures"] if cost else [])
-    header += ["cost"] if "dollars" in cost else []
-    return header, [
-        [name, duration(every * step_s), f"{1 - share:.2%}", *_with_failures(share, lost, cost)]
-        for name, every, share in intervals
-    ]
-
-
-def _with_failures(share: float, lost: Goodput, cost: Mapping[str, Any]) -> list[str]:
-    """Return the expected length of the run, its GPU-hours, failures and cost, if new steps get this share of time."""
-    if not cost:
-        return []
-    if share < NEVER_ENDS:
-        return ["never ends", *[""] * (3 if "dollars" in cost else 2)]
-    run_s = cost["run_s"] / share
-    cells = [duration(run_s), _amount(cost["gpu_hours"] / share), _amount(run_s / 3600 / lost.mtbf_hours)]
-    return cells + ([_dollars(cost["dollars"] / share)] if "dollars" in cost else [])
-
-
-def failure_lines(lost: Goodput, plan: Plan) -> list[str]:
-    """Return what the lost time consists of, and what is assumed."""
-    complete = f" and is complete {lost.write_s:.3g} s later" if plan.recipe.checkpoint.async_ else ""
-    return [
-        f"lost time: a checkpoint stops training for {lost.blocked_s:.3g} s{complete}; a failure costs "
-        f"{lost.restart_s - lost.write_s:.3g} s until training continues, and the steps since the newest complete "
-        "checkpoint",
-        f"assumed: {START_S:g} s until a restart begins to load the checkpoint, and {STORAGE_BW / 1e9:g} GB/s from a "
-        "node to the storage",
-    ]
 
 
 def _unit(plan: Plan) -> str:

@@ -24,7 +24,7 @@ IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few a
 
 
 # The host's seconds that recomputation adds to the backward of a block: torch's hooks for each saved tensor and, if
-# selective, Python code for each operator in forward and in backward. Measured by benchmarks/host_time.py.
+# selective, Python code for each operator in forward and in backward. Measured in docs/measurements.md.
 RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 
 

@@ -210,10 +210,9 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
 
 def run_here(plan: Plan) -> dict[str, object]:
     """Return what must be equal on all nodes that meet at one place, and what names the run and this node."""
-    versions = {"fsdptrain": plan.version, **plan.libraries}
     return {
         "digest": plan.digest(), "name": plan.recipe.name, "output_dir": plan.recipe.output_dir,
-        "versions": versions, "host": socket.gethostname(),
+        "versions": plan.versions, "host": socket.gethostname(),
     }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from fsdptrain.config.plan import loss_chunks, loss_rows
 from fsdptrain.data.corpus import IGNORED
 from fsdptrain.errors import RecipeError
 
@@ -162,6 +161,24 @@ def cross_entropy(
 
 
 SUM: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+
+
+def loss_chunks(tokens: int, hidden: int) -> int:
+    """Return into how many chunks the chunked loss splits the tokens of a micro-batch.
+
+    With n chunks the logits of one take 2·V·T/n bytes (in bf16). With more than one chunk, the weight's gradient takes
+    6·V·H bytes: a float32 sum, and the product that is added to it. So up to 6·H tokens one chunk needs the least
+    memory and is the fastest. Beyond, chunks have the length at which their logits are as large as the gradient.
+    """
+    return 1 if tokens <= 6 * hidden else -(-tokens // (3 * hidden))
+
+
+def loss_rows(vocab: int, device: str) -> int:
+    """Return for how many tokens at a time the chunked loss holds float32 logits.
+
+    On a CPU they fit into its caches (4 MiB); on a GPU they are enough to keep it busy (256 MiB).
+    """
+    return max(1, (2**20 if device == "cpu" else 2**26) // vocab)
 
 
 def _chunks(

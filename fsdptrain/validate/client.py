@@ -38,7 +38,7 @@ from fsdptrain.validate.findings import Outcome
 class Request:
     """The plan and the options of a `validate` command. `problems` are those of the plan, which is then only a draft.
 
-    `hardware` is None for this machine; `price` is in dollars per GPU and hour; `mtbf_hours` are those of a node.
+    `hardware` is None for this machine; `price` is in dollars per GPU and hour.
     """
 
     plan: Plan
@@ -46,7 +46,6 @@ class Request:
     notes: list[str]
     hardware: Hardware | None = None
     price: float | None = None
-    mtbf_hours: float | None = None
     plot: str | None = None
     advise: bool = False
     build: bool = True

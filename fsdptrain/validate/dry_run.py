@@ -113,7 +113,7 @@ def main() -> None:
             return
     with Forecaster() as forecaster:
         options = StepOptions(
-            forecaster, request.hardware, request.plot, request.advise, request.price, request.mtbf_hours,
+            forecaster, request.hardware, request.plot, request.advise, request.price,
             count_cards=not request.choose,
         )  # fmt: skip
         dry_run(request.plan, findings, request.problems, request.build, options)

@@ -26,10 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain import __version__
 from fsdptrain.checkpoint.disk import existing_parent, free_space
 from fsdptrain.config.gpus import damaged_gpus
 from fsdptrain.config.network import address_of, gloo_end
@@ -123,7 +121,7 @@ def check_ranks(request: Request) -> Outcome:
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}
         if ranks.local_rank == 0:
-            seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.to_json()))
+            seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.shared().to_json()))
             seen["shares_output"] = facts[0]["file"] is None or Path(facts[0]["file"]).exists()
         compared = ranks.exchange("compared", seen)
     # How fast the links are, unless the ranks cannot form the process group of the plan.
@@ -201,18 +199,16 @@ def node_facts(request: Request) -> dict[str, Any]:
     if plan.topology.device == "cuda":
         errors += [WorkerLost(text) for text in damaged_gpus(os.environ)]
     return {
-        "host": socket.gethostname(), "versions": versions(), "plan": plan.to_json(), "digest": plan.digest(),
-        "data": data, "free": free, "gloo": gloo_end(), "own_address": address_of(socket.gethostname()),
+        "host": socket.gethostname(), "versions": versions(plan), "plan": plan.shared().to_json(),
+        "digest": plan.digest(), "data": data, "free": free, "gloo": gloo_end(),
+        "own_address": address_of(socket.gethostname()),
         "problems": [*map(to_record, errors)], "draft": bool(request.problems),
     }  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that all nodes must share."""
-    found = {
-        "fsdptrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "Python": platform.python_version(),
-    }  # fmt: skip
+def versions(plan: Plan) -> dict[str, str]:
+    """Return the versions that all nodes must share, with those that only this check compares."""
+    found = plan.versions | {"Python": platform.python_version()}
     return found | ({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if torch.cuda.is_available() else {})
 
 

@@ -14,7 +14,6 @@ from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.network import LocalEnd, is_loopback
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, WorkerError, from_record, listed
 from fsdptrain.launch.attempts import describe_changes
-from fsdptrain.storage import URL
 from fsdptrain.text import GIB, counted, size
 from fsdptrain.validate.findings import Findings
 
@@ -119,14 +118,13 @@ def compare_nodes(nodes: Sequence[Node], hardware: Hardware | None, findings: Fi
 
 
 def plan_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys in which the plan of another node differs from that of the first: `optim.lr: 0.1 → 0.2`."""
+    """Return the keys in which another node's `Plan.shared` differs from the first's: `optim.lr: 0.1 → 0.2`."""
     before, after = ({key.removeprefix("recipe."): value for key, value in _leaves(plan)} for plan in (first, other))
-    # Each node has its own number of cores and, if output_dir is in an object store, its own working folder.
-    # Versions are compared by themselves.
-    own = {"threads", "version", *({"run_dir"} if URL.match(str(before.get("output_dir"))) else ())}
-    keys = [key for key in dict.fromkeys([*before, *after]) if not key.startswith("libraries.")]
+    keys = dict.fromkeys([*before, *after])  # versions are compared by themselves
     return describe_changes({
-        key: [before.get(key), after.get(key)] for key in keys if key not in own and before.get(key) != after.get(key)
+        key: [before.get(key), after.get(key)]
+        for key in keys
+        if before.get(key) != after.get(key) and key != "version" and not key.startswith("libraries.")
     })  # fmt: skip
 
 

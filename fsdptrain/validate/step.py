@@ -10,17 +10,12 @@ from transformers import PreTrainedConfig
 
 from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.config.plan import Counts, Plan
-from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import advice as advice_table
-from fsdptrain.forecast import closed_form
 from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.forecast.goodput import Goodput, goodput
 from fsdptrain.forecast.render import (
     TRAFFIC_HEADER,
     does_not_fit_error,
-    failure_lines,
-    failure_table,
-    failures_line,
     memory_lines,
     time_lines,
     traffic_lines,
@@ -28,9 +23,8 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import Advice, search
-from fsdptrain.text import counted, size
+from fsdptrain.text import counted
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.machine import machine_facts
 
 MEMORY = "Memory of the worst rank"
 
@@ -38,25 +32,18 @@ MEMORY = "Memory of the worst rank"
 COMMUNICATION = "Communication per step"
 
 
-FAILURES = "Failures"
-
-
 ADVICE = "Other plans for the same job"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour.
-
-    `mtbf_hours` are the mean hours between failures of a node; None: no failures are counted.
-    """
+    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour."""
 
     forecaster: Forecaster
     hardware: Hardware | None = None
     plot: str | None = None
     advise: bool = False
     price: float | None = None
-    mtbf_hours: float | None = None
     count_cards: bool = True  # with `advise`: also those that each kind of training needs
 
 
@@ -68,7 +55,10 @@ def check_step(
     findings: Findings,
     options: StepOptions,
 ) -> None:
-    """Forecast a step, and add a problem if it does not fit. Raise RecipeError if the engine refuses the plan."""
+    """Forecast a step, and add a problem if it does not fit.
+
+    Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
+    """
     # Without the figures of the card, or on a card that cannot compute in bf16, there is nothing to simulate.
     hardware = options.hardware or hardware_here(plan)
     if hardware is None:
@@ -82,27 +72,12 @@ def check_step(
             RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
         )
         return
-    # If the simulation fails, the closed form still gives the memory.
     findings.send_busy("simulating a step")
-    try:
-        forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
-    except RecipeError:
-        raise
-    except FsdptrainError as error:
-        findings.add_note(
-            f"{error}; memory is estimated by formula, without fragments; communication and time are unknown"
-        )
-        check_memory_by_formula(plan, config, hardware, findings)
-        return
+    forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
     # The facts come first, because the verdict reads them; other plans last, because their search takes minutes.
     cost = run_cost(forecast, plan, steps, options.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
-    if options.mtbf_hours is not None:
-        checkpoint_bytes = findings.levels["model"]["disk"]["checkpoint_bytes"]
-        lost = goodput(plan, hardware, forecast.step_s, checkpoint_bytes, options.mtbf_hours)
-        findings.step["failures"] = dataclasses.asdict(lost)
-        show_failures(lost, forecast.step_s, plan, cost, options.mtbf_hours, findings)
     if not forecast.fits:
         findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
     check_least_nodes(plan, hardware, vocab_size, findings, options)
@@ -154,33 +129,6 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
     findings.add_lines(COMMUNICATION, *traffic_lines(forecast))
     findings.add_lines("Time", *time_lines(forecast, plan, cost))
     findings.forecast = verdict(findings.step, plan)
-
-
-def show_failures(
-    lost: Goodput, step_s: float, plan: Plan, cost: dict[str, Any], mtbf_hours: float, findings: Findings
-) -> None:
-    """Add what failures cost, with the checkpoint interval that loses least and with the recipe's."""
-    findings.add_lines(FAILURES, failures_line(lost, plan, mtbf_hours))
-    header, rows = failure_table(lost, step_s, plan, cost)
-    findings.add_item(FAILURES, "table", header=header, rows=rows)
-    findings.add_lines(FAILURES, *failure_lines(lost, plan))
-
-
-def check_memory_by_formula(plan: Plan, config: PreTrainedConfig, hardware: Hardware, findings: Findings) -> None:
-    """Add the memory that the closed form gives. Raise FsdptrainError if it does not cover the plan."""
-    peak = closed_form.peak_by_arithmetic(plan, config, hardware.cublas)
-    needed = peak.allocated + hardware.context + hardware.communicator
-    capacity = hardware.memory or machine_facts(plan)["cpu"]["memory_bytes"] // plan.topology.nproc_per_node
-    findings.step = {
-        "fits": needed <= capacity, "peak_bytes": peak.allocated, "needed_bytes": needed, "memory_bytes": capacity,
-        "moment": peak.moment, "breakdown": peak.by_category, "hardware": hardware.name, "method": "closed form",
-    }  # fmt: skip
-    findings.add_lines(MEMORY, f"{size(peak.allocated)} allocated at the peak, in the {peak.moment}")
-    beside = {"outside torch": needed - peak.allocated}
-    findings.add_item(MEMORY, "memory", by_category=peak.by_category, beside=beside, capacity=capacity)
-    findings.forecast = verdict(findings.step, plan)
-    if needed > capacity:
-        findings.add_problem(does_not_fit_error(findings.forecast, plan, searched=False))
 
 
 def advise(

@@ -22,6 +22,7 @@ from fsdptrain.config.hardware import KNOWN
 from fsdptrain.text import GIB
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture
@@ -51,7 +52,6 @@ def test_values_and_rates_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
 
 
-@pytest.mark.soak
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
     rows = run_script(tmp_path, timeout=1800)
     assert {row[2] for row in rows} == {"needs a GPU"}

@@ -30,7 +30,7 @@ def _calibrate(folder: Path) -> None:
         runs.append(dataclasses.replace(run, step_s=calibrate.forecast_s(run, shallow, card)))
     calibrate.published_runs = lambda: runs
     calibrate.field_runs = lambda: runs[:1]
-    sys.argv = ["calibrate.py", "--traces", str(folder), "--plot", str(folder / "plot.png")]
+    sys.argv = ["calibrate.py", "--traces", str(folder)]
     with (folder / "out.txt").open("w") as sys.stdout:
         calibrate.main()
 
@@ -38,7 +38,6 @@ def _calibrate(folder: Path) -> None:
 @pytest.mark.soak
 def test_it_finds_the_figure_that_explains_the_runs(tmp_path: Path) -> None:
     """In a process of its own: a pretended accelerator cannot be removed again."""
-    pytest.importorskip("matplotlib")
     process = multiprocessing.get_context("spawn").Process(target=_calibrate, args=(tmp_path,))
     process.start()
     process.join()
@@ -47,4 +46,4 @@ def test_it_finds_the_figure_that_explains_the_runs(tmp_path: Path) -> None:
     [fitted] = [line for line in lines if line.startswith("H100: product_share")]
     assert float(fitted.split()[-1]) == pytest.approx(0.5, rel=1e-2)
     [left_out] = [line for line in lines if line.startswith("| H100, all, size left out")]
-    assert "100%" in left_out and (tmp_path / "plot.png").stat().st_size > 1000
+    assert "100%" in left_out

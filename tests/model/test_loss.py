@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.plan import loss_chunks
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import loss
 
@@ -209,7 +208,7 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_chunks_are_long_enough_to_be_fast_and_short_enough_to_be_small() -> None:
     sizes = [(2048, 512), (4096, 4096), (4096, 8192), (16384, 8192), (8192, 640)]
-    assert [loss_chunks(*size) for size in sizes] == [1, 1, 1, 1, 5]
+    assert [loss.loss_chunks(*size) for size in sizes] == [1, 1, 1, 1, 5]
 
 
 class Turned(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import SMALL, config_of, named, on_fake, plan_of
-from support import ROOT, TESTS, environment, on_ranks, python_path, write_recipe
+from support import TESTS, environment, on_ranks, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.hardware import KNOWN
@@ -271,7 +271,7 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
     """
     done = subprocess.run(
         [sys.executable, "-c", WAITS, str(tmp_path)], input=json.dumps(matrix), text=True, capture_output=True,
-        env=environment(PYTHONPATH=python_path(TESTS, ROOT / "benchmarks")),
+        env=environment(PYTHONPATH=python_path(TESTS)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for changes, found in zip(matrix, json.loads(done.stdout), strict=True):

@@ -17,7 +17,9 @@ from support import environment, fsdptrain, write_recipe
 
 from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.network import LocalEnd
+from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
+from fsdptrain.config.topology import Topology
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
 from fsdptrain.page import Page
@@ -141,13 +143,19 @@ def test_links_are_measured_only_where_the_ranks_can_form_a_group() -> None:
 
 
 def test_plans_are_compared_key_by_key() -> None:
-    first = {"recipe": {"optim": {"lr": 0.1}, "model": {"config": {}}}, "threads": 4, "run_dir": "/a"}
-    other = {"recipe": {"optim": {"lr": 0.2}, "model": {"config": {"n": 1}}}, "threads": 8, "run_dir": "/b"}
+    first = {"recipe": {"optim": {"lr": 0.1}, "model": {"config": {}}}, "version": "1", "run_dir": "/a"}
+    other = {"recipe": {"optim": {"lr": 0.2}, "model": {"config": {"n": 1}}}, "version": "2", "run_dir": "/b"}
     found = plan_differences(first, other)
-    assert {"optim.lr: 0.1 → 0.2", "run_dir: /a → /b", "model.config.n: None → 1"} <= {*found}
-    assert not any("threads" in line for line in found) and plan_differences(first, first | {"threads": 1}) == []
-    first["recipe"]["output_dir"] = "s3://bucket/run"  # each node works in a folder of its own
-    assert plan_differences(first, first | {"run_dir": "/b"}) == []
+    assert {*found} >= {"optim.lr: 0.1 → 0.2", "run_dir: /a → /b", "model.config.n: None → 1"}
+    assert not any("version" in line for line in found) and plan_differences(first, first) == []
+
+
+@pytest.mark.parametrize(("output_dir", "equal"), [("runs/a", False), ("s3://bucket/run", True)])
+def test_nodes_may_differ_in_their_cores_and_in_their_cache(tmp_path: Path, output_dir: str, equal: bool) -> None:
+    plan = make_plan(load(write_recipe(tmp_path), [f"output_dir={output_dir}"]), Topology("cpu", 1, 1))
+    other = dataclasses.replace(plan, threads=plan.threads + 1, run_dir="/another/folder")
+    shared = [json.loads(each.shared().to_json()) for each in (plan, other)]
+    assert (plan.digest() == other.digest()) == equal == (plan_differences(*shared) == [])
 
 
 LOGS = {  # of NCCL 2.19 and of 2.25
@@ -221,8 +229,8 @@ def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:
-    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100", "--mtbf-hours", "5")
-    assert done.returncode == 2 and "--here: cannot be combined with --hardware, --mtbf-hours" in done.stderr
+    done = fsdptrain("validate", write_recipe(tmp_path), "--here", "--hardware", "8xh100", "--price-per-gpu-hour", "5")
+    assert done.returncode == 2 and "--here: cannot be combined with --hardware, --price-per-gpu-hour" in done.stderr
 
 
 def test_a_first_node_whose_name_is_unknown_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -160,9 +160,7 @@ def test_a_request_survives_its_json(tmp_path: Path) -> None:
     asked = make_request(load(write_recipe(tmp_path, train__global_batch_size=64)), "8xA100", trust_remote_code=False)
     assert asked.notes == ["--hardware 8xA100: taken as a100-80gb, not a100-40gb"] and asked.hardware
     for price, plot, problems in ((None, None, []), (2.5, "step.svg", ["recipe.yaml:3: x", "y"])):
-        changed = dataclasses.replace(
-            asked, price=price, mtbf_hours=price, plot=plot, problems=problems, advise=True, build=False
-        )
+        changed = dataclasses.replace(asked, price=price, plot=plot, problems=problems, advise=True, build=False)
         assert Request.from_json(changed.to_json()) == changed
     here = dataclasses.replace(asked, hardware=None)
     assert Request.from_json(here.to_json()) == here
@@ -170,7 +168,7 @@ def test_a_request_survives_its_json(tmp_path: Path) -> None:
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
-ELSEWHERE = ("--hardware", "8xh100", "--price-per-gpu-hour", "2.5", "--mtbf-hours", "6000", "train.steps=100000")
+ELSEWHERE = ("--hardware", "8xh100", "--price-per-gpu-hour", "2.5", "train.steps=100000")
 HEADINGS = [
     "Plan",
     "Data",
@@ -179,7 +177,6 @@ HEADINGS = [
     "Memory of the worst rank",
     "Communication per step",
     "Time",
-    "Failures",
 ]
 
 

@@ -338,8 +338,6 @@ def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> 
         f"--plot={picture}",
         "--price-per-gpu-hour",
         "2.5",
-        "--mtbf-hours",
-        "6000",
     )
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -350,7 +348,6 @@ def test_the_command_prints_one_object_with_documented_names(tmp_path: Path) -> 
         "gpu_hours",
         "price_per_gpu_hour",
         "dollars",
-        "failures",
         "plot",
         "verdict",
     }

@@ -1,8 +1,5 @@
 """Count the waits of the host for the device, in training steps and in an evaluation, on the pretended accelerator.
 
-    python benchmarks/waits.py
-
-Prints a row for each strategy, accumulation and offload; packing and the attention kernel do not change the counts.
 `Trainer.step` runs as in a run, on fake tensors. A wait is an operator whose result the host needs (`.item()`, a
 blocking copy), or a wait for an event that has not happened yet.
 """
@@ -10,12 +7,8 @@ blocking copy), or a wait for an event that has not happened yet.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,10 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 from fsdptrain.config.hardware import KNOWN
-from fsdptrain.config.plan import Counts, Plan, make_plan, varied
-from fsdptrain.config.reader import load
-from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.topology import Topology
+from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.forecast.trace import Event, Moment, Synchronize
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.simulate.device import PretendCopy, pretend_accelerator, pretend_world
@@ -43,17 +33,7 @@ from fsdptrain.train.setup import Sizes
 from fsdptrain.train.step import Engine
 from fsdptrain.train.trainer import Trainer
 
-STEPS = 4
 EVALUATED = 12  # micro-batches of a rank
-LLAMA = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
-RECIPE = """
-model: {config: CONFIG, tokenizer: {train: 512}, init: random}
-data: {path: data.txt, seq_len: 256}
-train: {steps: 1000, global_batch_size: 4}
-"""
 
 
 class PretendedStream:
@@ -64,30 +44,6 @@ class PretendedStream:
 
     def digest(self, positions: range) -> str:
         return ""
-
-
-def main() -> None:
-    print(f"{'waits a step':20}{'micro-batches':>15}{'offload':>9}{'log.every 1':>13}{'log.every 4':>13}  evaluation")
-    accumulations = [(1, "reduce"), (4, "reduce"), (4, "hold_shards"), (4, "hold")]
-    with tempfile.TemporaryDirectory() as folder:
-        for strategy, (count, mode), offload in itertools.product(Strategy, accumulations, [False, True]):
-            plans = [plan_of(Path(folder), strategy, count, mode, offload, [f"log.every={every}"]) for every in (1, 4)]
-            found = [waits(*recorded(plan, STEPS), STEPS) for plan in plans]
-            columns = "".join(f"{sum(each.values()) - each['evaluation']:13g}" for each in found)
-            micro_batches = f"{count} ({mode})" if count > 1 else "1"
-            shown = "yes" if offload else "no"
-            print(f"{strategy:20}{micro_batches:>15}{shown:>9}{columns}{found[0]['evaluation']:12g}")
-
-
-def plan_of(folder: Path, strategy: str, count: int, mode: str, offload: bool, overrides: list[str]) -> Plan:
-    """Return a plan for four GPUs, with `count` micro-batches a step; hybrid strategies shard over two."""
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.replace("CONFIG", json.dumps(LLAMA)))
-    (folder / "data.txt").touch()
-    fsdp = {"strategy": strategy, "accumulation": mode, "cpu_offload": offload}
-    fsdp |= {"shard_size": 2} if Strategy(strategy).in_groups else {}
-    words = [f"fsdp.{key}={json.dumps(value).strip(chr(34))}" for key, value in fsdp.items()]
-    return make_plan(load(path, [f"train.global_batch_size={4 * count}", *words, *overrides]), Topology("cuda", 1, 4))
 
 
 def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
@@ -159,7 +115,3 @@ def trainer_of(engine: Engine) -> Trainer:
 
 def inputs_of(plan: Plan, step: int) -> StepInputs:
     return StepInputs(step, range(1), [batch_of_zeros(plan) for _ in range(plan.accumulation)], 1)
-
-
-if __name__ == "__main__":
-    main()

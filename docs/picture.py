@@ -1,6 +1,6 @@
 """Make README's picture: replay a finished run on a recorded terminal, with its live line as it was halfway.
 
-    (cd /tmp && fsdptrain run shakespeare) && python benchmarks/picture.py /tmp/runs/shakespeare > docs/terminal.svg
+    (cd /tmp && fsdptrain run shakespeare) && python docs/picture.py /tmp/runs/shakespeare > docs/terminal.svg
 
 The run is in another folder than the heading names, so that the heading calls it new. The folder is cut from the
 picture.
