@@ -34,15 +34,33 @@ def trace_event(event: Event) -> None:
 
 
 class PretendStream:
-    """A stream of the pretended accelerator: a number, and a record of what waits for what."""
+    """A stream of the pretended accelerator: a number, and a record of what waits for what.
+
+    It has what `torch.Stream` has, for torch may use any of it; only the native handle does not exist.
+    """
+
+    device_index, device_type = 0, 20  # torch's number for a device of another maker, PrivateUse1
 
     numbers = 0
     current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = PretendStream.numbers
+        self.stream_id = PretendStream.numbers
         PretendStream.numbers += 1
         self.waited_for = 0  # the newest event on this stream for which the host has waited
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator."""
+        return torch.device(PRETEND, self.device_index)
+
+    def is_capturing(self) -> bool:
+        """Return False: no graph of kernels is captured."""
+        return False
+
+    def query(self) -> bool:
+        """Return True: nothing computes, so all work is done."""
+        return True
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event on this stream."""
@@ -53,7 +71,7 @@ class PretendStream:
     def wait_event(self, event: DeviceEvent) -> None:
         """Make this stream wait for an event."""
         if event.number is not None:
-            trace_event(WaitEvent(event.number, self.number))
+            trace_event(WaitEvent(event.number, self.stream_id))
 
     def wait_stream(self, other: PretendStream) -> None:
         """Make this stream wait for all work that was given to another one."""
@@ -76,7 +94,7 @@ class DeviceEvent:
         """Record this event on a stream, by default the current one."""
         DeviceEvent.numbers += 1
         self.number, self.stream = DeviceEvent.numbers, stream or PretendStream.current[-1]
-        trace_event(RecordEvent(self.number, self.stream.number))
+        trace_event(RecordEvent(self.number, self.stream.stream_id))
         return self
 
     def wait(self, stream: PretendStream | None = None) -> None:
@@ -171,4 +189,4 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
 
 def current_stream() -> int:
     """Return the number of the stream that work is given to."""
-    return PretendStream.current[-1].number if PretendStream.current else 0
+    return PretendStream.current[-1].stream_id if PretendStream.current else 0

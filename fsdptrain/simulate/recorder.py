@@ -44,6 +44,14 @@ LOSS_BACKWARD = "backward of the loss"
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
+def _of_fsdp(*names: str) -> set[Any]:
+    """Return those of FSDP2's own operators that this version of torch has."""
+    return {getattr(fsdp, name).default for name in names if hasattr(fsdp, name)}
+
+
+CHUNK_CAT = _of_fsdp("chunk_cat", "chunk_cat_mixed_dtype")  # since torch 2.15 the second
+
+
 COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argument is the full buffer
     c10d._allgather_base_.default: ("all-gather", 0),
     c10d.allgather_.default: ("all-gather", 0),
@@ -64,6 +72,7 @@ WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | attention.WORKSPA
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.lift_fresh.default, aten.detach.default, aten.new_empty_strided.default,
+    *_of_fsdp("record_grad_output_stream"),
 }  # fmt: skip
 
 
@@ -182,7 +191,7 @@ class Recorder(TorchDispatchMode):
         elif func is fsdp.split_with_sizes_copy.default:
             for tensor in kwargs["out"]:
                 self.tag(tensor, "gathered parameters")
-        elif func is fsdp.chunk_cat.default:
+        elif func in CHUNK_CAT:
             for tensor in args[0]:
                 self.tag(tensor, "gradients")
             self.tag(kwargs["out"], "communication buffers")

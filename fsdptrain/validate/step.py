@@ -89,7 +89,7 @@ def check_step(
     except RecipeError:
         raise
     except FsdptrainError as error:
-        findings.add_note(
+        findings.add_warning(
             f"{error}; memory is estimated by formula, without fragments; communication and time are unknown"
         )
         check_memory_by_formula(plan, config, hardware, findings)

@@ -30,7 +30,7 @@ from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
-from fsdptrain.simulate.device import pretend_world
+from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder, storage_of
 from fsdptrain.train.step import Engine
@@ -283,6 +283,14 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
             adding = changes["train__global_batch_size"] // 8 - 1 if changes["fsdp__accumulation"] == "reduce" else 0
             expected = {"backward": 1 + 12 * adding, "gradient": 1, "evaluation": 2}
         assert found == expected, (changes, found)
+
+
+def test_the_pretended_stream_and_event_have_what_those_of_torch_have() -> None:
+    """A new release of torch may use any of it: 2.15 began to ask whether a stream is capturing."""
+    for real, pretended in ((torch.Stream, PretendStream), (torch.Event, DeviceEvent)):
+        missing = {name for name in dir(real) if not name.startswith("_")} - set(dir(pretended()))
+        assert missing <= {"native_handle", "ipc_handle", "from_ipc_handle", "event_id", "device"}, missing
+    assert PretendStream().device_type == int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
