@@ -22,7 +22,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.parallel.shard import KEPT
-from fsdptrain.simulate.patches import fake_store
 from fsdptrain.simulate.recorder import NO_KERNEL
 
 RANKS = 8
@@ -82,7 +81,7 @@ def cost(model: Any) -> tuple[float, int]:
 def main() -> None:
     """Print a row for each combination."""
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=dist.HashStore())
     print("| sharded | recomputation | µs a block | kernels a block |\n| --- | --- | --- | --- |")
     for sharded in (False, True):
         for recomputed in ("none", "full", "selective"):

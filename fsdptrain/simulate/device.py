@@ -19,7 +19,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import Floats, HostCopy, World, make_mesh
 from fsdptrain.simulate.kernels import cuda_attention
-from fsdptrain.simulate.patches import DummyBackend, fake_store, register_accelerator
+from fsdptrain.simulate.patches import register_accelerator
 
 PRETEND = "pretend"  # the accelerator's device type
 
@@ -116,10 +116,17 @@ class DeviceEvent:
         return 0.0
 
 
-class Backend(DummyBackend):
-    """The accelerator's module: what torch calls as `torch.pretend`."""
+class Backend:
+    """The accelerator's module: what torch calls as `torch.pretend`. There is one accelerator."""
 
     Stream, Event = PretendStream, DeviceEvent
+    is_initialized = is_available = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: nothing is random."""
 
     def current_stream(self, device: Any = None) -> PretendStream:
         """Return the stream that work is given to."""
@@ -180,7 +187,7 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     """Provide rank 0 of the plan's world over torch's fake process group."""
     size = plan.topology.world_size
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
-    dist.init_process_group(backend, rank=0, world_size=size, store=fake_store())
+    dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
     try:
         yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD, [])  # type: ignore[arg-type]
     finally:
