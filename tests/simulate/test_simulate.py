@@ -28,6 +28,7 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Alloc, Moment, Synchronize, Trace
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
@@ -119,6 +120,8 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
 @pytest.mark.parametrize("changes", sampled(16, 98, 170, 176, slow=(18, 178)), ids=named)
 def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     kind = "qlora" if changes == MATRIX[98] else "lora"
+    if kind == "qlora" and not keeps_integers():
+        pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
     plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
     full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
     forecast = peak(on_fake(plan), HOST)
