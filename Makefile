@@ -1,10 +1,10 @@
-# make demo · check · test · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · test · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.config.gpus) # counted when needed: nvidia-smi may take seconds
 
-.PHONY: install demo check test soak cluster slurm bench profile gpu clean
+.PHONY: install demo check test versions soak cluster slurm bench profile gpu clean
 
 install: .venv/installed
 
@@ -33,9 +33,32 @@ check: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The suite's core, and the forecasts of the shipped recipes, with each version of torch whose private functions were read.
+# Each has an environment in VERSIONS with torch's plain wheel (with CUDA, 7 GB each) and what else .venv has.
+VERSIONS ?= /tmp/fsdptrain-versions
+CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py tests/parallel tests/model/test_init.py \
+	tests/model/test_loss.py tests/model/test_nf4.py tests/model/test_precision.py tests/model/test_varlen.py \
+	tests/model/test_weights.py tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
+	tests/checkpoint/test_checkpoint.py tests/checkpoint/test_export.py tests/checkpoint/test_resume.py
+versions: install
+	for torch in $$($(BIN)/python -m fsdptrain.config.versions); do \
+		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
+			&& OMP_NUM_THREADS=1 $(VERSIONS)/$$torch/bin/python -m pytest $(CORE) \
+			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stated_forecast tests/config/test_shipped.py \
+			|| exit 1; \
+	done
+
+$(VERSIONS)/%/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==$*.0
+	$(BIN)/pip freeze --exclude-editable | grep -viE "^(torch|triton|nvidia-|cuda-)" >$(@D)/others.txt
+	$(@D)/bin/pip install --quiet --no-deps --requirement $(@D)/others.txt --editable .
+	touch $@
+
 # HISTORIES (100000) and HISTORIES_S (600) limit the random histories of a run, of each place, in number and seconds.
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
+	$(MAKE) versions
 
 # As root: a private Slurm of two nodes (Debian or Ubuntu), and up to four hosts as network namespaces with a switch
 # between them. Where one of them is not possible, its tests are skipped with the reason at the end, and the others run.

@@ -15,7 +15,7 @@ from fsdptrain.config.optimizers import StateTensor, Weight
 from fsdptrain.config.schema import Optim
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.units import trained_state
-from fsdptrain.parallel.patches import first_row
+from fsdptrain.parallel.world import first_row
 
 Tensors = dict[str, torch.Tensor]  # by name
 

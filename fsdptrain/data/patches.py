@@ -1,7 +1,7 @@
 """What this package changes in huggingface_hub, and the private parts of transformers that it relies on.
 
-`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
-when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+`RELIES_ON` names every original, and digests of its source with the versions in which it was read. A test fails when an
+original has changed within a version, and warns when a version has another source: read it, adapt this package, add it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers.utils import chat_template_utils
 from transformers.utils.hub import cached_file
 
 RELIES_ON: dict[str, dict[str, str]] = {
-    "huggingface_hub.constants.is_offline_mode": {"2.4.0": "34319ec8b56a"},  # by `go_offline`
-    "transformers.utils.hub.cached_files": {"5.23.0": "fdf3cdfc7397"},  # by `cached_file_or_none`: a private keyword
+    "huggingface_hub.constants.is_offline_mode": {"34319ec8b56a": "2.4.0"},  # by `go_offline`
+    "transformers.utils.hub.cached_files": {"fdf3cdfc7397": "5.23.0"},  # by `cached_file_or_none`: a private keyword
     # by `templates_on`: its function `strftime_now` calls `datetime.now()`, with the module's `datetime`.
-    "transformers.utils.chat_template_utils._cached_compile_jinja_template": {"5.23.0": "37d56e4136fe"},
+    "transformers.utils.chat_template_utils._cached_compile_jinja_template": {"37d56e4136fe": "5.23.0"},
 }
 
 

@@ -85,20 +85,14 @@ class Forecaster:
                 Path(f"/proc/{self._process.pid}/autogroup").write_bytes(str(self._niceness).encode())
 
     def forecast(self, plan: Plan, hardware: Hardware, **job: Any) -> Forecast:
-        """Forecast a plan; on a fake CPU device if the pretended accelerator fails.
+        """Forecast a plan on its hardware.
 
         `job` may hold `vocab_size` (of the tokenizer), `config_dir` (a folder with the model's config.json), and `plot`
         (a file for the timeline of the step). Raises RecipeError if the model rejects the recipe, and FsdptrainError if
         the simulation fails.
         """
-        job |= {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
-        answer = self._request(job | {"pretend": not hardware.is_cpu})
-        if answer is None and not hardware.is_cpu:
-            cause = self._last_error()
-            self._restart()
-            answer = self._request(job | {"pretend": False})
-            if answer is not None and "error" not in answer:
-                answer["notes"].append(f"simulated on a fake CPU: the pretended accelerator failed ({cause})")
+        described = {"plan": plan.to_json(), "hardware": dataclasses.asdict(hardware)}
+        answer = self._request({**job, **described, "pretend": not hardware.is_cpu})
         if answer is None:
             cause = self._last_error()
             self._restart()

@@ -32,7 +32,8 @@ from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
 from fsdptrain.files import openable
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
-from fsdptrain.model.patches import import_quietly, parameters_on_meta
+from fsdptrain.model.patches import import_quietly
+from fsdptrain.model.skeleton import parameters_on_meta
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -85,7 +86,7 @@ def _set_dtypes(model: Any, trained: set[int], master: torch.dtype, compute: tor
             dtype = torch.float32 if id(param) in wide else master if wanted else compute
             if id(param) not in made:
                 made[id(param)] = nn.Parameter(param.detach().to(dtype), requires_grad=wanted)
-            module._parameters[key] = made[id(param)]
+            setattr(module, key, made[id(param)])
 
 
 def layers_in_nf4(model: Any, recipe: Recipe) -> dict[str, nn.Module]:
@@ -208,7 +209,7 @@ def without_adapters(model: Any) -> Iterator[None]:
     def place(inner: bool) -> None:
         for name, layer in layers.items():
             owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._modules[key] = layer.base_layer if inner else layer
+            setattr(model.get_submodule(owner), key, layer.base_layer if inner else layer)
 
     place(inner=True)
     try:
@@ -575,7 +576,7 @@ def merged_weight(layer: Any, weight: torch.Tensor, adapter: dict[str, torch.Ten
 
 def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     owner, _, key = name.rpartition(".")
-    module.get_submodule(owner)._parameters[key] = param
+    setattr(module.get_submodule(owner), key, param)
 
 
 def save_config(model: Any, folder: Path) -> None:

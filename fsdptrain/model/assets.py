@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, model_revision
@@ -40,7 +41,7 @@ def save_assets(plan: Plan, config: Any, model: Any, tokenizer: Any, folder: Pat
     align_special_tokens(config, generation, tokenizer, plan.own_tokenizer, turn_end)
     config.architectures = [type(model).__name__]
     with scratch_folder() as scratch:
-        if type(model)._auto_class is not None:  # the folder needs the model's own code
+        if type(model).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):  # the folder needs the model's own code
             custom_object_save(model, scratch, config=config)
         config.save_pretrained(scratch)
         generation.save_pretrained(scratch)

@@ -15,8 +15,8 @@ from fsdptrain.config.plan import seed_of
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError
 from fsdptrain.events import Progress
-from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded, parameters_on_meta
-from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
+from fsdptrain.model.skeleton import parameters_on_meta, skeleton
 from fsdptrain.model.units import blocks_of
 
 
@@ -107,13 +107,13 @@ def initial_weights(mirror: Any, groups: list[InitGroup], recipe: Recipe) -> Ite
         for _ in range(2):
             real = {id(p): _real_parameter(p, constructed.get(id(p))) for *_, p in places}
             for _, module, key, param in places:
-                module._parameters[key] = real[id(param)]
+                setattr(module, key, real[id(param)])
             torch.manual_seed(seed_of(recipe.seed, group.name))
             with torch.no_grad():
                 for _, module, rules in group.modules:
                     rules(module)
             for _, module, key, param in places:
-                module._parameters[key] = param
+                setattr(module, key, param)
             left = [place for place in places if real[id(place[-1])].isnan().any()]
             if not left or constructed:
                 break
@@ -161,7 +161,7 @@ class Constructors:
         torch.manual_seed(seed_of(self._recipe.seed, name, "constructor"))
         dtype = getattr(torch, self._recipe.model.dtype)
         with parameters_on_meta(keep_real=type(module)), local_torch_dtype(dtype), _unset_memory_is_nan():
-            param = type(module)(*args, **kwargs)._parameters[key]
+            param = type(module)(*args, **kwargs).get_parameter(key)
         return param.detach()
 
 

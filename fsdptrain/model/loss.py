@@ -78,7 +78,7 @@ def after_head(model: Any) -> AfterHead:
         raise _refused(
             model, f"does not run with stand-ins for decoder and head ({type(error).__name__}: {error})"
         ) from None
-    if len(seen) != 1 or seen[0]._base is not given:  # not a view of the input: computed from it
+    if len(seen) != 1 or seen[0].untyped_storage() is not given.untyped_storage():  # computed from the input
         raise _refused(model, "computes something between its decoder and its head")
     return _forward_around(model, lambda hidden: hidden)
 
@@ -122,9 +122,8 @@ class _DecoderOutput(tuple[torch.Tensor]):
 def _copy_with_stand_ins(module: Any, stand_ins: dict[int, _StandIn]) -> Any:
     """Return a shallow copy of a module in which modules are replaced by `stand_ins` (id of a module → stand-in)."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    for name, child in module.named_children():
-        twin._modules[name] = stand_ins.get(id(child)) or _copy_with_stand_ins(child, stand_ins)
+    for name, child in module.named_children():  # what is in `__dict__` hides a child of this name
+        twin.__dict__[name] = stand_ins.get(id(child)) or _copy_with_stand_ins(child, stand_ins)
     return twin
 
 

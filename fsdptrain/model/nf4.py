@@ -102,16 +102,15 @@ def linear_layers(model: Any) -> dict[str, nn.Module]:
     They are all linear layers except the head, those that are tied to the embedding or kept in float32, and experts.
     The model may have adapters: a layer that is kept in float32 then has another name, and adapters are linear layers.
     """
-    # Not part of transformers' interface: an ordinary run must not depend on them.
+    # Not part of transformers' interface: an ordinary run must not depend on it.
     from transformers.quantizers.base import get_keys_to_not_convert
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     skipped = get_keys_to_not_convert(model)
     return {
         name: layer
         for name, layer in model.named_modules()
         if (type(layer) is nn.Linear or isinstance(layer, Conv1D))
-        and should_convert_module(name, skipped)
+        and not any(name.endswith(key) or f"{name}.".startswith(f"{key}.") for key in skipped)
         and not name.rpartition(".")[0].endswith((".lora_A", ".lora_B"))
         and model.float32_names.isdisjoint({f"{name}.weight", f"{name}.base_layer.weight"})
     }

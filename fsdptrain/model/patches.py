@@ -1,7 +1,7 @@
 """What this package replaces in torch and transformers, and the private functions of both that it relies on.
 
-`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
-when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+`RELIES_ON` names every original, and digests of its source with the versions in which it was read. A test fails when an
+original has changed within a version, and warns when a version has another source: read it, adapt this package, add it.
 """
 
 from __future__ import annotations
@@ -17,63 +17,37 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # noqa: F401  (registers two operators)
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading, masking_utils
 from transformers.integrations import hub_kernels
 
 RELIES_ON = {
     # Replaced below.
-    "torch.nn.Module.register_parameter": {"2.13.0": "eefb7990f204"},
-    "transformers.core_model_loading._dtensor_from_local_like": {"5.23.0": "9eb29ea0e054"},
-    "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"5.23.0": "906fc60c30b3"},
-    "transformers.masking_utils.find_packed_sequence_indices": {"5.23.0": "ebd2ac7ca795"},
+    "transformers.core_model_loading._dtensor_from_local_like": {"9eb29ea0e054": "5.23.0"},
+    "transformers.integrations.hub_kernels.is_torchdynamo_exporting": {"906fc60c30b3": "5.23.0"},
+    "transformers.masking_utils.find_packed_sequence_indices": {"ebd2ac7ca795": "5.23.0"},
     # Used as they are: by skeleton and weights,
-    "torch.nn.Module.__init__": {"2.13.0": "eac5af286a7d"},  # `_parameters`, `_buffers`, `_modules` are plain dicts
-    # `_initialize_weights` reads the flag `_is_hf_initialized`.
-    "transformers.PreTrainedModel._initialize_weights": {"5.23.0": "f61be38943fe"},
-    "transformers.PreTrainedModel._get_dtype_plan": {"5.23.0": "9ef80238ec5a"},
-    "transformers.PreTrainedConfig._attn_implementation": {"5.23.0": "0ecad559168e"},
-    "transformers.PreTrainedModel._supports_flash_attn": {"5.23.0": "60a33e6cf515"},
-    # by `import_quietly`,
-    "torch._subclasses.fake_tensor.unset_fake_temporarily": {"2.13.0": "8310fcc18043"},
-    # by units, init and assets,
-    "transformers.PreTrainedModel._no_split_modules": {"5.23.0": "dc937b598926"},
-    "transformers.PreTrainedModel._init_weights": {"5.23.0": "a315e7d7cb00"},
-    "transformers.PreTrainedModel._auto_class": {"5.23.0": "dc937b598926"},
+    "transformers.PreTrainedModel._initialize_weights": {"f61be38943fe": "5.23.0"},  # the flag `_is_hf_initialized`
+    "transformers.PreTrainedModel._get_dtype_plan": {"9ef80238ec5a": "5.23.0"},
+    "transformers.PreTrainedConfig._attn_implementation": {"0ecad559168e": "5.23.0"},
+    "transformers.PreTrainedModel._supports_flash_attn": {"60a33e6cf515": "5.23.0"},
+    # by units and init,
+    "transformers.PreTrainedModel._no_split_modules": {"dc937b598926": "5.23.0"},
+    "transformers.PreTrainedModel._init_weights": {"a315e7d7cb00": "5.23.0"},
     # by nf4,
-    "transformers.quantizers.base.get_keys_to_not_convert": {"5.23.0": "bc4c98efba06"},
-    "transformers.quantizers.quantizers_utils.should_convert_module": {"5.23.0": "f3e67d2eff3b"},
-    # by loss (a view's base) and attention.
-    "torch.Tensor._base": {"2.13.0": "99b56a9ccdce"},
-    "torch.ops.aten._softmax_backward_data.default": {"2.13.0": "2827cddc7f79"},
+    "transformers.quantizers.base.get_keys_to_not_convert": {"bc4c98efba06": "5.23.0"},
+    # by attention.
+    "torch.ops.aten._softmax_backward_data.default": {"2827cddc7f79": "2.11.0 2.13.0 2.15.0"},
     # by varlen: torch calls these operators by position, and there are kernels for them on a CPU here,
-    "torch.ops.torch_attn._varlen_attn.default": {"2.13.0": "b21b9f9d7174"},
-    "torch.ops.torch_attn._varlen_attn_backward.default": {"2.13.0": "e39279965701"},
+    "torch.ops.torch_attn._varlen_attn.default": {
+        "9a02c9f457e9": "2.11.0",
+        "b21b9f9d7174": "2.13.0",
+        "0552340bc519": "2.15.0",
+    },
+    "torch.ops.torch_attn._varlen_attn_backward.default": {"e39279965701": "2.11.0 2.13.0", "3aa89126d8b1": "2.15.0"},
     # which transformers calls without a mask, because it has no mask function.
-    "transformers.masking_utils._preprocess_mask_arguments": {"5.23.0": "df23eb733c6e"},
+    "transformers.masking_utils._preprocess_mask_arguments": {"df23eb733c6e": "5.23.0"},
 }
-
-
-@contextlib.contextmanager
-def parameters_on_meta(keep_real: type[nn.Module] | None = None) -> Iterator[None]:
-    """Send every parameter that a module registers to the meta device; buffers stay as they are.
-
-    Replaces `torch.nn.Module.register_parameter`, because `torch.device("meta")` would take the buffers too. The
-    parameters of modules of the class `keep_real` stay real.
-    """
-    register = nn.Module.register_parameter
-
-    def register_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta and type(self) is not keep_real:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-
-    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -102,14 +76,12 @@ def import_quietly(name: str) -> Any:
 
     On a CPU with bfloat16 instructions the import of bitsandbytes downloads a faster kernel for inference with the
     package `kernels`, and warns if that fails. The import must not run downloaded code, so `kernels` is hidden from it.
-    It also makes tables, which must be real even in a simulation.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     hidden = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
     sys.modules["kernels"] = None  # type: ignore[assignment]  # the documented way to make `import kernels` fail
     try:
-        with unset_fake_temporarily():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     finally:
         del sys.modules["kernels"]
         sys.modules.update(hidden)

@@ -112,7 +112,7 @@ def fill_cheaply(model: Any, compute: torch.dtype) -> None:
             else:
                 vector.uniform_(0.5, 1.5, generator=random)
             cheap = vector.to(dtype).as_strided(param.shape, (1,) * param.ndim)
-            module._parameters[name] = nn.Parameter(cheap, requires_grad=False)
+            setattr(module, name, nn.Parameter(cheap, requires_grad=False))
 
 
 class CheapProducts(TorchFunctionMode):

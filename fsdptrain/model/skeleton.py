@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
@@ -24,7 +25,6 @@ from fsdptrain.config.schema import Model
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
-from fsdptrain.model.patches import parameters_on_meta
 from fsdptrain.model.units import saved_state
 
 LARGEST_BUFFER = 2**28  # elements
@@ -46,6 +46,25 @@ def layer_values(config: Any, name: str) -> list[Any]:
     except RuntimeError:  # a key that differs between layers
         value = [getattr(layer, name) for layer in config.per_layer_config]
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@contextlib.contextmanager
+def parameters_on_meta(keep_real: type[nn.Module] | None = None) -> Iterator[None]:
+    """Send every parameter that a module registers to the meta device; buffers stay as they are.
+
+    `torch.device("meta")` would take the buffers too. The parameters of modules of the class `keep_real` stay real.
+    """
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if param.is_meta or type(module) is keep_real:
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # typed to return None
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
@@ -82,8 +101,10 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
         if tensor.dtype != (torch.float32 if name in wide else master)
     }
     for module in made.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({key: stored[id(tensor)] for key, tensor in tensors.items() if id(tensor) in stored})
+        own = {"recurse": False, "remove_duplicate": False}
+        for key, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
+            if id(tensor) in stored:
+                setattr(module, key, stored[id(tensor)])
     made.tie_weights()
     return made
 

@@ -45,7 +45,7 @@ def place_buffers(model: Any, device: torch.device, dtype: str | None) -> None:
     for owner, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             cast = dtype and buffer.is_floating_point() and full_name(owner, name) not in model.float32_names
-            module._buffers[name] = buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype)
+            setattr(module, name, buffer.to(device=device, dtype=getattr(torch, str(dtype)) if cast else buffer.dtype))
 
 
 def read_weights(
@@ -91,7 +91,8 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
     for name, number in list(group_of.items()):
         group_of |= dict.fromkeys(aliases.get(name, ()), number)
     twin = copy.deepcopy(bare)
-    empty = [(module, key, param) for module in twin.modules() for key, param in module._parameters.items()]
+    own = {"recurse": False, "remove_duplicate": False}
+    empty = [(module, *named) for module in twin.modules() for named in module.named_parameters(**own)]
     slices: list[dict[str, Any]] = [{} for _ in groups]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in safetensors_files(plan)]
@@ -112,7 +113,7 @@ def read_groups(bare: Any, plan: Plan, groups: list[list[str]]) -> Iterator[dict
                 raise RecipeError(f"model.id: the files of {plan.recipe.model.id} have no {missing[0]}")
             yield real  # type: ignore[misc]  # none of them is None
             for module, key, param in empty:
-                module._parameters[key] = param
+                setattr(module, key, param)
 
 
 def _aliases(model: Any) -> dict[str, list[str]]:

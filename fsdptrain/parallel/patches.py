@@ -1,7 +1,7 @@
 """The private functions of FSDP2, DTensor and the rendezvous in torch that this package relies on.
 
-`RELIES_ON` names every original, the versions in which its source was read, and a digest of that source. A test fails
-when an original has changed or its version was not read: read the new source, adapt this package, add the digest.
+`RELIES_ON` names every original, and digests of its source with the versions in which it was read. A test fails when an
+original has changed within a version, and warns when a version has another source: read it, adapt this package, add it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.torch_version import TorchVersion
 
 from fsdptrain.parallel.issued import ISSUED, Issued
 
@@ -28,39 +26,27 @@ FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 RELIES_ON = {
-    # By `keep_float32` and `takes_two_dtypes`: groups, their constructor, and when they read `mp_policy`.
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": {"2.13.0": "f2c8b4bf8e84"},
-    f"{FSDP}._fsdp_state.FSDPState.__init__": {"2.13.0": "a55009d8f690"},  # `_fsdp_param_groups`
-    f"{FSDP}._fsdp_state.FSDPState._lazy_init": {"2.13.0": "7e3dd80ccd33"},
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.__init__": {"2.13.0": "5904f00326c3"},
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup._init_mp_dtypes": {"2.13.0": "f3b2b91afa64"},
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.lazy_init": {"2.13.0": "3af1e3d2da0b"},
-    f"{FSDP}._fsdp_param.FSDPParam.__init__": {"2.13.0": "ccfc41ad32ca"},  # `_module_info`
-    f"{FSDP}._fsdp_param.ParamModuleInfo": {"2.13.0": "9cb02c67e2aa"},
-    # By `keeps_integers`.
-    f"{FSDP}._fsdp_param.FSDPParam.init_dtype_attrs": {"2.13.0": "e2b28eb455dd"},
-    # By `shard.GlooReduceScatter`, which has these methods.
-    f"{FSDP}._fsdp_api.Comm.allocate": {"2.13.0": "a06ddc12c6f3"},
-    f"{FSDP}._fsdp_api.ReduceScatter.__call__": {"2.13.0": "8b58259a4654"},
-    # By `shard.set_prefetch`: a list of units to prefetch switches FSDP's own choice off.
-    f"{FSDP}._fsdp_state.FSDPState._pre_backward": {"2.13.0": "e781b8ad56b7"},
-    # By `NamedComm`, which wraps the communications that these set, and has their methods.
-    "torch.distributed.fsdp.FSDPModule.set_custom_all_gather": {"2.13.0": "4d7e9bb15d9c"},
-    "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": {"2.13.0": "1a7a0266be14"},
-    f"{FSDP}._fsdp_collectives.foreach_all_gather": {"2.13.0": "1aa050738aa7"},
-    f"{FSDP}._fsdp_collectives.foreach_reduce": {"2.13.0": "cc2a17ca7325"},  # it allocates twice, then all-reduces
-    f"{FSDP}._fsdp_common.DDPMeshInfo": {"2.13.0": "442209a5768a"},
-    "torch.distributed.ProcessGroup._get_backend": {"2.13.0": "725c91cb962d"},
-    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"2.13.0": "af2ec6b0fb02"},
-    # By `unit_name`: `_module_fqn`.
-    f"{FSDP}._fsdp_state.FSDPState._init_fqns": {"2.13.0": "a8cb77d29082"},
-    # By `adopt_parameters`: called again in the first forward, it changes nothing.
-    f"{FSDP}._fsdp_param.FSDPParam.reset_sharded_param": {"2.13.0": "f911cdb84d02"},
-    # By `first_row`.
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": {"2.13.0": "bd20cb9d5463"},
-    # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` takes it from its `_node_desc_generator`.
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": {"2.13.0": "286536315849"},
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {"2.13.0": "ba33b372891b"},
+    # By `groups_of_units`: `_fsdp_param_groups`, before torch 2.13 `_fsdp_param_group`.
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": {"f2c8b4bf8e84": "2.11.0 2.13.0 2.15.0"},
+    f"{FSDP}._fsdp_state.FSDPState.__init__": {"3dfb179de329": "2.11.0", "a55009d8f690": "2.13.0 2.15.0"},
+    # By `keep_float32` (the constructor; since torch 2.15 each parameter has the `mp_policy`) and `NamedComm`.
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.__init__": {
+        "323868f31033": "2.11.0",
+        "5904f00326c3": "2.13.0",
+        "280fdb4fdf51": "2.15.0",
+    },
+    # By `collective_of`: its name.
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": {
+        "db4367af6f37": "2.11.0",
+        "3c8bf9dee0f5": "2.13.0",
+        "34a32d370938": "2.15.0",
+    },
+    "torch.distributed.ProcessGroup._get_backend": {"725c91cb962d": "2.11.0 2.13.0 2.15.0"},
+    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": {"af2ec6b0fb02": "2.11.0 2.13.0 2.15.0"},
+    # By `rendezvous`: what distinguishes nodes. `DynamicRendezvousHandler` has one as `_node_desc_generator`.
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDescGenerator": {
+        "ba33b372891b": "2.11.0 2.13.0 2.15.0"
+    },
 }
 
 
@@ -70,45 +56,76 @@ def takes_two_dtypes() -> bool:
 
 
 def keeps_integers() -> bool:
-    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision, by a trial."""
-    param = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
-    FSDPParam.init_dtype_attrs(param, MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # type: ignore[arg-type]
-    return param.param_dtype is None
+    """Return whether FSDP2 gathers integers as they are under a policy of mixed precision: torch 2.13 and newer."""
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
-def keep_float32(model: Any, kept: set[tuple[int, str]]) -> None:
-    """Compute with the parameters `kept` (id of their module, name) of a sharded model in float32.
+def groups_of_units(model: nn.Module) -> dict[str, list[Any]]:
+    """Return the groups of parameters of each unit of a sharded model, by the names of the unit's modules."""
+    names: dict[FSDPState, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            names.setdefault(module._get_fsdp_state(), []).append(name or OUTERMOST)
+    return {", ".join(modules): _groups(state) for state, modules in names.items()}
 
-    FSDP2 computes with a group of parameters in one dtype, and `fully_shard` makes one group for each unit. But a unit
-    may have several: these parameters get a group of their own.
+
+def _groups(state: Any) -> list[Any]:
+    """Return the list itself, to which groups may be added, if this version of torch has one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    return [group for group in [state._fsdp_param_group] if group]
+
+
+def keep_float32(model: nn.Module, wide: set[int]) -> None:
+    """Compute with the parameters of a sharded model whose ids are `wide` in float32.
+
+    FSDP2 takes one dtype for the shards of a group, before torch 2.15 also for what is gathered, and `fully_shard`
+    makes one group for each unit. But a unit may have several: these parameters get a group of their own.
     """
-    states = {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}
-    for state in states:
-        for group in list(state._fsdp_param_groups):
-            wide = [p for p in group.fsdp_params if (id(p._module_info.module), p._module_info.param_name) in kept]
-            if not wide:
+    for groups in groups_of_units(model).values():
+        for group in list(groups):
+            apart = [param for param in group.fsdp_params if id(param.sharded_param) in wide]
+            if not apart:
                 continue
-            policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float32)
-            if len(wide) == len(group.fsdp_params):
-                group.mp_policy = policy
+            policy = dataclasses.replace(apart[0].mp_policy, param_dtype=torch.float32)
+            for param in apart:
+                param.mp_policy = policy  # read since torch 2.15
+            if len(apart) == len(group.fsdp_params):
+                group.mp_policy = policy  # read before
                 continue
-            other = FSDPParamGroup(
+            other: Any = FSDPParamGroup(
                 [], group.modules, group.mesh_info, group.post_forward_mesh_info, group.device, None, policy,
                 group.offload_policy,
             )  # fmt: skip
             other.gradient_divide_factor = group.gradient_divide_factor
             other.force_sum_reduction_for_comms = group.force_sum_reduction_for_comms
             other._reduce_scatter_comm = group._reduce_scatter_comm
-            other.fsdp_params = wide
-            group.fsdp_params = [param for param in group.fsdp_params if param not in wide]
-            state._fsdp_param_groups.append(other)
+            other.fsdp_params = apart
+            group.fsdp_params = [param for param in group.fsdp_params if param not in apart]
+            groups.append(other)
+
+
+OUTERMOST = "the outermost unit"
 
 
 def unit_name(module: FSDPModule) -> str:
-    """Return the name of the unit that a module belongs to, as FSDP2 knows it once the model has run."""
-    state = module._get_fsdp_state()
-    groups: Any = state._fsdp_param_groups if takes_two_dtypes() else filter(None, [state._fsdp_param_group])
-    return next((group._module_fqn for group in groups if group._module_fqn), "the outermost unit")
+    """Return the name of the unit that a module belongs to; see `name_collectives`."""
+    return next((_unit_of(group) for group in _groups(module._get_fsdp_state())), OUTERMOST)
+
+
+def _unit_of(group: Any) -> str:
+    comm = group._all_gather_comm
+    return comm.unit if isinstance(comm, NamedComm) else OUTERMOST
+
+
+def collective_of(frame: FrameType) -> str | None:
+    """Return the collective that FSDP2 is at in a frame, and of which unit; None for a frame that is not FSDP2's."""
+    group = frame.f_locals.get("self")
+    if not isinstance(group, FSDPParamGroup):
+        return None
+    collective = "reduce-scatter" if "post_backward" in frame.f_code.co_name else "all-gather"
+    return f"{collective} of {_unit_of(group)}"
 
 
 class NamedComm:
@@ -121,7 +138,7 @@ class NamedComm:
     def __init__(
         self, comm: Any, kind: Literal["all-gather", "reduction"], unit: str, copies: dist.ProcessGroup | None = None
     ) -> None:
-        self._comm, self._kind, self._unit, self._copies = comm, kind, unit, copies
+        self._comm, self._kind, self.unit, self._copies = comm, kind, unit, copies
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for a buffer."""
@@ -141,22 +158,15 @@ class NamedComm:
         """Note that the next collective of a group is for this unit."""
         with contextlib.suppress(RuntimeError):  # a fake group does not number its collectives
             number = group._get_backend(device)._get_sequence_number_for_group() + 1
-            issued = Issued(group.group_name, number, self._kind, self._unit)
+            issued = Issued(group.group_name, number, self._kind, self.unit)
             if not ISSUED or ISSUED[-1] != issued:
                 ISSUED.append(issued)
 
 
-def name_collectives(model: Any) -> None:
-    """Make every unit of a sharded model note its collectives (see `issued`)."""
-    names: dict[FSDPState, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            names.setdefault(module._get_fsdp_state(), []).append(name or "the outermost unit")
-    for state, modules in names.items():
-        groups: Any = state._fsdp_param_groups if takes_two_dtypes() else filter(None, [state._fsdp_param_group])
-        unit = ", ".join(modules)
+def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
+    """Make every unit of a sharded model note its collectives (see `issued`); `copies` is as in `NamedComm`."""
+    for unit, groups in groups_of_units(model).items():
         for group in groups:
-            copies = getattr(group.mesh_info, "replicate_process_group", None)
             group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)
             group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", unit, copies)
 
@@ -173,26 +183,3 @@ def leave_open(arguments: Sequence[str]) -> None:
     patterns = [pattern for pattern in config.dynamic_sources.split(",") if pattern]
     patterns += [f".*'{name}'.*" for name in arguments]
     config.dynamic_sources = ",".join(dict.fromkeys(patterns))
-
-
-def adopt_parameters(model: nn.Module) -> None:
-    """Make FSDP2 take the parameters that were set since it sharded the model; does nothing to other models.
-
-    FSDP2 does so in the first forward, and may then replace a rank's memory by a padded or a pinned copy. That would be
-    too late for an optimizer that has the memory already.
-    """
-    states = {module._get_fsdp_state(): None for module in model.modules() if isinstance(module, FSDPModule)}
-    for state in states:
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in filter(None, groups):
-            for param in group.fsdp_params:
-                param.reset_sharded_param()
-
-
-def first_row(tensor: DTensor) -> int:
-    """Return the number, in the whole tensor, of the first row of this rank's shard; 0 for a scalar.
-
-    `torch.distributed.checkpoint` computes it with the same private function.
-    """
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offsets[0] if offsets else 0

@@ -36,7 +36,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
-    _NodeDesc,
     _NodeDescGenerator,
 )
 
@@ -60,7 +59,7 @@ LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as
 class _UniqueNodes(_NodeDescGenerator):
     """Tells nodes apart that have the same host name and process number, as containers have, which torch cannot."""
 
-    def generate(self, local_addr: str | None = None) -> _NodeDesc:
+    def generate(self, local_addr: str | None = None) -> Any:
         """Return the identity of a new node."""
         return dataclasses.replace(super().generate(local_addr), local_id=secrets.randbits(62))
 

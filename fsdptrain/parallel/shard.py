@@ -29,14 +29,13 @@ from fsdptrain.model.units import Unit, blocks_of, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
     allow_graphs,
-    first_row,
     keep_float32,
     keeps_integers,
     leave_open,
     name_collectives,
     takes_two_dtypes,
 )
-from fsdptrain.parallel.world import World
+from fsdptrain.parallel.world import World, first_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +84,6 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     fsdp = plan.recipe.fsdp
     # Recomputation, then compilation: both replace the `forward` of blocks, around which FSDP2 will add its hooks.
     blocks = [module for _, module in blocks_of(model)]
-    kept = {(id(model.get_submodule(owner)), key) for owner, _, key in (n.rpartition(".") for n in model.float32_names)}
     recompute(blocks, fsdp.activation_checkpointing)
     if plan.compiles:
         compile_blocks(blocks)
@@ -108,10 +106,10 @@ def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
             if world.device.type == "cpu":
                 module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # their base is private
     # Both change the units that exist now: groups of their own for float32 parameters, and the order of prefetching.
-    if kept:
-        keep_float32(model, kept)
+    if model.float32_names:
+        keep_float32(model, {id(param) for name, param in model.named_parameters() if name in model.float32_names})
     set_prefetch(units, fsdp)
-    name_collectives(model)
+    name_collectives(model, world.mesh.get_group(0) if world.mesh.ndim > 1 else None)
 
 
 def is_lookup(unit: Unit) -> bool:
@@ -170,7 +168,7 @@ def check_dtypes(bare: Any, plan: Plan) -> None:
     if recipe.adapter.kind == "qlora" and not keeps_integers():
         raise RecipeError(
             f"adapter.kind: torch {torch.__version__} would convert quantised weights to {compute} when it gathers "
-            "them: use a newer torch (pip install -U torch), or kind: lora"
+            "them: use torch 2.13 or newer, or kind: lora"
         )
     if compute == "float32" or takes_two_dtypes():
         return

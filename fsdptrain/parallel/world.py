@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdptrain.config.hardware import card
 from fsdptrain.config.network import ephemeral_ports, set_gloo_interface
@@ -195,6 +196,18 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the number, in the whole tensor, of the first row of this rank's shard; 0 for a scalar.
+
+    FSDP2 gives each rank ⌈rows / ranks⌉ rows, as long as there are any.
+    """
+    for dim, placement in enumerate(tensor.placements):
+        if tensor.ndim and placement.is_shard(0):
+            chunk = -(-len(tensor) // tensor.device_mesh.size(dim))
+            return min(len(tensor), chunk * tensor.device_mesh.get_local_rank(dim))
+    return 0
 
 
 def check_groups(plan: Plan, world: World) -> None:

@@ -19,7 +19,7 @@ from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import Floats, HostCopy, World, make_mesh
 from fsdptrain.simulate.kernels import cuda_attention
-from fsdptrain.simulate.patches import DummyBackend, fake_store, register_accelerator
+from fsdptrain.simulate.patches import register_accelerator
 
 PRETEND = "pretend"  # the accelerator's device type
 
@@ -34,15 +34,33 @@ def trace_event(event: Event) -> None:
 
 
 class PretendStream:
-    """A stream of the pretended accelerator: a number, and a record of what waits for what."""
+    """A stream of the pretended accelerator: a number, and a record of what waits for what.
+
+    It has what `torch.Stream` has, for torch may use any of it; only the native handle does not exist.
+    """
+
+    device_index, device_type = 0, 20  # torch's number for a device of another maker, PrivateUse1
 
     numbers = 0
     current: list[PretendStream] = []  # noqa: RUF012  (the innermost `with stream:` is last)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = PretendStream.numbers
+        self.stream_id = PretendStream.numbers
         PretendStream.numbers += 1
         self.waited_for = 0  # the newest event on this stream for which the host has waited
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator."""
+        return torch.device(PRETEND, self.device_index)
+
+    def is_capturing(self) -> bool:
+        """Return False: no graph of kernels is captured."""
+        return False
+
+    def query(self) -> bool:
+        """Return True: nothing computes, so all work is done."""
+        return True
 
     def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event on this stream."""
@@ -53,7 +71,7 @@ class PretendStream:
     def wait_event(self, event: DeviceEvent) -> None:
         """Make this stream wait for an event."""
         if event.number is not None:
-            trace_event(WaitEvent(event.number, self.number))
+            trace_event(WaitEvent(event.number, self.stream_id))
 
     def wait_stream(self, other: PretendStream) -> None:
         """Make this stream wait for all work that was given to another one."""
@@ -76,7 +94,7 @@ class DeviceEvent:
         """Record this event on a stream, by default the current one."""
         DeviceEvent.numbers += 1
         self.number, self.stream = DeviceEvent.numbers, stream or PretendStream.current[-1]
-        trace_event(RecordEvent(self.number, self.stream.number))
+        trace_event(RecordEvent(self.number, self.stream.stream_id))
         return self
 
     def wait(self, stream: PretendStream | None = None) -> None:
@@ -98,10 +116,17 @@ class DeviceEvent:
         return 0.0
 
 
-class Backend(DummyBackend):
-    """The accelerator's module: what torch calls as `torch.pretend`."""
+class Backend:
+    """The accelerator's module: what torch calls as `torch.pretend`. There is one accelerator."""
 
     Stream, Event = PretendStream, DeviceEvent
+    is_initialized = is_available = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: nothing is random."""
 
     def current_stream(self, device: Any = None) -> PretendStream:
         """Return the stream that work is given to."""
@@ -162,7 +187,7 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
     """Provide rank 0 of the plan's world over torch's fake process group."""
     size = plan.topology.world_size
     backend = "cpu:fake" if device.type == HOST else f"cpu:fake,{device.type}:fake"
-    dist.init_process_group(backend, rank=0, world_size=size, store=fake_store())
+    dist.init_process_group(backend, rank=0, world_size=size, store=dist.HashStore())
     try:
         yield PretendWorld(0, 0, size, device, make_mesh(plan, device.type), dist.group.WORLD, [])  # type: ignore[arg-type]
     finally:
@@ -171,4 +196,4 @@ def pretend_world(plan: Plan, device: torch.device) -> Iterator[World]:
 
 def current_stream() -> int:
     """Return the number of the stream that work is given to."""
-    return PretendStream.current[-1].number if PretendStream.current else 0
+    return PretendStream.current[-1].stream_id if PretendStream.current else 0

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,6 +42,14 @@ LOSS_BACKWARD = "backward of the loss"
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
+def _of_fsdp(*names: str) -> set[Any]:
+    """Return those of FSDP2's own operators that this version of torch has."""
+    return {getattr(fsdp, name).default for name in names if hasattr(fsdp, name)}
+
+
+CHUNK_CAT = _of_fsdp("chunk_cat", "chunk_cat_mixed_dtype")  # since torch 2.15 the second
+
+
 COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argument is the full buffer
     c10d._allgather_base_.default: ("all-gather", 0),
     c10d.allgather_.default: ("all-gather", 0),
@@ -64,6 +70,7 @@ WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | attention.WORKSPA
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.lift_fresh.default, aten.detach.default, aten.new_empty_strided.default,
+    *_of_fsdp("record_grad_output_stream"),
 }  # fmt: skip
 
 
@@ -156,11 +163,10 @@ class Recorder(TorchDispatchMode):
             self.begin(LOSS_BACKWARD)
         elif func is aten._foreach_norm.Scalar:
             self.begin("gradient norm")
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage not in self.known:
-                    self._add_storage(storage, tensor.device.type, self._category(func, tensor, backward))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage not in self.known:
+                self._add_storage(storage, tensor.device.type, self._category(func, tensor, backward))
         self._tag_operands(func, args, kwargs)
         self._record_work(func, args, kwargs, result)
         return result
@@ -182,7 +188,7 @@ class Recorder(TorchDispatchMode):
         elif func is fsdp.split_with_sizes_copy.default:
             for tensor in kwargs["out"]:
                 self.tag(tensor, "gathered parameters")
-        elif func is fsdp.chunk_cat.default:
+        elif func in CHUNK_CAT:
             for tensor in args[0]:
                 self.tag(tensor, "gradients")
             self.tag(kwargs["out"], "communication buffers")
@@ -201,12 +207,13 @@ class Recorder(TorchDispatchMode):
     def _record_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a collective or a kernel on the current stream."""
         stream = pretend.current_stream()
-        if func in collective_ops:
-            if func not in sync_ops:
+        if func.namespace == "c10d":
+            if func is not c10d.barrier.default:
                 kind, place = COLLECTIVES.get(func, ("other", 0))
                 if func is c10d.alltoall_base_.default and self.moment == "optimizer":
                     kind = "all-to-all"  # of Muon
-                ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # before the operation
+                ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
                 self.write(Collective(kind, ranks, _total_bytes(args[place]), stream))
             return
         if func.is_view or func in NO_KERNEL:
@@ -217,7 +224,7 @@ class Recorder(TorchDispatchMode):
             formula = flop_registry.get(func._overloadpacket)
             flops = formula(*args, **kwargs, out_val=result) if formula else 0
         moved = _total_bytes((args, kwargs)) + (_total_bytes(result) if not func._schema.is_mutable else 0)
-        devices = {t.device.type for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim}
+        devices = {tensor.device.type for tensor in tensors_in((args, kwargs, result)) if tensor.ndim}
         link = _total_bytes(result) if len(devices) > 1 else 0
         if devices == {HOST} != {self.device}:
             stream = HOST_STREAM
@@ -262,14 +269,13 @@ class _Entry:
 
 def host_waits(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """Return whether the host waits for the device in an operator: for a number, a shape or a blocking copy."""
-    tensors = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-    devices = {tensor.device.type for tensor in tensors}
+    devices = {tensor.device.type for tensor in tensors_in((args, kwargs, result))}
     if devices <= {HOST}:
         return False
     if func in COPIES:
         return len(devices) > 1 and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
     if func in INDEXED:  # a mask is first searched for its true elements
-        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree_iter(args[1]) if tensor is not None)
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
     return func in NEED_RESULT
 
 
@@ -278,5 +284,14 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, in their order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(each)
+
+
 def _total_bytes(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_iter(tree) if isinstance(t, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig
 
 from fsdptrain.config.hardware import Hardware
@@ -22,6 +21,7 @@ from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
+from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
 from fsdptrain.parallel.shard import build
@@ -29,7 +29,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
-from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.simulate.recorder import Recorder, tensors_in
 from fsdptrain.train.optim import make_optimizer, optimizer_class, start_state
 from fsdptrain.train.step import Engine
 
@@ -41,7 +41,12 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
     `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing.
     """
     plan = varied(plan, {"train.compile": False})  # the compiler cannot run on fake tensors
-    optimizer_class(plan.recipe.optim.name)  # imported here, because its module may compute tables
+    # Imported here, because these modules may compute tables.
+    optimizer_class(plan.recipe.optim.name)
+    if plan.recipe.adapter.kind:
+        import_quietly("peft")
+    if plan.recipe.adapter.kind == "qlora":
+        import_quietly("bitsandbytes")
     device = pretend_accelerator() if pretend else torch.device(HOST)
     with (
         fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded),
@@ -111,7 +116,7 @@ def mark_moments(recorder: Recorder, engine: Engine, units: list[Unit]) -> None:
 
     def backward(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = next((t for t in tree_iter(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+            first = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
             if first is not None:
                 first.register_hook(lambda grad: recorder.begin(f"backward of {name}"))
 

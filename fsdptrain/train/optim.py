@@ -15,7 +15,6 @@ from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
 from fsdptrain.config.schema import Optim, Recipe
 from fsdptrain.model.parameters import weights_of
-from fsdptrain.parallel.patches import adopt_parameters
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
@@ -24,7 +23,9 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     It updates this rank's part of each parameter, a plain tensor: with DTensors, a step takes the host four times as
     long. `named_parts` finds them by the names of the parameters. Each group has the whole `shapes` of its parameters.
     """
-    adopt_parameters(model)
+    # FSDP2 takes the parameters that were set since it sharded the model. Else it does so in the first forward, where
+    # it may replace a rank's memory by a padded or a pinned copy: too late for an optimizer that has that memory.
+    model.load_state_dict({}, strict=False)
     facts, weights = optim.name.facts, weights_of(model)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     groups: dict[tuple[bool, bool], list[str]] = {}  # (treated otherwise by this optimizer, decays) → names

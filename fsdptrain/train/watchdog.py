@@ -29,7 +29,8 @@ from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.files import write_atomically
 from fsdptrain.launch.explain import alive_every_s
 from fsdptrain.parallel.issued import ISSUED, named
-from fsdptrain.train.patches import collective_of, recorded_collectives
+from fsdptrain.parallel.patches import collective_of
+from fsdptrain.train.patches import recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline
 

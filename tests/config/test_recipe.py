@@ -155,8 +155,10 @@ def test_an_empty_list_and_null_have_ways_out(tmp_path: Path) -> None:
     [
         ("2.11.0", "5.17.0", []),
         ("2.13.0+cu130", "5.23.1", []),
+        ("2.15.1+cu132", "5.17.0", []),
         ("2.10.1", "5.17.0", ["torch 2.10.1"]),
-        ("2.14.0.dev20261101+cu130", "6.0.0rc1", ["torch 2.14.0.dev", "transformers 6.0.0rc1"]),
+        ("2.14.0", "5.17.0", ["torch 2.14.0"]),  # between two whose private functions were read
+        ("2.16.0.dev20261101+cu132", "6.0.0rc1", ["torch 2.16.0.dev", "transformers 6.0.0rc1"]),
     ],
 )
 def test_untested_versions_are_named(torch: str, transformers: str, warned: list[str]) -> None:

@@ -399,34 +399,20 @@ def test_a_recipe_that_the_model_rejects_is_a_recipe_error(tmp_path: Path, forec
         forecaster.forecast(plan, H100, vocab_size=512)
 
 
-ABORTS = """
-import json, os, sys
-for line in sys.stdin:
-    job = json.loads(line)
-    if job["pretend"]:
-        print("RuntimeError: no such stream", file=sys.stderr, flush=True)
-        os.abort()
-    print(json.dumps(ANSWER), flush=True)
-"""
-
-
-def test_a_simulation_that_ends_its_process_is_repeated_on_a_fake_cpu(
+def test_a_simulation_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
 ) -> None:
-    answer = dataclasses.asdict(forecaster.forecast(gpu_plan(tmp_path), H100))
+    """A step on other hardware may not look like the forecast that was asked for."""
     script = tmp_path / "estimate.py"
-    script.write_text(ABORTS.replace("ANSWER", repr(answer)))
+    script.write_text("raise SystemExit('RuntimeError: no such stream')")
     monkeypatch.setattr(client, "child_command", lambda _: [sys.executable, str(script)])
     with Forecaster() as process:
-        found = process.forecast(gpu_plan(tmp_path), H100)
-    assert "the pretended accelerator failed (RuntimeError: no such stream)" in " ".join(found.notes)
-    script.write_text("raise SystemExit('ImportError: nothing here')")
-    with Forecaster() as process:
-        with pytest.raises(FsdptrainError, match="ImportError: nothing here"):
+        with pytest.raises(FsdptrainError, match="the step could not be simulated: RuntimeError: no such stream"):
             process.forecast(gpu_plan(tmp_path), H100)
         dry = Findings(elsewhere=True)
         dry_run(gpu_plan(tmp_path), dry, options=StepOptions(process, H100))
-    assert dry.exit_code == 1 and not dry.step and "could not be simulated: ImportError" in dry.problems[0]
+    assert dry.exit_code == 1 and not dry.step
+    assert "could not be simulated: RuntimeError: no such stream" in dry.problems[0]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

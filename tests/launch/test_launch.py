@@ -33,6 +33,7 @@ from fsdptrain.events import cut_partial_lines
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.launcher import Attempt
+from fsdptrain.parallel.patches import NamedComm
 from fsdptrain.processes import StopRequest
 from fsdptrain.rundir import RunDir
 from fsdptrain.screen import Screen
@@ -105,7 +106,7 @@ def test_the_place_of_a_rank_is_the_innermost_function_of_this_package() -> None
 
 def test_a_collective_on_a_thread_of_autograd_is_found() -> None:
     released, unit = threading.Event(), FSDPParamGroup.__new__(FSDPParamGroup)
-    unit._module_fqn = "model.layers.7"
+    unit._all_gather_comm = NamedComm(None, "all-gather", "model.layers.7")  # type: ignore[assignment]
 
     def post_backward(self: FSDPParamGroup) -> None:
         released.wait(60)

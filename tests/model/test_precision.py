@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.parallel.patches import takes_two_dtypes
+
 LISTED = ["deepseek_v3", "glm4_moe", "dots1", "hy_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
 INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # inputs of their blocks are float32, or must not be
 NOT_EQUAL = {  # kind → why it differs from transformers' bf16 in the last bits
@@ -25,6 +27,13 @@ NOT_HERE = {  # kind → why it cannot be compared
     "prophetnet": "uses weights of a unit outside of its forward",
     "reformer": "transformers itself cannot compute it in bf16", "xlnet": "as reformer",
 }  # fmt: skip
+
+
+# Since torch 2.15 the gradient that a product with float32 gives a bf16 weight, as a norm's, is reduced unrounded.
+ROUNDED = 2**-8 if torch.__version__ >= (2, 15) else 0.0
+
+
+needs_groups = pytest.mark.skipif(not takes_two_dtypes(), reason="torch before 2.13 has one dtype for a unit")
 
 
 def write_model(kind: str, folder: Path) -> None:
@@ -50,9 +59,12 @@ def parities(kinds: list[str], world: int, tmp: Path) -> dict[str, Any]:
     return dict(ranks[0])
 
 
+@needs_groups
 def test_logits_and_gradients_are_those_of_transformers_in_bf16(tmp_path: Path) -> None:
     found = parities(LISTED + INPUTS, 2, tmp_path)
-    assert found == {kind: [0.0, 0.0, ""] for kind in found}
+    assert {kind: (values[0], values[1] <= ROUNDED) for kind, values in found.items()} == dict.fromkeys(
+        found, (0, True)
+    )
 
 
 @pytest.mark.soak
@@ -60,9 +72,10 @@ def test_every_architecture_computes_bf16_as_transformers_does(tmp_path: Path) -
     found = parities([kind for kind in KINDS if kind not in NOT_HERE], 1, tmp_path)
     for kind, values in found.items():
         print(f"{kind:28} {values}")
-    assert {kind for kind, values in found.items() if values != [0.0, 0.0, ""]} == set(NOT_EQUAL)
+    assert {kind for kind, values in found.items() if values[0] != 0 or not values[1] <= ROUNDED} == set(NOT_EQUAL)
 
 
+@needs_groups
 def test_exports_in_bf16_keep_what_transformers_keeps(tmp_path: Path) -> None:
     kinds, variants = ["deepseek_v3", "ernie4_5_moe", "flint"], {}
     for kind in kinds:

@@ -28,9 +28,10 @@ from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Alloc, Moment, Synchronize, Trace
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
-from fsdptrain.simulate.device import pretend_world
+from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder, storage_of
 from fsdptrain.train.step import Engine
@@ -119,6 +120,8 @@ def test_the_state_of_every_optimizer_is_forecast(tmp_path: Path, kind: Optimize
 @pytest.mark.parametrize("changes", sampled(16, 98, 170, 176, slow=(18, 178)), ids=named)
 def test_the_peak_with_adapters_is_that_of_the_real_allocator(tmp_path: Path, changes: dict[str, Any]) -> None:
     kind = "qlora" if changes == MATRIX[98] else "lora"
+    if kind == "qlora" and not keeps_integers():
+        pytest.skip("torch before 2.13 converts quantised weights when it gathers them")
     plan = varied(plan_of(tmp_path, **changes), {"adapter.kind": kind, "adapter.r": 5})
     full = peak(on_fake(plan_of(tmp_path, **changes)), HOST)
     forecast = peak(on_fake(plan), HOST)
@@ -283,6 +286,14 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
             adding = changes["train__global_batch_size"] // 8 - 1 if changes["fsdp__accumulation"] == "reduce" else 0
             expected = {"backward": 1 + 12 * adding, "gradient": 1, "evaluation": 2}
         assert found == expected, (changes, found)
+
+
+def test_the_pretended_stream_and_event_have_what_those_of_torch_have() -> None:
+    """A new release of torch may use any of it: 2.15 began to ask whether a stream is capturing."""
+    for real, pretended in ((torch.Stream, PretendStream), (torch.Event, DeviceEvent)):
+        missing = {name for name in dir(real) if not name.startswith("_")} - set(dir(pretended()))
+        assert missing <= {"native_handle", "ipc_handle", "from_ipc_handle", "event_id", "device"}, missing
+    assert PretendStream().device_type == int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 def test_a_plan_that_could_hold_shards_is_advised_to(tmp_path: Path) -> None:
