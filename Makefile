@@ -44,7 +44,7 @@ versions: install
 	for torch in $$($(BIN)/python -m fsdptrain.config.versions); do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
 			&& OMP_NUM_THREADS=1 $(VERSIONS)/$$torch/bin/python -m pytest $(CORE) \
-			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stated_forecast tests/config/test_shipped.py \
+			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stored_one tests/forecast/test_forecast.py \
 			|| exit 1; \
 	done
 
