@@ -37,13 +37,13 @@ import yaml
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig
 
-from fsdptrain.config.hardware import KNOWN, Hardware
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.timing import recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Alloc, Event, Free, Trace
 from fsdptrain.parallel import shard
+from fsdptrain.plan.hardware import KNOWN, Hardware
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate.step import simulate
 
 FITTED_TOKENS = 2048  # longer rows are dominated by attention, whose kernel was another one
@@ -323,7 +323,7 @@ def main() -> None:
             (f"up to {FITTED_TOKENS} tokens, size left out", left_out),
             ("longer, size left out", longer),
             ("all, size left out", list(found.values())),
-            ("all, with the figure of `config.hardware`", as_set),
+            ("all, with the figure of `plan.hardware`", as_set),
         ):
             if errors:
                 print(f"| {family}, {what} | {summary(errors, card.spread)} |")

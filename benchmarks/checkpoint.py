@@ -85,9 +85,9 @@ def measure(rounds: int, folder: Path) -> NoReturn:
     """Run one rank; pass on the times of the slowest."""
     import torch.distributed as dist
 
-    from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
-    from fsdptrain.config.topology import Topology
+    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.topology import Topology
 
     run = set_up_rank(make_plan(load(folder / "recipe.yaml"), Topology("cpu", 1, WORLD)))
     methods = methods_of(run, folder)

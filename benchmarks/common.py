@@ -90,7 +90,7 @@ def exit_with_result(result: Any) -> NoReturn:
 
 def set_up_rank(plan: Any) -> Any:
     """Return the trainer of this rank, set up as by a worker. It writes no events."""
-    from fsdptrain.events import Reporter
+    from fsdptrain.folder.events import Reporter
     from fsdptrain.processes import StopRequest
     from fsdptrain.train.setup import Session
     from fsdptrain.train.trainer import Trainer

@@ -4,7 +4,7 @@
 
 It should take about 13 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
 Several GPUs add the checks that need them. The table goes to the screen while the checks run, and into docs/gpu.md, and
-the figures for the card's row in config/hardware.py as well. A check that raises, or that takes longer than its limit,
+the figures for the card's row in plan/hardware.py as well. A check that raises, or that takes longer than its limit,
 becomes a line "failed: …". Recipes, runs and the output of everything that is started are in `--folder`.
 
 On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
@@ -132,7 +132,7 @@ def remarks(setting: Setting) -> list[str]:
     if setting.figures:
         name = setting.card.name if setting.card else "this card"
         fields = ", ".join(f"{name}={value}" for name, value in setting.figures.items())
-        found.append(f"For the row of `{name}` in `config/hardware.py`: `{fields}`")
+        found.append(f"For the row of `{name}` in `plan/hardware.py`: `{fields}`")
     return found
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from common import ROOT, last_line, run_ranks
 
-from fsdptrain.config.hardware import Hardware, card
 from fsdptrain.forecast.allocator import default_settings
+from fsdptrain.plan.hardware import Hardware, card
 from fsdptrain.text import GIB
 
 OK, WRONG, MEASURED = "ok", "WRONG", "measured"
@@ -227,7 +227,7 @@ def check_versions(setting: Setting) -> list[Row]:
 
 
 def check_rates(setting: Setting) -> list[Row]:
-    """The rate of matrix products and of memory, in the form of config/hardware.py."""
+    """The rate of matrix products and of memory, in the form of plan/hardware.py."""
     found, known = setting.job("rates", tiny=setting.tiny), setting.card
     product, memory = f"{found['flops'] / 1e12:.3g} TFLOP/s", f"{found['bytes'] / 1e12:.3g} TB/s"
     if known is None:
@@ -243,7 +243,7 @@ def check_rates(setting: Setting) -> list[Row]:
 
 
 def check_attention(setting: Setting) -> list[Row]:
-    """The rate of each attention kernel, and the shares of the peak in the form of config/hardware.py."""
+    """The rate of each attention kernel, and the shares of the peak in the form of plan/hardware.py."""
     rows, shares = [], {}
     for found in setting.job("attention_rates", tiny=setting.tiny):
         what = f"attention, {found['kernel']}, {found['kind']}"

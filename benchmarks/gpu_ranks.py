@@ -31,10 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.model import flash
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer

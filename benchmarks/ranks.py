@@ -120,9 +120,9 @@ def run_rank(folder: Path, world: int, meet: bool, result: Path) -> NoReturn:
 
 def timed_start(folder: Path, world: int, meet: bool) -> Figures:
     """Return the CPU seconds of each stage on this rank, its wall seconds, and what it read from the disk."""
-    from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
-    from fsdptrain.config.topology import Topology
+    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.topology import Topology
     from fsdptrain.processes import StopRequest
     from fsdptrain.train import trainer
 

@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="folder for the trace")
     options = parser.parse_args()
-    from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
-    from fsdptrain.config.topology import find_topology
     from fsdptrain.launch.agent import GLIBC_TUNABLES
+    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.topology import find_topology
 
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def measure(folder: Path, steps: int, out: Path) -> NoReturn:
     """Set up one rank as the worker does, make a few steps, and then profiled ones."""
     from torch.profiler import ProfilerActivity, profile
 
-    from fsdptrain.config.plan import Plan
+    from fsdptrain.plan.plan import Plan
 
     trainer = set_up_rank(Plan.from_json((folder / "plan.json").read_text()))
     step_s = statistics.median(seconds(trainer.step, step) for step in range(WARM_UP + steps))

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdptrain.config.plan import Plan
-from fsdptrain.launch.attempts import EarlierAttempts
+from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.folder.records import Tail
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
-from fsdptrain.records import Tail
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.plan.plan import Plan
+from fsdptrain.terminal.screen import Screen
 
 
 def main(run: Path) -> None:

@@ -30,16 +30,16 @@ from fsdptrain.errors import (
     first_line,
     is_disk_full,
 )
-from fsdptrain.files import scratch_folder, shipped, system_reason
+from fsdptrain.folder.files import scratch_folder, shipped, system_reason
 from fsdptrain.processes import Interrupted, exit_after_printing, interrupt, open_safe_streams, watch_parent
 from fsdptrain.text import wrapped_for
 
 if TYPE_CHECKING:
-    from fsdptrain.config.plan import Plan
+    from fsdptrain.attempts.attempts import EarlierAttempts
     from fsdptrain.config.reader import LoadedRecipe
-    from fsdptrain.launch.attempts import EarlierAttempts
-    from fsdptrain.rundir import RunDir
-    from fsdptrain.screen import Screen
+    from fsdptrain.folder.rundir import RunDir
+    from fsdptrain.plan.plan import Plan
+    from fsdptrain.terminal.screen import Screen
     from fsdptrain.validate.client import Request
     from fsdptrain.validate.findings import Outcome
 
@@ -132,7 +132,7 @@ def _print_error(error: FsdptrainError) -> None:
 
 def _own_name() -> str:
     """Return `fsdptrain`; `fsdptrain on HOST` if a launcher has started the command on several, with one output."""
-    from fsdptrain.config.launchers import find_launcher
+    from fsdptrain.plan.launchers import find_launcher
 
     with contextlib.suppress(RecipeError):  # of variables that contradict each other
         launched = find_launcher(os.environ)
@@ -171,7 +171,7 @@ def _os_errors_as_fsdptrain_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def _errors_recorded(rundir: RunDir) -> Iterator[None]:
     """Write an error as an event, and the traceback of an unexpected one, which is raised as an FsdptrainError."""
-    from fsdptrain.events import record_error
+    from fsdptrain.folder.events import record_error
 
     try:
         with _os_errors_as_fsdptrain_errors():
@@ -213,10 +213,7 @@ def run(
 
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
-        from fsdptrain.config.launchers import find_launcher, is_first
-        from fsdptrain.config.limits import limits_here, risky_limits
-        from fsdptrain.config.versions import untested_versions
-        from fsdptrain.events import cut_partial_lines
+        from fsdptrain.folder.events import cut_partial_lines
         from fsdptrain.forecast.allocator import default_settings
         from fsdptrain.forecast.client import Forecaster
         from fsdptrain.forecast.compare import ForecastComparison
@@ -224,7 +221,10 @@ def run(
         from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, upload_export
         from fsdptrain.launch.next_steps import next_steps
-        from fsdptrain.screen import Screen
+        from fsdptrain.plan.launchers import find_launcher, is_first
+        from fsdptrain.plan.limits import limits_here, risky_limits
+        from fsdptrain.plan.versions import untested_versions
+        from fsdptrain.terminal.screen import Screen
 
         started, launched = time.monotonic(), find_launcher(os.environ)
         rundir, topology = plan.rundir, plan.topology
@@ -268,11 +268,11 @@ def _claim(
     stack: contextlib.ExitStack, written: LoadedRecipe, fresh: bool, trust_remote_code: bool
 ) -> tuple[Plan, EarlierAttempts]:
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
-    from fsdptrain.config.launchers import find_launcher, worker_variables
-    from fsdptrain.config.limits import raise_limits
-    from fsdptrain.config.plan import make_plan
-    from fsdptrain.config.topology import check_name, find_topology
-    from fsdptrain.launch.claim import claim_run_dir
+    from fsdptrain.attempts.claim import claim_run_dir
+    from fsdptrain.plan.launchers import find_launcher, worker_variables
+    from fsdptrain.plan.limits import raise_limits
+    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.topology import check_name, find_topology
 
     topology = find_topology(written.recipe, os.environ, explicit=written.where)
     os.environ.update(worker_variables(find_launcher(os.environ)))
@@ -322,7 +322,7 @@ def validate(
                 f"--here: cannot be combined with {names}, which the dry run uses: leave out one or the other"
             )
         from fsdptrain.forecast.plot import check_plot_path
-        from fsdptrain.page import Page
+        from fsdptrain.terminal.page import Page
         from fsdptrain.validate.client import make_request
         from fsdptrain.validate.summary import show_outcome
 
@@ -364,8 +364,8 @@ def _run_dry_run(request: Request) -> Outcome:
 
 def _check_here(request: Request) -> Outcome:
     """Check the nodes of a run, as their command or as one of their workers. All but the first of them exit here."""
-    from fsdptrain.config.launchers import find_launcher, is_first, worker_variables
-    from fsdptrain.config.topology import check_name
+    from fsdptrain.plan.launchers import find_launcher, is_first, worker_variables
+    from fsdptrain.plan.topology import check_name
 
     launched = find_launcher(os.environ)
     os.environ.update(worker_variables(launched))
@@ -396,7 +396,7 @@ def _screen_beside_result() -> Screen:
     """Return a screen on standard error, because standard output is for the result."""
     from rich.console import Console
 
-    from fsdptrain.screen import Screen
+    from fsdptrain.terminal.screen import Screen
 
     return Screen(Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=sys.stderr.isatty()))
 
@@ -423,7 +423,7 @@ def export(
     from typing import get_args, get_type_hints
 
     from fsdptrain.config.schema import Export
-    from fsdptrain.storage import URL
+    from fsdptrain.folder.storage import URL
 
     for name, value in (("dtype", dtype), ("adapter", adapter), ("merge_base", merge_base)):
         choices = get_args(get_type_hints(Export)[name])
@@ -440,9 +440,9 @@ def export(
         target = rundir.export if out is None else _output_folder(_expanded_path(out), rundir)
         if not rundir.checkpoint_steps():
             raise CheckpointError(f"{run_dir} has no complete checkpoint")
-        from fsdptrain.launch.claim import lock_for_export
-        from fsdptrain.ownership import output_lock, parents_made
-        from fsdptrain.screen import Screen
+        from fsdptrain.attempts.claim import lock_for_export
+        from fsdptrain.folder.ownership import output_lock, parents_made
+        from fsdptrain.terminal.screen import Screen
 
         with (
             Screen() as screen,
@@ -458,13 +458,13 @@ def export(
 def _opened_run(run_dir: str) -> Iterator[RunDir]:
     """Yield the folder of a run; for one in an object store, a temporary folder with its small files."""
     from fsdptrain.config.paths import path_fault
-    from fsdptrain.rundir import RunDir
-    from fsdptrain.storage import URL, url_fault
+    from fsdptrain.folder.rundir import RunDir
+    from fsdptrain.folder.storage import URL, url_fault
 
     if not URL.fullmatch(run_dir):
         yield RunDir.open(_expanded_path(Path(run_dir)).absolute())
         return
-    from fsdptrain.runstore import RunStore
+    from fsdptrain.folder.runstore import RunStore
 
     if fault := path_fault(run_dir) or url_fault(run_dir):
         raise RecipeError(fault)
@@ -523,8 +523,8 @@ def submit(
 ) -> None:
     """Run a recipe as a job of Slurm. For other clusters: fsdptrain recipes list clusters."""
     written = _load_recipe(recipe, overrides)
-    from fsdptrain.config.hardware import parse_hardware
     from fsdptrain.launch import submit as jobs
+    from fsdptrain.plan.hardware import parse_hardware
 
     # Check every option before the dry run starts, because that takes a while.
     target = parse_hardware(hardware) if hardware is not None else None
@@ -550,7 +550,7 @@ def submit(
 
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
-    from fsdptrain.page import Page
+    from fsdptrain.terminal.page import Page
     from fsdptrain.validate.client import make_request
     from fsdptrain.validate.summary import show_outcome
 
@@ -570,10 +570,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
     """Show what goes on in a run, or in several. Works on any machine that sees the folder; changes nothing."""
+    from fsdptrain.folder.records import json_safe
+    from fsdptrain.folder.storage import URL
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
-    from fsdptrain.page import Page
-    from fsdptrain.records import json_safe
-    from fsdptrain.storage import URL
+    from fsdptrain.terminal.page import Page
 
     with _opened_run(run_dir) as rundir:
         page = Page()
@@ -598,7 +598,7 @@ def verify(
 ) -> None:
     """Check the checkpoints and export of a run. Compare them with their checksums; change nothing."""
     from fsdptrain.checkpoint.verify import show_survey, survey
-    from fsdptrain.screen import Screen
+    from fsdptrain.terminal.screen import Screen
 
     with Screen() as screen, _opened_run(run_dir) as rundir:
         if not rundir.root.is_dir():
@@ -659,7 +659,7 @@ def init(
     if not data or model is None:
         raise RecipeError("give --data and --model, or the configuration of another tool with --from")
     from fsdptrain.data.starter import read_starter
-    from fsdptrain.page import Page
+    from fsdptrain.terminal.page import Page
     from fsdptrain.validate.proposal import propose, show_proposal
 
     starter = read_starter(data, model, dest)
@@ -802,7 +802,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
     """Print that there is nothing left to train, and what to do next; upload an export that is here only."""
     from fsdptrain.launch.launcher import upload_export
     from fsdptrain.launch.next_steps import next_steps
-    from fsdptrain.screen import Screen
+    from fsdptrain.terminal.screen import Screen
 
     rundir = plan.rundir
     with Screen() as screen:
@@ -816,7 +816,7 @@ def _show_finished(plan: Plan, earlier: EarlierAttempts) -> None:
 def _expanded_path(written: Path) -> Path:
     """Return a path from the command line with `~` expanded; raise RecipeError if it cannot be a path."""
     from fsdptrain.config.paths import expanded, path_fault
-    from fsdptrain.storage import LIKE_A_URL
+    from fsdptrain.folder.storage import LIKE_A_URL
 
     if fault := path_fault(str(written)):
         raise RecipeError(fault)

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from fsdptrain import storage
 from fsdptrain.checkpoint import save as checkpoint
+from fsdptrain.folder import storage
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from support import TESTS, environment, events, processes_using, python_path, write_recipe
 
-from fsdptrain.checkpoint import manifest
-from fsdptrain.rundir import RunDir
+from fsdptrain.attempts import manifest
+from fsdptrain.folder.rundir import RunDir
 
 STEPS, EVERY = 12, 2
 SMALL = {

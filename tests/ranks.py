@@ -36,11 +36,10 @@ from fsdptrain.checkpoint import stored
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
-from fsdptrain.config.plan import make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
-from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
+from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
 from fsdptrain.model.adapter import base_name
@@ -50,8 +49,9 @@ from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
 from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
+from fsdptrain.plan.plan import make_plan, varied
+from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.storage import open_storage
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.nonfinite import find_sources

@@ -12,11 +12,11 @@ from typing import Any
 
 from support import ROOT, TESTS
 
-from fsdptrain.config.hardware import Hardware, parse_hardware
-from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import topology_of
 from fsdptrain.forecast.client import Forecaster
+from fsdptrain.plan.hardware import Hardware, parse_hardware
+from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.topology import topology_of
 
 RECIPES = ROOT / "recipes"
 FILE = TESTS / "forecast" / "shipped.json"

@@ -8,10 +8,10 @@ from typing import Any
 from support import write_recipe
 from transformers import AutoConfig
 
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.trace import Trace
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate import step as simulate
 
 SMALL = {

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import yaml
 
-from fsdptrain.records import EVENTS
+from fsdptrain.folder.records import EVENTS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"

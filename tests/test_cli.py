@@ -23,17 +23,17 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
+from pseudo_terminal import run_on_terminal
 from support import ROOT, environment, fsdptrain
-from terminal import run_on_terminal
 
 from fsdptrain.cli import app
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
-from fsdptrain.config.topology import Topology
 from fsdptrain.data.columns import peek
 from fsdptrain.data.starter import read_starter
 from fsdptrain.errors import DISK_FULL_ERRNOS, DataError, RecipeError
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 
 COMMANDS = [
     "", "run", "validate", "export", "submit", "status", "verify", "schema", "init", "recipes", "recipes list",
@@ -98,7 +98,7 @@ def test_a_misspelt_command_gets_its_nearest_name_and_shells_complete() -> None:
 
 @pytest.mark.parametrize("command", ["srun -N2 --ntasks-per-node=1", "srun -N1 -n3"])
 def test_a_message_names_its_host_if_a_launcher_started_the_command_on_several(tmp_path: Path, command: str) -> None:
-    env = json.loads((ROOT / "tests/config/launchers.json").read_text())[command][-1]
+    env = json.loads((ROOT / "tests/plan/launchers.json").read_text())[command][-1]
     name = f"fsdptrain on {socket.gethostname()}" if "-N2" in command else "fsdptrain"
     recipe = tmp_path / "recipe.yaml"
     assert re.match(rf"{name}: .*recipe.yaml", fsdptrain("run", recipe, **env).stderr)  # there is no such file

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from conftest import FaultTable
 from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
+from pseudo_terminal import Terminal
 from support import ROOT, environment, events, wait_for_step
-from terminal import Terminal
 
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError, Stopped
-from fsdptrain.files import scratch_folder
+from fsdptrain.folder.files import scratch_folder
 from fsdptrain.processes import SAME_REQUEST_S, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
@@ -51,7 +51,10 @@ def check_killed(tmp: Path, table: FaultTable, moment: str, victim: str, start: 
     assert gone, found
 
 
-HOLD = "from fsdptrain.files import scratch_folder\nwith scratch_folder() as folder: print(folder, flush=True); input()"
+HOLD = """
+from fsdptrain.folder.files import scratch_folder
+with scratch_folder() as folder: print(folder, flush=True); input()
+"""
 
 
 def test_the_scratch_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_is_not(

@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
-from fsdptrain.config.hardware import KNOWN
-from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.forecast.trace import Event, Moment, Synchronize
 from fsdptrain.model.skeleton import choose_attention
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.simulate.device import PretendCopy, pretend_accelerator, pretend_world
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches

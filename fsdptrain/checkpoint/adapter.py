@@ -15,11 +15,11 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.adapter import ADAPTER_WEIGHTS
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError
-from fsdptrain.events import Progress
-from fsdptrain.files import fsync
+from fsdptrain.folder.events import Progress
+from fsdptrain.folder.files import fsync
+from fsdptrain.folder.ownership import asset_names, copy_assets
 from fsdptrain.model.adapter import adapted_layers, base_name, is_adapter, merged_weight, save_config, saved_names
 from fsdptrain.model.units import trained_state
-from fsdptrain.ownership import asset_names, copy_assets
 
 # Files of the model itself, which an adapter's folder does not have: transformers would open it as a whole model.
 OF_MODEL = ("config.json", "generation_config.json")

@@ -26,7 +26,7 @@ from safetensors.torch import load
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.errors import CheckpointError, killed_by
-from fsdptrain.events import Progress
+from fsdptrain.folder.events import Progress
 from fsdptrain.processes import child_command, child_environment
 from fsdptrain.text import duration, size
 

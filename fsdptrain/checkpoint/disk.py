@@ -11,9 +11,9 @@ from typing import Any
 
 from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Counts, Plan
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
+from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, size
 
 

@@ -26,11 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
-from fsdptrain.checkpoint.compare import POLL_S, Comparison, Sample, Way, coarser, weights_memory
-from fsdptrain.checkpoint.disk import report_full_disk
-from fsdptrain.checkpoint.load import StoredCheckpoint
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.attempts.manifest import (
     BASE_KEY,
     checkpoint_problems,
     file_sums,
@@ -38,22 +34,19 @@ from fsdptrain.checkpoint.manifest import (
     reject_external_symlinks,
     resume_problems,
 )
+from fsdptrain.checkpoint.adapter import collected, merged_tensors, trained_groups, write_adapter
+from fsdptrain.checkpoint.compare import POLL_S, Comparison, Sample, Way, coarser, weights_memory
+from fsdptrain.checkpoint.disk import report_full_disk
+from fsdptrain.checkpoint.load import StoredCheckpoint
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG, INDEX, WEIGHTS
 from fsdptrain.config.adapter import ADAPTER_FOLDER
-from fsdptrain.config.plan import Plan, open_plan, varied
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, StorageError, first_line
-from fsdptrain.events import Progress, Reporter, progress_record
-from fsdptrain.files import fsync, openable
-from fsdptrain.model.adapter import freeze, layers_in_nf4
-from fsdptrain.model.assets import special_token_conflicts
-from fsdptrain.model.nf4 import round_trip
-from fsdptrain.model.skeleton import skeleton, skeleton_in_dtype
-from fsdptrain.model.units import blocks_of, saved_state, trained_state
-from fsdptrain.model.weights import read_groups
-from fsdptrain.ownership import (
+from fsdptrain.folder.events import Progress, Reporter, progress_record
+from fsdptrain.folder.files import fsync, openable
+from fsdptrain.folder.ownership import (
     Stamps,
     asset_names,
     copy_assets,
@@ -65,9 +58,16 @@ from fsdptrain.ownership import (
     replace_export,
     write_export_record,
 )
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
-from fsdptrain.storage import MANIFEST_NAME, Location
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import MANIFEST_NAME, Location
+from fsdptrain.model.adapter import freeze, layers_in_nf4
+from fsdptrain.model.assets import special_token_conflicts
+from fsdptrain.model.nf4 import round_trip
+from fsdptrain.model.skeleton import skeleton, skeleton_in_dtype
+from fsdptrain.model.units import blocks_of, saved_state, trained_state
+from fsdptrain.model.weights import read_groups
+from fsdptrain.plan.plan import Plan, open_plan, varied
+from fsdptrain.terminal.screen import Screen
 
 MAX_FILE_BYTES = 5 * 10**9
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files: BF16, …

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from fsdptrain.checkpoint.manifest import read_manifest
+from fsdptrain.attempts.manifest import read_manifest
 from fsdptrain.checkpoint.shards import Shard, shard_of
 from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.errors import CheckpointError, listed
-from fsdptrain.files import NOTHING_THERE, system_errors
-from fsdptrain.storage import Location
+from fsdptrain.folder.files import NOTHING_THERE, system_errors
+from fsdptrain.folder.storage import Location
 
 MAX_ROWS = 2**62  # of a tensor: sums of two such numbers are an int64
 

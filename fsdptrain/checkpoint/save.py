@@ -31,9 +31,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdptrain.checkpoint.disk import check_space, report_full_disk
-from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.attempts.manifest import (
     FORMAT_VERSION,
     Manifest,
     checkpoint_problems,
@@ -42,15 +40,17 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
+from fsdptrain.checkpoint.disk import check_space, report_full_disk
+from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
-from fsdptrain.files import fsync, is_there
-from fsdptrain.ownership import FolderWatch
+from fsdptrain.folder.files import fsync, is_there
+from fsdptrain.folder.ownership import FolderWatch
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import RunStore
+from fsdptrain.folder.storage import Location
 from fsdptrain.parallel.world import World
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import RunStore
-from fsdptrain.storage import Location
+from fsdptrain.plan.plan import Plan
 
 WriteEvent = Callable[..., None]  # (event, its fields) → written to the run's metrics
 READ_BYTES = 2**20  # read back at a time; with more, the processor's cache does not hold it until it is compared

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.files import openable
-from fsdptrain.storage import READ_BYTES, Location, ObjectPath
+from fsdptrain.folder.files import openable
+from fsdptrain.folder.storage import READ_BYTES, Location, ObjectPath
 
 MAX_HEADER_BYTES = 10**8  # as in the library
 REQUESTS = 8  # at a time

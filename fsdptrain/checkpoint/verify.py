@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.checkpoint.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
+from fsdptrain.attempts.manifest import checkpoint_problems, file_problem, parse_object, reject_external_symlinks
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from fsdptrain.errors import CheckpointError, OtherVersion, StorageError
-from fsdptrain.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
-from fsdptrain.ownership import ExportRecord, file_stamps, read_export_record
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import EXPORT, RunStore
-from fsdptrain.screen import Screen
+from fsdptrain.folder.files import NOTHING_THERE, is_there, openable, regular_file_status, system_errors
+from fsdptrain.folder.ownership import ExportRecord, file_stamps, read_export_record
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import EXPORT, RunStore
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

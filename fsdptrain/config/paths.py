@@ -16,8 +16,8 @@ from typing import Any, TypeGuard
 
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DataError, NoData, Problem, RecipeError, shortened
-from fsdptrain.files import NOTHING_THERE, system_errors
-from fsdptrain.storage import URL, url_fault
+from fsdptrain.folder.files import NOTHING_THERE, system_errors
+from fsdptrain.folder.storage import URL, url_fault
 
 
 def expanded(path: str) -> str:

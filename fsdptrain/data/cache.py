@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import cache_root
 from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk_full
-from fsdptrain.files import NOTHING_THERE, system_errors
+from fsdptrain.folder.files import NOTHING_THERE, system_errors
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
 

@@ -27,7 +27,6 @@ import torch
 
 from fsdptrain import __version__
 from fsdptrain.config.paths import DataPath, places
-from fsdptrain.config.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.columns import read_all_rows
@@ -36,7 +35,8 @@ from fsdptrain.data.pack import Ints, cut_and_pack
 from fsdptrain.data.sources import DIGEST_FILE, count_files, data_stamps, fingerprint, open_sources, readable_files
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, listed
-from fsdptrain.events import Progress
+from fsdptrain.folder.events import Progress
+from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss

@@ -19,12 +19,12 @@ from safetensors import safe_open
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from fsdptrain.config.paths import is_folder, model_name_fault
-from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
 from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
-from fsdptrain.events import Progress
-from fsdptrain.files import openable
+from fsdptrain.folder.events import Progress
+from fsdptrain.folder.files import openable
+from fsdptrain.plan.plan import Plan
 
 CUSTOM_CODE = (
     "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.plan import HubData
 from fsdptrain.data.readers import Rows, Source, without_nulls
 from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_line, listed
+from fsdptrain.plan.plan import HubData
 
 COMMIT = re.compile("[0-9a-f]{40}")
 

@@ -18,12 +18,12 @@ from typing import Any
 from filelock import FileLock
 
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.config.plan import HubData, Plan
 from fsdptrain.data.hub_data import COMMIT, hub_commit
 from fsdptrain.errors import CheckpointError
-from fsdptrain.files import is_there, write_atomically
-from fsdptrain.records import read_object
-from fsdptrain.rundir import RunDir
+from fsdptrain.folder.files import is_there, write_atomically
+from fsdptrain.folder.records import read_object
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.plan.plan import HubData, Plan
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
 

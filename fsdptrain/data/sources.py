@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data, matching_paths, places
-from fsdptrain.config.plan import HubData
 from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
 from fsdptrain.data.objects import StoredObject, fetch, list_objects
@@ -26,8 +25,9 @@ from fsdptrain.data.readers import (
     reject_saved_to_disk,
 )
 from fsdptrain.errors import DataError, NoData, shortened
-from fsdptrain.events import Progress
-from fsdptrain.storage import URL
+from fsdptrain.folder.events import Progress
+from fsdptrain.folder.storage import URL
+from fsdptrain.plan.plan import HubData
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
 

@@ -22,7 +22,7 @@ from fsdptrain.data.columns import (
     unknown_columns_error,
 )
 from fsdptrain.errors import Problem, RecipeError, shortened
-from fsdptrain.storage import url_fault
+from fsdptrain.folder.storage import url_fault
 
 RECIPE = """\
 # yaml-language-server: $schema=recipe.schema.json

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
@@ -21,7 +20,8 @@ from fsdptrain.data.encode import prefix_tokens
 from fsdptrain.data.hub import hub_arguments, hub_errors, recipe_errors, reject_symlinks_outside
 from fsdptrain.data.sources import fingerprint, open_sources, readable_files
 from fsdptrain.errors import RecipeError
-from fsdptrain.events import Progress
+from fsdptrain.folder.events import Progress
+from fsdptrain.plan.plan import Plan
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.hardware import ESTIMATED, Hardware
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError, from_record
 from fsdptrain.forecast.trace import Category
+from fsdptrain.plan.hardware import ESTIMATED, Hardware
+from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import child_command, child_environment
 
 

@@ -12,13 +12,13 @@ import statistics
 import threading
 from typing import Any
 
-from fsdptrain.config.hardware import card
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.folder.records import Tail, without_undone
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.records import Tail, without_undone
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.plan.hardware import card
+from fsdptrain.plan.plan import Plan
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
 WARM_UP = 3  # first steps that are not compared: they compile, connect and fill caches

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.config.schema import Recipe
+from fsdptrain.plan.plan import Counts, Plan, varied
 
 
 @dataclass(frozen=True)

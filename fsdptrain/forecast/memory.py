@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdptrain.config.plan import Counts
 from fsdptrain.forecast.trace import Alloc, Category, Collective, Event, Free, Moment, Trace
+from fsdptrain.plan.plan import Counts
 
 BEFORE = "before the step"
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdptrain.config.hardware import CPU, Hardware, card
-from fsdptrain.config.plan import Plan, varied
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.folder.records import Record
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.search import RequestForecast, changes_of_kind, changes_that_save_memory, command_text
-from fsdptrain.records import Record
+from fsdptrain.plan.hardware import CPU, Hardware, card
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import size
 
 SHOWN = 3  # overrides

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import DoesNotFit, listed
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.kinds import leaner_kinds
 from fsdptrain.forecast.search import changes_that_save_memory, command_text, override_words
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import duration, size
 
 TRAFFIC_HEADER = ["collective", "ranks", "where", "calls", "buffers", "sent by a rank"]

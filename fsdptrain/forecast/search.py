@@ -18,17 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.config.hardware import Hardware
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Counts, Plan, elastic_problems, varied
 from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import value_at
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.forecast.kinds import Kind, all_kinds, leaner_kinds, least_counts
 from fsdptrain.forecast.shallow import Shallow, extrapolate
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.plan.topology import Topology
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 

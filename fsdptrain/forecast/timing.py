@@ -10,9 +10,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdptrain.config.hardware import Hardware
 from fsdptrain.forecast.memory import network_share, ring_bytes
 from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
+from fsdptrain.plan.hardware import Hardware
 
 LATENCY_S = 20e-6  # of every collective
 

@@ -21,15 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import address_of, is_loopback, is_this_machine, local_end
-from fsdptrain.config.plan import Plan, read_plan
-from fsdptrain.config.topology import host_of
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
-from fsdptrain.files import scratch_folder
+from fsdptrain.folder.files import scratch_folder
 from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
+from fsdptrain.plan.launchers import find_launcher
+from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end
+from fsdptrain.plan.plan import Plan, read_plan
+from fsdptrain.plan.topology import host_of
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child_command
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     FsdptrainError,
     KilledForMemory,
@@ -21,10 +20,11 @@ from fsdptrain.errors import (
     killed_by,
     own_frame,
 )
-from fsdptrain.files import NOTHING_THERE
+from fsdptrain.folder.files import NOTHING_THERE
+from fsdptrain.folder.records import open_regular, read_object, read_text
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.collectives import waited_for
-from fsdptrain.records import open_regular, read_object, read_text
-from fsdptrain.rundir import RunDir
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import ranks_text
 
 ALIVE_S, STAMPS_PER_S = 5.0, 100  # how often each rank says that it is alive; how often all ranks together

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fsdptrain.attempts.attempts import EarlierAttempts
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.paths import places
-from fsdptrain.config.plan import BY_LENGTH, Plan
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import listed
-from fsdptrain.launch.attempts import EarlierAttempts
-from fsdptrain.rundir import RunDir
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.plan.plan import BY_LENGTH, Plan
 from fsdptrain.text import counted
 
 

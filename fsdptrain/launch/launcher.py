@@ -23,7 +23,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
-from fsdptrain.config.plan import PLAN_DIGEST, Plan
+from fsdptrain.attempts.attempts import EarlierAttempts, inspect_earlier_attempts
+from fsdptrain.attempts.claim import take_over_lock
 from fsdptrain.errors import (
     KilledForMemory,
     NodeWaits,
@@ -34,18 +35,17 @@ from fsdptrain.errors import (
     WorkerError,
     WorkerLost,
 )
-from fsdptrain.events import cut_partial_lines, progress_record, record_restart
-from fsdptrain.launch.attempts import EarlierAttempts, inspect_earlier_attempts
-from fsdptrain.launch.claim import take_over_lock
+from fsdptrain.folder.events import cut_partial_lines, progress_record, record_restart
+from fsdptrain.folder.ownership import FolderWatch
+from fsdptrain.folder.records import EVENTS, Record, Tail
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.refusal import refused_elsewhere
-from fsdptrain.ownership import FolderWatch
+from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
-from fsdptrain.records import EVENTS, Record, Tail
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import EXPORT, RunStore
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
 
 POLL_S = 0.1  # between two checks of the agent

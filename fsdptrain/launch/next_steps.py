@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG
-from fsdptrain.config.plan import Plan
 from fsdptrain.launch.heading import short_path
+from fsdptrain.plan.plan import Plan
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
 

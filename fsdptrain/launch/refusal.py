@@ -12,12 +12,12 @@ import socket
 import sys
 import time
 
-from fsdptrain.config.launchers import find_launcher
-from fsdptrain.config.network import address_of, is_this_machine
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe, node_range
-from fsdptrain.config.topology import host_of
 from fsdptrain.errors import FolderInUse, FsdptrainError, RecipeError, from_record, to_record
+from fsdptrain.plan.launchers import find_launcher
+from fsdptrain.plan.network import address_of, is_this_machine
+from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.topology import host_of
 
 TELL_S = 60.0  # under a launcher, which starts all nodes together: they come within such a time, or not at all
 

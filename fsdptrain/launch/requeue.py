@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from fsdptrain.config.paths import working_folder
 from fsdptrain.errors import FsdptrainError, KilledForMemory, NotMet, WorkerError, WorkerLost
-from fsdptrain.events import Record, Tail
-from fsdptrain.rundir import RunDir
+from fsdptrain.folder.events import Record, Tail
+from fsdptrain.folder.rundir import RunDir
 
 REQUEUES = 20
 

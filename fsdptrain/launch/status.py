@@ -18,18 +18,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fsdptrain.config.plan import Plan, open_plan
+from fsdptrain.attempts.holder import holder_of
 from fsdptrain.config.schema import node_range
 from fsdptrain.errors import RecipeError, StorageError, first_line
+from fsdptrain.folder.ownership import is_marked, read_export_record
+from fsdptrain.folder.records import Record, RunState, Tail, waits_for_slow_ranks
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import EXPORT, RunStore
 from fsdptrain.launch.explain import explain_hang, hung_ranks, silent_ranks
-from fsdptrain.launch.holder import holder_of
-from fsdptrain.liveline import LiveLine, Part
-from fsdptrain.ownership import is_marked, read_export_record
-from fsdptrain.page import Page
+from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.processes import STOP_SIGNAL, Interrupted
-from fsdptrain.records import Record, RunState, Tail, waits_for_slow_ranks
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import EXPORT, RunStore
+from fsdptrain.terminal.liveline import LiveLine, Part
+from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
 
 REFRESH_S = 1.0

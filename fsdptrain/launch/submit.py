@@ -19,19 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdptrain.config.hardware import HardwareChoice
-from fsdptrain.config.launchers import Launched
+from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.config.paths import expanded
-from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import LoadedRecipe
 from fsdptrain.config.schema import node_range
-from fsdptrain.config.topology import check_agreement, topology_of_job
 from fsdptrain.errors import RecipeError, Stopped
+from fsdptrain.folder.ownership import write_mark
+from fsdptrain.folder.rundir import MARK
 from fsdptrain.launch import requeue
-from fsdptrain.launch.claim import check_run_dir
 from fsdptrain.launch.sbatch import check_times, directives, parse_options, take_stop_signal
-from fsdptrain.ownership import write_mark
-from fsdptrain.rundir import MARK
+from fsdptrain.plan.hardware import HardwareChoice
+from fsdptrain.plan.launchers import Launched
+from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.topology import check_agreement, topology_of_job
 from fsdptrain.text import counted
 
 PYTHON = (sys.executable, "-P")  # -P: imports nothing from the working folder

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from fsdptrain.config.plan import Plan, seed_of
 from fsdptrain.config.schema import Adapter, Recipe
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
-from fsdptrain.files import openable
+from fsdptrain.folder.files import openable
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import parameters_on_meta
+from fsdptrain.plan.plan import Plan, seed_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig

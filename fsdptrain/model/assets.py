@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.data.hub import error_summary, model_revision
 from fsdptrain.errors import RecipeError
-from fsdptrain.files import scratch_folder
+from fsdptrain.folder.files import scratch_folder
+from fsdptrain.folder.ownership import install_assets
 from fsdptrain.model.skeleton import set_special_token
-from fsdptrain.ownership import install_assets
+from fsdptrain.plan.plan import Plan
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

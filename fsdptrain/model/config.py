@@ -16,10 +16,10 @@ from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json, recipe_errors
 from fsdptrain.errors import NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import layer_values, set_special_token
+from fsdptrain.plan.plan import Plan, varied
 
 # The largest sizes that a model is built with, about ten times those of the largest models: a damaged or hostile
 # configuration could use all memory before its parameters are counted.

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 
-from fsdptrain.config.plan import seed_of
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError
-from fsdptrain.events import Progress
+from fsdptrain.folder.events import Progress
 from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.skeleton import parameters_on_meta, skeleton
 from fsdptrain.model.units import blocks_of
+from fsdptrain.plan.plan import seed_of
 
 
 def draw_weights(

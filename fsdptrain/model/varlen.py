@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.data.hub import error_summary
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
 from fsdptrain.model.probe import TOLERANCE, Probe
+from fsdptrain.plan.plan import Plan
 
 NAME = "varlen"  # in transformers' registry of attention functions
 

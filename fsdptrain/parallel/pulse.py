@@ -17,8 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import Stopped
+from fsdptrain.plan.plan import Plan
 
 INTERVAL_S = 1.0
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
@@ -36,6 +35,7 @@ from fsdptrain.parallel.patches import (
     takes_two_dtypes,
 )
 from fsdptrain.parallel.world import World, first_row
+from fsdptrain.plan.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdptrain.config.hardware import card
-from fsdptrain.config.network import ephemeral_ports, set_gloo_interface
-from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import send
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.parallel.issued import SIDE
+from fsdptrain.plan.hardware import card
+from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
+from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
 
 POLLS_PER_S = 1000  # requests to rank 0's store from all ranks together, while they wait for the last one

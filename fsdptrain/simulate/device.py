@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.forecast.trace import HOST, Event, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.parallel.world import Floats, HostCopy, World, make_mesh
+from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import register_accelerator
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fsdptrain.config.hardware import Hardware
 from fsdptrain.model.attention import attention_flops
+from fsdptrain.plan.hardware import Hardware
 
 aten = torch.ops.aten
 

@@ -16,8 +16,6 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from fsdptrain.config.dtypes import BYTES
-from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
@@ -29,6 +27,8 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.step import simulate
 from fsdptrain.text import size

@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.plan import Plan, varied
 from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
@@ -26,6 +24,8 @@ from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from fsdptrain.config.network import is_loopback
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import (
     MAX_MESSAGE_CHARS,
     FolderLost,
@@ -31,10 +29,12 @@ from fsdptrain.errors import (
     shortened,
     to_record,
 )
-from fsdptrain.events import record_error
-from fsdptrain.files import write_atomically
+from fsdptrain.folder.events import record_error
+from fsdptrain.folder.files import write_atomically
 from fsdptrain.parallel.issued import ISSUED
 from fsdptrain.parallel.patches import unit_name
+from fsdptrain.plan.network import is_loopback
+from fsdptrain.plan.plan import Plan
 
 
 def as_fsdptrain_error(error: BaseException) -> FsdptrainError:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.data.corpus import Batch, Stream, to_device
+from fsdptrain.plan.plan import Plan
 
 
 @dataclass(frozen=True)

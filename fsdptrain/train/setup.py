@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.checkpoint.disk import disk_facts, disk_problems
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.attempts.attempts import changes_since, too_few_steps
+from fsdptrain.attempts.manifest import (
     BASE_KEY,
     CODE_KEY,
     DATA_KEY,
@@ -33,18 +33,18 @@ from fsdptrain.checkpoint.manifest import (
     TOKENS_KEY,
     recipe_key,
 )
+from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.config.schedule import length_note, warmup_note
-from fsdptrain.config.topology import Topology
 from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
 from fsdptrain.errors import DataError, RecipeError, Stopped, listed
-from fsdptrain.events import Reporter
-from fsdptrain.launch.attempts import changes_since, too_few_steps
+from fsdptrain.folder.events import Reporter
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import URL
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.adapter import start_adapters
 from fsdptrain.model.assets import save_assets
@@ -55,9 +55,9 @@ from fsdptrain.model.nf4 import RowQuantizer
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
+from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu
+from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.rundir import RunDir
-from fsdptrain.storage import URL
 from fsdptrain.text import counted, ranks_text
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.preflight import PreparedModel, model_notes, prepare_tokenizer_and_model

@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.errors import WorkerLost, own_frame
-from fsdptrain.files import write_atomically
+from fsdptrain.folder.files import write_atomically
 from fsdptrain.launch.explain import alive_every_s
 from fsdptrain.parallel.issued import ISSUED, named
 from fsdptrain.parallel.patches import collective_of
+from fsdptrain.plan.plan import Plan
 from fsdptrain.train.patches import recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline

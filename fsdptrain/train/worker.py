@@ -20,14 +20,14 @@ from typing import NoReturn
 import torch.distributed as dist
 import transformers
 
-from fsdptrain.config.plan import Plan, read_plan
 from fsdptrain.errors import NodeWaits, RecipeError, Stopped
-from fsdptrain.events import Reporter
+from fsdptrain.folder.events import Reporter
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import RunStore
 from fsdptrain.launch.next_steps import next_steps
+from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import RunStore
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error, exit_from_thread, record_failure, write_error_file
 from fsdptrain.train.setup import Session
 from fsdptrain.train.trainer import Trainer

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 from transformers import AutoConfig
 
-from fsdptrain.config.plan import Plan, varied
 from fsdptrain.config.schema import FORMAT_FIELDS, long_row_treatment
 from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.corpus import open_rows
@@ -18,6 +17,7 @@ from fsdptrain.data.sources import open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import NoModel
 from fsdptrain.model.config import position_limit
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import counted
 from fsdptrain.validate.data import HEADING
 from fsdptrain.validate.findings import Findings

@@ -19,18 +19,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdptrain.config.hardware import Hardware, parse_hardware
-from fsdptrain.config.network import address_of, is_loopback
-from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
-from fsdptrain.config.topology import check_endpoint, find_topology, host_of, topology_of
-from fsdptrain.config.versions import untested_versions
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import nodes_allowed
 from fsdptrain.launch.launcher import Attempt
+from fsdptrain.plan.hardware import Hardware, parse_hardware
+from fsdptrain.plan.network import address_of, is_loopback
+from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
+from fsdptrain.plan.versions import untested_versions
 from fsdptrain.processes import Interrupted, StopRequest, child_command, child_environment
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate.findings import Outcome
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe_columns, peek, seam_without_space
@@ -19,6 +18,7 @@ from fsdptrain.data.sources import bytes_to_download, count_files, readable_file
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted, share, size
 from fsdptrain.validate.findings import Findings
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import transformers
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.client import Forecaster
+from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
 from fsdptrain.validate.choice import choose
 from fsdptrain.validate.client import Request

@@ -20,7 +20,7 @@ from fsdptrain.errors import (
     RecipeError,
     WorkerError,
 )
-from fsdptrain.events import progress_record
+from fsdptrain.folder.events import progress_record
 
 # Exit codes, that of the most basic problem first.
 BASIC_FIRST = [

@@ -29,16 +29,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdptrain.checkpoint.disk import existing_parent, free_space
-from fsdptrain.config.gpus import damaged_gpus
-from fsdptrain.config.network import address_of, gloo_end
-from fsdptrain.config.plan import Plan, model_name_problems
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
-from fsdptrain.files import scratch_folder, write_atomically
+from fsdptrain.folder.files import scratch_folder, write_atomically
 from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_store
+from fsdptrain.plan.gpus import damaged_gpus
+from fsdptrain.plan.network import address_of, gloo_end
+from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
 from fsdptrain.train.failure import as_fsdptrain_error, write_error_file

@@ -15,12 +15,12 @@ import transformers
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_torch_flex_attn_available
 
+from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.checkpoint.disk import existing_parent
-from fsdptrain.config.limits import fatal_limits, limits_here, risky_limits
-from fsdptrain.config.plan import Plan
-from fsdptrain.config.topology import NO_ENDPOINT
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.launch.claim import check_run_dir
+from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits
+from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import size
 from fsdptrain.validate.findings import Findings
 

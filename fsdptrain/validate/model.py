@@ -16,12 +16,12 @@ from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Counts, Plan, varied
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.adapter import check_adapter_values, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
+from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
 from fsdptrain.validate.findings import Findings

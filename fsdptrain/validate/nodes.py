@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdptrain.config.hardware import Hardware
-from fsdptrain.config.network import LocalEnd, is_loopback
+from fsdptrain.attempts.attempts import describe_changes
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, WorkerError, from_record, listed
-from fsdptrain.launch.attempts import describe_changes
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.network import LocalEnd, is_loopback
 from fsdptrain.text import GIB, counted, size
 from fsdptrain.validate.findings import Findings
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdptrain.config.reader import LoadedRecipe, parse
-from fsdptrain.page import Page
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, size
 from fsdptrain.validate.client import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.findings import Outcome

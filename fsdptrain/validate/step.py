@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.hardware import CPU, CUSTOM, Hardware, card
-from fsdptrain.config.plan import Counts, Plan
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast import advice as advice_table
 from fsdptrain.forecast.client import Forecast, Forecaster
@@ -23,6 +21,8 @@ from fsdptrain.forecast.render import (
     verdict,
 )
 from fsdptrain.forecast.search import Advice, search
+from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
+from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted
 from fsdptrain.validate.findings import Findings
 

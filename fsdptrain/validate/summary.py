@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fsdptrain.forecast.plot import memory_bar
 from fsdptrain.forecast.trace import Category
-from fsdptrain.page import Page
+from fsdptrain.terminal.page import Page
 from fsdptrain.validate.findings import Item, Outcome
 
 INDENT = 2

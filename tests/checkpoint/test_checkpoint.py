@@ -24,10 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
 
-from fsdptrain.checkpoint import save as save_module
-from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.attempts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_BYTES,
@@ -38,17 +35,20 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     with_checksum,
 )
+from fsdptrain.checkpoint import save as save_module
+from fsdptrain.checkpoint.export import export_checkpoint
+from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, Unreadable, from_record, to_record
-from fsdptrain.ownership import write_mark
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
-from fsdptrain.storage import open_storage
+from fsdptrain.folder.ownership import write_mark
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import open_storage
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.terminal.screen import Screen
 
 FAULTS = (
     "nothing", "taken_name", "taken_meanwhile", "disk_fills_up", "quota_is_used_up", "library_panics",
@@ -556,7 +556,8 @@ def test_verify_of_nothing(run: RunDir, tmp_path: Path) -> None:
 def test_verify_needs_no_torch(run: RunDir) -> None:
     export_checkpoint(run, None, run.export, None, Screen())
     code = (
-        "import sys, pathlib; from fsdptrain.rundir import RunDir; from fsdptrain.checkpoint.verify import survey; "
+        "import sys, pathlib; from fsdptrain.folder.rundir import RunDir\n"
+        "from fsdptrain.checkpoint.verify import survey\n"
         f"assert survey(RunDir(pathlib.Path({str(run.root)!r})))['good']; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -19,8 +19,8 @@ from support import TESTS, environment, fsdptrain, python_path
 from fsdptrain.checkpoint import export as exports
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.errors import CheckpointError
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.terminal.screen import Screen
 
 
 @pytest.fixture(scope="module")

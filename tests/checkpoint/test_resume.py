@@ -10,7 +10,7 @@ import pytest
 from reference import OPTIMIZERS, largest_difference
 from support import TINY, events, on_ranks, write_recipe
 
-from fsdptrain.checkpoint.manifest import (
+from fsdptrain.attempts.manifest import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,
@@ -21,9 +21,9 @@ from fsdptrain.checkpoint.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
 
 AT, STEPS = 5, 10
 

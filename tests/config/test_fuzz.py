@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from support import ROOT
 
 from fsdptrain.config.names import REPLACEMENTS
-from fsdptrain.config.plan import Plan, draft_plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import all_paths, flat
-from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.plan.plan import Plan, draft_plan, make_plan
+from fsdptrain.plan.topology import find_topology
 
 SECONDS = 2.0  # a longer time means that something grows without bound; a usual recipe takes 0.05
 MAX_MESSAGE = 20_000  # characters: a page, not a copy of the recipe

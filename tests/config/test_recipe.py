@@ -26,14 +26,14 @@ from fsdptrain.config.names import (
     replacement_of,
 )
 from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe, load
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of, value_at
-from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import accepts
-from fsdptrain.config.versions import TESTED, untested_versions
 from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.forecast.search import micro_batches
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.versions import TESTED, untested_versions
 
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -11,16 +11,16 @@ from shipped import COMMANDS, RECIPES, stored
 from support import ROOT
 
 from fsdptrain.config.dtypes import NF4_BYTES
-from fsdptrain.config.hardware import parse_hardware
-from fsdptrain.config.plan import Counts, Plan, draft_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import topology_of
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.config import load_config
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.plan.plan import Counts, Plan, draft_plan
+from fsdptrain.plan.topology import topology_of
 from fsdptrain.text import size
 
 GIB = 2**30

@@ -29,10 +29,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import fsdptrain.data.corpus
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
-from fsdptrain.config.topology import Topology
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
@@ -40,6 +38,8 @@ from fsdptrain.data.pack import best_fit_decreasing, cut, fill_blocks, pack, pie
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import CheckpointError, DataError, StorageError
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 
 PACKINGS = ["bfd", "concat", "none"]
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}

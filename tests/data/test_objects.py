@@ -29,11 +29,9 @@ pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
 
 from object_store import BUCKET, EXPIRED, FORBIDDEN, REFUSALS, ObjectStore, serve_here
 
-from fsdptrain import storage
-from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.attempts.claim import check_inputs, store_fault
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
-from fsdptrain.config.topology import Topology
 from fsdptrain.data import objects, sources
 from fsdptrain.data.columns import read_all_rows, read_rows
 from fsdptrain.data.corpus import open_rows
@@ -41,9 +39,11 @@ from fsdptrain.data.objects import fetch, list_objects
 from fsdptrain.data.sources import bytes_to_download, data_files, fingerprint, open_sources, quick_fingerprint
 from fsdptrain.data.tokenizer import load_tokenizer, train_bpe
 from fsdptrain.errors import CheckpointError, DataError, NoData, RecipeError, Stopped
-from fsdptrain.launch.claim import check_inputs, store_fault
-from fsdptrain.rundir import RunDir
-from fsdptrain.storage import object_path
+from fsdptrain.folder import storage
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import object_path
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.validate import data as validate_data
 from fsdptrain.validate.data import check_data
 from fsdptrain.validate.findings import Findings

@@ -118,8 +118,8 @@ PHASES: dict[str, list[dict[str, Any]]] = {
         {"where": "fsdptrain.checkpoint.save:write_shards", "call": (2, 3), "at": "exit"},
     ],
     "commit": [
-        {"where": "fsdptrain.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3)},
-        {"where": "fsdptrain.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3), "at": "exit"},
+        {"where": "fsdptrain.folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3)},
+        {"where": "fsdptrain.folder.storage:_LocalStorage.publish", "rank": 0, "call": (2, 3), "at": "exit"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp"},
         {"where": "os:rename", "rank": 0, "call": (2, 3), "match": ".tmp", "at": "exit"},
     ],
@@ -495,7 +495,7 @@ def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
 
 FILLINGS = {
     "in the second save": ("fsdptrain.checkpoint.save:write_shards", 2),
-    "for metrics.jsonl": ("fsdptrain.events:Reporter.event", 8),
+    "for metrics.jsonl": ("fsdptrain.folder.events:Reporter.event", 8),
     "at the export": ("fsdptrain.checkpoint.export:write_folder", 1),
 }
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from support import ROOT, environment
 
-from fsdptrain.config.hardware import KNOWN
+from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.text import GIB
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"

@@ -21,9 +21,7 @@ import torch
 from support import TINY, events, fsdptrain, write_recipe
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import safetensors_files
@@ -32,6 +30,8 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import LIMITS, load_config, position_limit
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import find_topology
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 

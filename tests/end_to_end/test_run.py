@@ -20,7 +20,7 @@ from support import TESTS, TINY, environment, events, fsdptrain, processes_using
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain.records import EVENTS, Tail
+from fsdptrain.folder.records import EVENTS, Tail
 
 STEPS = 6
 
@@ -86,9 +86,9 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
 
 
 def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
-    from fsdptrain.config.plan import Plan
     from fsdptrain.data.corpus import prepare
     from fsdptrain.data.tokenizer import load_tokenizer
+    from fsdptrain.plan.plan import Plan
 
     run = finished[0] / "run"
     plan = Plan.from_json((run / "plan.json").read_text())

@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 
 from fsdptrain.cli import app
 from fsdptrain.config.paths import working_folder
-from fsdptrain.events import read_history
-from fsdptrain.rundir import RunDir
-from fsdptrain.runstore import RunStore
-from fsdptrain.storage import object_path
+from fsdptrain.folder.events import read_history
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.runstore import RunStore
+from fsdptrain.folder.storage import object_path
 
 
 @pytest.fixture(scope="module")

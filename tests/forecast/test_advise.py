@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 from support import write_recipe
 
-from fsdptrain.config.hardware import CPU, KNOWN
-from fsdptrain.config.plan import Counts, Plan, draft_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.strategy import Strategy
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.forecast import advice as table
 from fsdptrain.forecast import search as advise
@@ -34,6 +31,9 @@ from fsdptrain.forecast.search import (
     search,
 )
 from fsdptrain.forecast.shallow import Shallow, extrapolate
+from fsdptrain.plan.hardware import CPU, KNOWN
+from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
+from fsdptrain.plan.topology import Topology
 from fsdptrain.text import wrapped
 
 H100 = KNOWN["h100-80gb"]

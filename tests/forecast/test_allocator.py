@@ -323,11 +323,11 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from calibrate import save_every_second_product
 
-    from fsdptrain.config.plan import make_plan
     from fsdptrain.config.reader import load
-    from fsdptrain.config.topology import Topology
     from fsdptrain.model.units import Unit, blocks_of
     from fsdptrain.parallel import shard
+    from fsdptrain.plan.plan import make_plan
+    from fsdptrain.plan.topology import Topology
     from fsdptrain.simulate import step as simulate
     from fsdptrain.simulate.device import PRETEND
     from fsdptrain.train.optim import make_optimizer

@@ -21,21 +21,21 @@ from simulated import SMALL, plan_of
 from support import TINY, sample
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Recipe
-from fsdptrain.config.topology import topology_of
 from fsdptrain.errors import FsdptrainError, RecipeError
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.forecast import client, compare
 from fsdptrain.forecast.client import Forecaster
 from fsdptrain.forecast.compare import ForecastComparison
 from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
-from fsdptrain.page import Page
 from fsdptrain.parallel.world import World
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.plan.hardware import CALIBRATED, CPU, KNOWN, Hardware, card, parse_hardware
+from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.topology import topology_of
+from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.launch import holder
+from fsdptrain.attempts import holder
 
 HANG_FACTOR = 0.1  # times the usual timeout, so that a hang is noticed soon
 # Variables: a fault as JSON; seconds that the clock is ahead; the number of the machine.

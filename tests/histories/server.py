@@ -35,21 +35,21 @@ from histories import faults, store
 from histories.client import STACKS
 from torch.distributed import HashStore
 
+import fsdptrain.attempts.holder
 import fsdptrain.checkpoint.export
 import fsdptrain.launch.agent
-import fsdptrain.launch.holder
 import fsdptrain.launch.launcher
 import fsdptrain.parallel.world
 import fsdptrain.train.watchdog
 from fsdptrain import processes
 from fsdptrain.__main__ import main as fsdptrain_main
-from fsdptrain.config.plan import Plan
+from fsdptrain.plan.plan import Plan
 
 WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and file systems are slow
     fsdptrain.checkpoint.export: {"POLL_S": 0.002},
     fsdptrain.launch.launcher: {"POLL_S": 0.005},  # each look reads two files
     fsdptrain.launch.agent: {"POLL_S": 0.005},
-    fsdptrain.launch.holder: {"REFRESH_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
+    fsdptrain.attempts.holder: {"REFRESH_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
     fsdptrain.train.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
 }
 TIMEOUT_FACTOR = 0.01  # of launch.timeout_s, for the same reason

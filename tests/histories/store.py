@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fsdptrain import storage
+from fsdptrain.folder import storage
 
 URL = "az://bucket/run"
 

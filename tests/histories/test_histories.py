@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-HISTORIES = 40  # of `make test`, which take a minute of one core
+HISTORIES = 100  # of `make test`
 EVENTS = 5  # of a history, at most
 BATCH = 50  # histories of one call of Hypothesis in the soak
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from histories.world import STEPS, make_inputs
 
 from fsdptrain import cli
-from fsdptrain.config.plan import make_plan
+from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.launch.agent import worker_environment
-from fsdptrain.launch.claim import claim_run_dir
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train.worker import quiet_libraries, train
 

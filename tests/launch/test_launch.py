@@ -26,17 +26,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
-from fsdptrain.events import cut_partial_lines
+from fsdptrain.folder.events import cut_partial_lines
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.launcher import Attempt
 from fsdptrain.parallel.patches import NamedComm
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats
 from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace

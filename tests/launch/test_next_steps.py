@@ -14,11 +14,11 @@ from support import TINY, write_recipe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.launch.next_steps import next_steps
-from fsdptrain.screen import Screen
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.terminal.screen import Screen
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from support import write_recipe
 
-from fsdptrain.checkpoint.manifest import reject_external_symlinks
-from fsdptrain.config.plan import Plan, make_plan
+from fsdptrain.attempts.manifest import reject_external_symlinks
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.launcher import Attempt
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 
 NODES, WORKERS = 128, 8
 

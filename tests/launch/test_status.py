@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from pseudo_terminal import Terminal
 from rich.console import Console
 from support import fsdptrain, sample, write_recipe
-from terminal import Terminal
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError, WorkerLost
-from fsdptrain.events import progress_record, record_error, record_restart
+from fsdptrain.folder.events import progress_record, record_error, record_restart
+from fsdptrain.folder.ownership import write_mark
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.status import Observer, is_locked, list_runs, observe, show_runs, show_status
-from fsdptrain.ownership import write_mark
-from fsdptrain.page import Page
-from fsdptrain.rundir import RunDir
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.terminal.page import Page
 
 HERE = socket.gethostname()
 STEP = {

@@ -21,8 +21,8 @@ import pytest
 from support import fsdptrain, write_recipe
 
 from fsdptrain.cli import _load_recipe
-from fsdptrain.config.hardware import parse_hardware
 from fsdptrain.errors import RecipeError
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.requeue import LOST, REQUEUES, judge
 from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
 from fsdptrain.launch.submit import (
@@ -32,7 +32,7 @@ from fsdptrain.launch.submit import (
     slurm_script,
     submit_to_slurm,
 )
-from fsdptrain.rundir import RunDir
+from fsdptrain.plan.hardware import parse_hardware
 
 # Stands in for srun: says that it has started, and what it gets; a while later it ends with the code in EXIT.
 SRUN = """#!/bin/bash

@@ -24,27 +24,27 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OlmoConfig, Phi3Config
 
+from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.attempts.manifest import BASE_KEY
 from fsdptrain.checkpoint.export import check_unchanged, checked, export_checkpoint, with_options
-from fsdptrain.checkpoint.manifest import BASE_KEY
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
-from fsdptrain.config.plan import Counts, Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.schema import Adapter, Model, Recipe
-from fsdptrain.config.topology import Topology
 from fsdptrain.config.values import value_text
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
-from fsdptrain.launch.attempts import EarlierAttempts
+from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
 from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names, start_adapters
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.rundir import RunDir
-from fsdptrain.screen import Screen
+from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
+from fsdptrain.plan.topology import Topology
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.train import setup
 from fsdptrain.train.preflight import prepare_model
 from fsdptrain.validate.findings import Findings

@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.checkpoint.compare import Sample, differences
 from fsdptrain.checkpoint.export import Exported
 from fsdptrain.checkpoint.reopen import logits_of, open_export, open_model
-from fsdptrain.config.plan import Plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
+from fsdptrain.plan.plan import Plan, make_plan, varied
+from fsdptrain.plan.topology import Topology
 
 COMMON: dict[str, Any] = {**TINY, "head_dim": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -10,14 +10,14 @@ import torch
 from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsdptrain.config.plan import Plan, make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.data.tokenizer import train_bpe, vocabulary_size
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.assets import check_special_tokens, end_of_turn, save_assets, special_token_conflicts
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import find_topology
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CHATML = (

@@ -13,11 +13,11 @@ import yaml
 from support import TINY, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import load_config, settled_values
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LAYERS: dict[str, dict[str, Any]] = {  # models of twelve layers whose lists differ from the defaults

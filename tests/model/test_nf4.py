@@ -20,9 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.checkpoint.export import Exported
-from fsdptrain.config.plan import Counts, make_plan, varied
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Collective
@@ -34,6 +32,8 @@ from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.parallel.shard import check_dtypes
+from fsdptrain.plan.plan import Counts, make_plan, varied
+from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.server import Models
 

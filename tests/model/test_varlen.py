@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
-from fsdptrain.config.plan import Plan
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
@@ -31,6 +30,7 @@ from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.parallel.shard import KEPT, compile_blocks, recompute
+from fsdptrain.plan.plan import Plan
 
 # --- the operator ---------------------------------------------------------------------------------------------------
 
@@ -458,7 +458,7 @@ from pathlib import Path
 from simulated import config_of
 from test_varlen import gpu_plan
 from transformers import masking_utils
-from fsdptrain.config.plan import varied
+from fsdptrain.plan.plan import varied
 from fsdptrain.forecast import memory
 from fsdptrain.forecast.trace import Kernel, Synchronize
 from fsdptrain.model.skeleton import choose_attention

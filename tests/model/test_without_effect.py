@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from support import TINY, write_recipe
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.config import load_config
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {  # key → (configuration, text of the message)
     "dtype": ({"dtype": "bfloat16"}, "use model.dtype"),

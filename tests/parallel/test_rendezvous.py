@@ -22,13 +22,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.parallel import rendezvous
 from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
 from fsdptrain.parallel.world import open_store
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 
 Places = list[tuple[int, int]]  # (number of a node, number of all nodes), of each node that has met others

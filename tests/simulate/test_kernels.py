@@ -12,9 +12,9 @@ from simulated import config_of, plan_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 
-from fsdptrain.config.hardware import KNOWN
 from fsdptrain.forecast.trace import Kernel
 from fsdptrain.model.attention import attention_flops
+from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.simulate.step import simulate

@@ -19,16 +19,16 @@ from simulated import SMALL, config_of, named, on_fake, plan_of
 from support import TESTS, environment, on_ranks, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.config.hardware import KNOWN
 from fsdptrain.config.optimizers import OptimizerKind
-from fsdptrain.config.plan import Plan, make_plan, varied
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Alloc, Moment, Synchronize, Trace
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel.patches import keeps_integers
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan, make_plan, varied
+from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate import server
 from fsdptrain.simulate import step as simulate
 from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
@@ -206,7 +206,7 @@ def test_a_step_of_real_ranks_matches_its_forecast(tmp_path: Path) -> None:
 REPEATED = """
 import sys
 from transformers import AutoConfig
-from fsdptrain.config.plan import Plan
+from fsdptrain.plan.plan import Plan
 from fsdptrain.forecast.trace import Alloc, Free
 from fsdptrain.simulate.step import simulate
 
@@ -327,8 +327,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
-from fsdptrain.config.hardware import KNOWN
-from fsdptrain.config.plan import Plan
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
 from fsdptrain.parallel.shard import shard
 from fsdptrain.model.weights import place_buffers, read_weights

@@ -13,12 +13,12 @@ from reference import largest_difference, plain_curve
 from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
-from fsdptrain.config.topology import find_topology
 from fsdptrain.data.corpus import prepare
 from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}

@@ -17,11 +17,8 @@ from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdptrain.checkpoint.compare import available_memory
-from fsdptrain.config.hardware import parse_hardware
-from fsdptrain.config.plan import Plan, draft_plan, make_plan, varied
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
-from fsdptrain.config.topology import Topology, find_topology, topology_of
 from fsdptrain.data.corpus import Corpus
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import flash, probe
@@ -30,6 +27,9 @@ from fsdptrain.model.flops import model_flops
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
+from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.plan.plan import Plan, draft_plan, make_plan, varied
+from fsdptrain.plan.topology import Topology, find_topology, topology_of
 from fsdptrain.processes import memory_limited_to
 from fsdptrain.train.preflight import balance_note, prepare_model, prepare_tokenizer_and_model, slow_dtype_note
 from fsdptrain.train.setup import check_gpus

@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 from support import environment, fsdptrain, write_recipe
 
-from fsdptrain.config.hardware import KNOWN
-from fsdptrain.config.network import LocalEnd
-from fsdptrain.config.plan import make_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
-from fsdptrain.page import Page
-from fsdptrain.screen import Screen
+from fsdptrain.plan.hardware import KNOWN
+from fsdptrain.plan.network import LocalEnd
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate import client
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured

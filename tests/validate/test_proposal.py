@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fsdptrain.config.reader import load
 from fsdptrain.data.starter import read_starter
 from fsdptrain.data.tokenizer import train_bpe
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate import client, proposal
 from fsdptrain.validate.findings import Outcome
 

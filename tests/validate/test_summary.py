@@ -19,19 +19,19 @@ import pytest
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pseudo_terminal import Terminal
 from rich.console import Console
 from support import fsdptrain, write_recipe
-from terminal import Terminal
 
-from fsdptrain.config.plan import Plan, draft_plan, varied
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import Topology
 from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
 from fsdptrain.forecast.render import verdict
-from fsdptrain.page import Page
+from fsdptrain.plan.plan import Plan, draft_plan, varied
+from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import Interrupted, interrupt
-from fsdptrain.screen import Screen
+from fsdptrain.terminal.page import Page
+from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate import client
 from fsdptrain.validate.client import Request, make_request
 from fsdptrain.validate.findings import Findings

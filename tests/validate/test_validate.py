@@ -20,16 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.checkpoint import disk
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.config.plan import Plan, draft_plan
 from fsdptrain.config.reader import load
-from fsdptrain.config.topology import find_topology
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
 from fsdptrain.forecast.client import Forecast
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
-from fsdptrain.page import Page
+from fsdptrain.plan.plan import Plan, draft_plan
+from fsdptrain.plan.topology import find_topology
+from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
 from fsdptrain.validate.client import make_request
 from fsdptrain.validate.data import length_facts

@@ -1,0 +1,1 @@
+"""Claim the run folder, and compare a new attempt of a run with the earlier ones."""

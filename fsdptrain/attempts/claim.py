@@ -1,0 +1,479 @@
+"""Claim the run folder: every check that can refuse a run comes before the first change in the folder. No torch.
+
+    checks that only read → mark → lock → the same checks again, because another run may have started in between →
+    plans/, recipe.yaml, plan.json
+
+One process writes: the command, the first node that gets the lock, or rank 0 if the command runs under torchrun. The
+others wait until the plan in the folder is the same as their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from glob import has_magic
+from pathlib import Path
+from typing import Any, NoReturn
+
+from filelock import FileLock
+
+from fsdptrain.attempts.attempts import (
+    EarlierAttempts,
+    archive_plan,
+    describe_changes,
+    inspect_earlier_attempts,
+    plan_changes,
+    wrote_newest_checkpoint,
+)
+from fsdptrain.attempts.holder import claimed, node_name
+from fsdptrain.attempts.manifest import reject_external_symlinks
+from fsdptrain.config.paths import expanded, is_folder, places
+from fsdptrain.errors import (
+    FolderInUse,
+    FsdptrainError,
+    Problem,
+    RecipeError,
+    StorageError,
+    Unreadable,
+    disk_full_error,
+    is_disk_full,
+    listed,
+)
+from fsdptrain.folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
+from fsdptrain.folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
+from fsdptrain.folder.records import read_object
+from fsdptrain.folder.rundir import MARK, RunDir
+from fsdptrain.folder.runstore import RunStore
+from fsdptrain.folder.storage import URL, Location, try_writing
+from fsdptrain.plan.plan import Plan, open_plan
+from fsdptrain.plan.topology import writes_run_dir
+
+# Files of a run that could be read as data; a data.path must not match them.
+DATA_LIKE_FILES: tuple[str, ...] = (
+    "metrics.jsonl", "plan.json", "plans/0001.json", "logs/progress.jsonl", "logs/defect.txt", "model/config.json",
+    "export/config.json", "checkpoints/step-00000001/manifest.json",
+)  # fmt: skip
+DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
+
+
+POLL_S = 0.2  # between two checks of plan.json
+
+
+@contextlib.contextmanager
+def claim_run_dir(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
+    """Lock the run folder, write the plan into it, and yield what earlier attempts did. Do not change a finished run.
+
+    With `fresh` or `checkpoint.resume: never`, a folder that holds a run is refused. Raises RecipeError if this run
+    must not write into the folder, and what `inspect_earlier_attempts` raises.
+    """
+    rundir = plan.rundir
+    fresh = fresh or plan.recipe.checkpoint.resume == "never"
+    # Refuse whatever can be refused while nothing has been written.
+    _check_places(plan, rundir)
+    with (
+        _in_store(plan) if rundir.url else contextlib.nullcontext(),
+        _claimed_here(plan, recipe_text, fresh) as earlier,
+    ):
+        yield earlier
+
+
+@contextlib.contextmanager
+def _in_store(plan: Plan) -> Iterator[None]:
+    """Claim a run in an object store, fetch its files, and upload what is new at the end, however that comes about."""
+    rundir = plan.rundir
+    if plan.topology.joined:
+        raise RecipeError(
+            f"output_dir: {rundir.url}: {plan.topology.source} has started the workers, and fsdptrain must start them "
+            "to upload the files of the run: start one task per node, or set output_dir to a folder and "
+            "checkpoint.path to this place"
+        )
+    store = RunStore(rundir)
+    with claimed(plan) as run:
+        with _os_errors_as_recipe_errors(rundir):
+            rundir.root.mkdir(parents=True, exist_ok=True)
+            write_mark(rundir.root)
+            with FileLock(f"{rundir.root}.lock"):  # two nodes may be on one machine
+                try_writing(store.root)
+                store.check_claim(run)
+                store.begin()
+        try:
+            yield
+        except BaseException as failure:
+            try:
+                _upload_rest(store, plan, run)
+            except FsdptrainError as error:  # what ended the run counts
+                reason = "" if str(error) in str(failure) else f": {error}"
+                failure.add_note(f"the newest logs are in {rundir.root} only{reason}")
+            raise
+        _upload_rest(store, plan, run)
+
+
+def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
+    """Upload the small files at the end of an attempt; of a node on which rank 0 was not, the logs of its workers."""
+    if store.is_writer():
+        store.push()
+    elif plan.topology.nnodes > 1:  # a single node that does not write any more has lost the run to another machine
+        store.check_claim(run)
+        store.push_worker_logs()
+
+
+@contextlib.contextmanager
+def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
+    """Do on this machine what `claim_run_dir` does."""
+    rundir, writes = plan.rundir, writes_run_dir(plan.topology)
+    # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
+    if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
+        _refuse_used(rundir)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if earlier.finished:
+        yield earlier
+        return
+    if not writes:
+        _wait_for_plan(plan, rundir)
+        yield earlier
+        return
+    _check_access(rundir)
+    # The mark makes the folder one of fsdptrain's, and is what is locked.
+    with _os_errors_as_recipe_errors(rundir):
+        rundir.root.mkdir(parents=True, exist_ok=True)
+        write_mark(rundir.root)
+    with _locked(rundir, plan) as first:
+        # Another run may have used the folder since the checks above.
+        if first and fresh and rundir.has_run():
+            _refuse_used(rundir)
+        earlier = inspect_earlier_attempts(rundir, plan)
+        if first and not earlier.finished:
+            _check_places(plan, rundir)
+            _mark_checkpoints(rundir)
+            plan = dataclasses.replace(plan, layout=earlier.layout)
+            with _os_errors_as_recipe_errors(rundir):
+                archive_plan(rundir, plan, recipe_text)
+                write_atomically(rundir.plan, plan.to_json())
+        elif not earlier.finished:
+            _wait_for_plan(plan, rundir)
+        yield earlier
+
+
+def check_run_dir(plan: Plan) -> EarlierAttempts:
+    """Make the checks of `claim_run_dir` without changing anything, for a dry run; raise what it raises."""
+    rundir = plan.rundir
+    _check_places(plan, rundir)
+    if plan.recipe.checkpoint.resume == "never" and rundir.has_run():
+        _refuse_used(rundir)
+    earlier = inspect_earlier_attempts(rundir, plan)
+    if not earlier.finished:
+        _check_access(rundir)
+    return earlier
+
+
+def _check_access(rundir: RunDir) -> None:
+    """Raise RecipeError for a part of the run that this user may not write: training would end there, hours later."""
+    checkpoints = rundir.checkpoint_folder or rundir.checkpoints
+    folders = [rundir.root, rundir.plans, rundir.logs, rundir.model, rundir.tensorboard, rundir.export, checkpoints]
+    folders += checkpoints.glob("step-*")
+    appended = [rundir.mark, rundir.metrics, *rundir.logs.glob("*")]
+    for mode, paths in ((os.W_OK | os.X_OK, folders), (os.R_OK | os.W_OK, appended)):
+        for path in paths:
+            if path.exists() and not os.access(path, mode):
+                raise RecipeError(
+                    f"output_dir: {path} cannot be written by this user (its owner has the number "
+                    f"{path.stat().st_uid}): run the command as its owner, or choose another output_dir"
+                )
+
+
+def _refuse_used(rundir: RunDir) -> NoReturn:
+    if rundir.checkpoint_path and rundir.checkpoint_steps():
+        raise RecipeError(f"checkpoint.path: {rundir.storage} is not empty: choose another, or delete what is in it")
+    raise RecipeError(f"output_dir: {rundir.place} is not empty: choose another, or delete it")
+
+
+def _check_places(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless this run may write where its recipe says."""
+    check_output_dir(rundir)
+    _check_checkpoint_folder(rundir)
+    _check_owner_of_checkpoints(plan, rundir)
+    check_inputs(plan, rundir)
+
+
+def _check_path(folder: Path, key: str) -> None:
+    if os.path.realpath(folder) in ("/", os.path.realpath(expanded("~"))):
+        raise RecipeError(f"{key}: {folder} is the root or home folder; use a subfolder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a broken link" if folder.is_symlink() else "a file"
+        raise RecipeError(f"{key}: {folder} is {what}; choose another")
+
+
+def check_output_dir(rundir: RunDir) -> None:
+    """Raise RecipeError unless the folder can be created, is empty, or has the mark of a run.
+
+    Raises CheckpointError if a link inside it leads out of it.
+    """
+    root = rundir.root
+    _check_path(root, "output_dir")
+    with _os_errors_as_recipe_errors(rundir):
+        entries = _names_in(root)
+    if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
+        raise RecipeError(
+            f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+        )
+    reject_external_symlinks(rundir)
+    written = (rundir.plan, rundir.metrics, rundir.progress, rundir.pinned, rundir.export_record, rundir.launcher_log)
+    for path in written:
+        if os.path.lexists(path) and not is_regular_file(path):
+            raise RecipeError(
+                f"output_dir: {path} is not a regular file, and a run writes one there: move it away, or choose another"
+            )
+
+
+def _check_checkpoint_folder(rundir: RunDir) -> None:
+    """Raise RecipeError for a folder in checkpoint.path that is a file, or is where another run or this one writes."""
+    folder = rundir.checkpoint_folder
+    if folder is None:
+        return
+    _check_path(folder, "checkpoint.path")
+    real, root = Path(os.path.realpath(folder)), Path(os.path.realpath(rundir.root))
+    if real == root or any(real.is_relative_to(root / path.name) for path in rundir.written_paths()):
+        raise RecipeError(
+            f"checkpoint.path: {folder} is inside output_dir, where the run stores other files: leave it out (then it "
+            f"is {rundir.checkpoints}), or choose another place"
+        )
+    above = next((path for path in real.parents if path != root and is_marked(path)), None)
+    if above or (is_marked(real) and marked_run(real) is None):
+        raise RecipeError(f"checkpoint.path: {folder} is in {above or real}, which another run writes; choose another")
+
+
+def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError unless the place in checkpoint.path is for this run: new, empty, or with its checkpoints."""
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None:
+        return
+    with _os_errors_as_recipe_errors(rundir, place):
+        entries, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
+    # Another machine may have a run folder of the same name, and the same object store.
+    is_own = owner == rundir.place
+    if not entries or (is_own and (isinstance(place, Path) or rundir.plan.exists())):
+        return
+    # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
+    in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
+    if not in_use and (entries == [MARK] or wrote_newest_checkpoint(rundir, plan)):
+        return
+    if owner or rundir.checkpoint_steps():
+        of = f"the run in {owner}" if owner else "another run"
+        of += ", made on another machine or with another recipe" if is_own else ""
+        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; choose another")
+    raise RecipeError(
+        f"checkpoint.path: {place} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
+    )
+
+
+def _mark_checkpoints(rundir: RunDir) -> None:
+    """Mark the place in checkpoint.path for this run, after it was checked."""
+    place = rundir.checkpoint_folder or rundir.checkpoint_store
+    if place is None or marked_run(place) == rundir.place:
+        return
+    with _os_errors_as_recipe_errors(rundir, place):
+        if isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+        mark_checkpoints(place, rundir.place)
+
+
+def check_inputs(plan: Plan, rundir: RunDir) -> None:
+    """Raise RecipeError for a model or data inside the run folder, and for data that would include files of the run."""
+    model = plan.recipe.model
+    names: list[tuple[str, Any]] = [("data.path", path) for path in places(plan.data_path)]
+    names += [("data.eval", plan.eval_path), ("model.id", model.id), ("model.tokenizer", model.tokenizer)]
+    written = [("output_dir", rundir.root, rundir.place, DATA_LIKE_FILES)]
+    if folder := rundir.checkpoint_folder:
+        written.append(("checkpoint.path", folder, str(folder), DATA_LIKE_CHECKPOINT))
+    problems = []
+    for key, name in names:
+        if isinstance(name, str) and URL.fullmatch(name):
+            if fault := store_fault(name, rundir):
+                problems.append(Problem(f"{name} {fault}: move one", key))
+            continue
+        if not isinstance(name, str) or not (os.path.isabs(name) or is_folder(name)):  # noqa: PTH117
+            continue
+        for field, folder, place, files in written:
+            root = os.path.realpath(folder)
+            if Path(os.path.realpath(_fixed_part(name))).is_relative_to(root):
+                problems.append(Problem(f"{name} is inside {field} ({place}), which this run writes: move one", key))
+            elif key.startswith("data.") and would_read_run_files(name, root, files):
+                problems.append(
+                    Problem(f"{name} would include files that this run writes to {field} ({root}): move one", key)
+                )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _fixed_part(name: str) -> str:
+    """Return a path, or the part of a glob before its first wildcard."""
+    if os.path.lexists(name) or not has_magic(name):
+        return name
+    parts = Path(name).parts
+    return str(Path(*parts[: next(i for i, part in enumerate(parts) if has_magic(part))]))
+
+
+def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIKE_FILES) -> bool:
+    """Return whether a data path (a file, a folder or a glob) includes `files` that a run writes below `root`."""
+    if Path(name).is_dir():
+        return Path(root).is_relative_to(os.path.realpath(name))
+    fixed = _fixed_part(name)
+    pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
+    written = [Path(root), *(Path(root, file) for file in files)]
+    return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
+
+
+def store_fault(name: str, rundir: RunDir) -> str | None:
+    """Return whether data at a URL (an object, a folder or a glob) is where a run writes, or includes what it writes.
+
+    None if it does neither.
+    """
+    written = {
+        "checkpoint.path": (rundir.checkpoint_path, "checkpoints", DATA_LIKE_CHECKPOINT),
+        "output_dir": (rundir.url, "files that this run writes", DATA_LIKE_FILES),
+    }
+    pattern = tuple(name.rstrip("/").split("/"))
+    for key, (place, what, files) in written.items():
+        if place is None:
+            continue
+        root = tuple(place.rstrip("/").split("/"))
+        paths = [(*root, *file.split("/")) for file in files]
+        if any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1)):
+            return f"would include {what}, in {place}"
+        if pattern[: len(root)] == root:
+            return f"is inside {key} ({place}), which this run writes"
+    return None
+
+
+def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    if not pattern or not parts:
+        return parts == pattern or set(pattern) == {"**"}
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; those of folders end with a slash."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries)
+
+
+def _is_of_earlier_version(rundir: RunDir) -> bool:
+    """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
+    try:
+        fields = read_object(rundir.plan)
+    except (*NOTHING_THERE, Unreadable):
+        return False
+    return {"version", "recipe", "run_dir", "topology"} <= fields.keys()
+
+
+@contextlib.contextmanager
+def lock_for_export(rundir: RunDir) -> Iterator[None]:
+    """Lock a run folder to write its export; raise RecipeError if a run is using it."""
+    with contextlib.ExitStack() as stack:
+        if not _lock_run(stack, rundir):
+            raise RecipeError(f"a run is using {rundir.place} and will write its export there; use --out DIR")
+        yield
+
+
+@contextlib.contextmanager
+def _locked(rundir: RunDir, plan: Plan) -> Iterator[bool]:
+    """Lock the run folder; of several nodes, the first locks it and each locks it for its machine.
+
+    Yields whether this is the first node. The system releases a lock when its process ends, even if it is killed.
+    """
+    several = plan.topology.nnodes > 1 and not plan.topology.joined
+    with contextlib.ExitStack() as stack:
+        if several and not _try_lock(stack, rundir, rundir.logs / f"lock-{node_name()}"):
+            raise FolderInUse(f"output_dir: another run is using {rundir.place} on this machine")
+        first = _lock_run(stack, rundir)
+        if not first and not several:
+            raise FolderInUse(f"output_dir: another run is using {rundir.place}")
+        yield first
+
+
+def take_over_lock(stack: contextlib.ExitStack, rundir: RunDir) -> None:
+    """Lock the run folder as `_locked` does on the first node, if that node has left the run and others go on.
+
+    Then a node that joins them does not take it, and writes no other plan.
+    """
+    _lock_run(stack, rundir)
+
+
+def _lock_run(stack: contextlib.ExitStack, rundir: RunDir) -> bool:
+    """Lock the mark, which stays when the logs are removed, and the file that earlier versions lock."""
+    with contextlib.ExitStack() as locks:
+        if all(_try_lock(locks, rundir, path) for path in (rundir.mark, rundir.logs / "lock")):
+            stack.enter_context(locks.pop_all())
+            return True
+    return False
+
+
+def _try_lock(stack: contextlib.ExitStack, rundir: RunDir, path: Path) -> bool:
+    with _os_errors_as_recipe_errors(rundir):
+        rundir.logs.mkdir(exist_ok=True)
+        descriptor = try_lock(path)
+    if descriptor is not None:
+        stack.callback(os.close, descriptor)
+    return descriptor is not None
+
+
+def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
+    """Wait until the writing process has written the same plan; raise RecipeError after launch.timeout_s."""
+    timeout, found, unreadable = plan.recipe.launch.timeout_s, None, None
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            found = open_plan(rundir.plan)
+            if found.digest() == plan.digest():
+                return
+        except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
+            unreadable = error
+        except (*NOTHING_THERE, Unreadable):  # it does not exist yet, or is of another version
+            unreadable = None
+        time.sleep(POLL_S)
+    if unreadable:
+        raise unreadable
+    waited, host = f"output_dir: waited {timeout} s (launch.timeout_s)", socket.gethostname()
+    apart = f"if ls {rundir.root} shows other files on other hosts, choose a folder that all hosts share"
+    if found is None:
+        raise RecipeError(
+            f"{waited} for {rundir.plan}, which the first rank writes, but on {host} there is none: {apart}; else see "
+            "the output of the first rank, and start all nodes with the same command"
+        )
+    changes = plan_changes(json.loads(found.to_json()), plan)
+    differences = describe_changes(changes)
+    if any(key == "version" or key.startswith("libraries.") for key in changes):
+        raise RecipeError(
+            f"{host} does not have the versions of the first node ({'; '.join(differences)}): install the same on all "
+            f"nodes, or stop the other run in {rundir.place} ({waited})"
+        )
+    details = f" ({'; '.join(differences)})" if differences else ""
+    raise RecipeError(
+        f"{waited} for a plan.json that matches this recipe{details}; start all nodes with the same command, or stop "
+        f"the other run in {rundir.place}; {apart} (this is {host})"
+    )
+
+
+@contextlib.contextmanager
+def _os_errors_as_recipe_errors(rundir: RunDir, checkpoints: Location | None = None) -> Iterator[None]:
+    """Raise RecipeError for an error of the system with the run folder, or with the folder in checkpoint.path."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full_error(error) from None
+        way_out = "; set FSDPTRAIN_CACHE to a writable folder" if rundir.url and not checkpoints else ""
+        place = (
+            f"checkpoint.path: cannot write to {checkpoints}"
+            if checkpoints
+            else f"output_dir: cannot write to {rundir.root}"
+        )
+        raise RecipeError(f"{place}: {error.strerror}{way_out}") from None

@@ -1,0 +1,207 @@
+"""The paths of a run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.folder.files import NOTHING_THERE, is_there
+from fsdptrain.folder.records import read_object
+from fsdptrain.folder.storage import URL, CheckpointStorage, ObjectPath, object_path, open_storage
+
+MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
+
+
+ATTEMPT = re.compile(r"[0-9]{4,9}")  # the name of an attempt's folder
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run, and the place of its checkpoints. Reading a path creates nothing."""
+
+    root: Path
+    checkpoint_path: str | None = None  # where the checkpoints are, if not in the folder: a folder or a URL
+    url: str | None = None  # output_dir, if it is in an object store: then `root` is the folder in which the run works
+
+    @classmethod
+    def open(cls, root: Path) -> RunDir:
+        """Return the folder of an earlier run, whose plan says where the checkpoints are.
+
+        Raises StorageError if the system cannot read that plan.
+        """
+        place = url = None
+        with contextlib.suppress(*NOTHING_THERE, ValueError, LookupError, TypeError):
+            recipe = read_object(root / "plan.json")["recipe"]
+            place, url = recipe["checkpoint"]["path"], recipe["output_dir"]
+        place = place if isinstance(place, str) and place else None
+        return cls(root, place, url if isinstance(url, str) and URL.fullmatch(url) else None)
+
+    @property
+    def place(self) -> str:
+        """The run's place as messages name it: the URL, or the folder."""
+        return self.url or str(self.root)
+
+    @property
+    def mark(self) -> Path:
+        """The file that marks this folder as written by fsdptrain; it is written first."""
+        return self.root / MARK
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as the user wrote it."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, which is all that the workers read."""
+        return self.root / "plan.json"
+
+    @property
+    def plans(self) -> Path:
+        """The plan and the recipe of every attempt: 0001.json, 0001.yaml, 0002.json, …"""
+        return self.root / "plans"
+
+    @property
+    def metrics(self) -> Path:
+        """The events of the run, one JSON object per line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def pinned(self) -> Path:
+        """What the run keeps from its beginning: the commit of each Hub data set, the date of its chat template."""
+        return self.root / "pinned.json"
+
+    @property
+    def forecast(self) -> Path:
+        """The forecast of the run compared with its measurements."""
+        return self.root / "forecast.json"
+
+    @property
+    def export_record(self) -> Path:
+        """The step of the export, and the files that fsdptrain wrote into it."""
+        return self.root / "export.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """The output of every worker and of the launcher."""
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the log of what one worker printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """The log of what the launcher's agent printed."""
+        return self.logs / "launcher.log"
+
+    @property
+    def progress(self) -> Path:
+        """The progress of long work (tokenising, loading, exporting), which the launcher shows."""
+        return self.logs / "progress.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """A folder for each attempt whose ranks have met, named by its number: 0001, 0002, …"""
+        return self.logs / "attempts"
+
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the attempts that have a folder, in ascending order."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(int(path.name) for path in self.attempts.iterdir() if ATTEMPT.fullmatch(path.name))
+        return []
+
+    def newest_attempt(self) -> int:
+        """Return the number of the attempt whose ranks were the last to meet; 0 before the first."""
+        return max(self.attempt_numbers(), default=0)
+
+    def attempt(self, number: int) -> Path:
+        """Return the folder of an attempt: a file of each rank, and below `hangs` what ranks report that hang."""
+        return self.attempts / f"{number:04}"
+
+    def remove_attempt(self, number: int) -> None:
+        """Remove what the ranks of an attempt wrote into its folder; other files, and their folders, stay."""
+        for folder in (self.hangs(number), self.attempt(number)):
+            for path in (*folder.glob("stuck-rank-*.txt"), *folder.glob("*rank-*.json")):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty, or not there
+                folder.rmdir()
+
+    def stack_dump(self, attempt: int, rank: int) -> Path:
+        """Return the file for the stacks of a rank that hangs and whose watchdog cannot run."""
+        return self.attempt(attempt) / f"stuck-rank-{rank}.txt"
+
+    def hangs(self, attempt: int) -> Path:
+        """Return the folder of what ranks report that hang; it is empty, or missing, as long as none does."""
+        return self.attempt(attempt) / "hangs"
+
+    def hang_report(self, attempt: int, rank: int) -> Path:
+        """Return the file in which the watchdog of a rank reports where the rank hangs."""
+        return self.hangs(attempt) / f"rank-{rank}.json"
+
+    def collectives(self, attempt: int, rank: int) -> Path:
+        """Return the file for the last collectives of a rank that hangs, from torch's flight recorder."""
+        return self.hangs(attempt) / f"collectives-rank-{rank}.json"
+
+    @property
+    def model(self) -> Path:
+        """Config, generation config and tokenizer: an export without the weights."""
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints, unless they are somewhere else; for an object store, of files to upload."""
+        return self.root / "checkpoints"
+
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """The local folder of the checkpoints, if it is not the one in this folder."""
+        folder = (
+            Path(self.checkpoint_path) if self.checkpoint_path and not URL.fullmatch(self.checkpoint_path) else None
+        )
+        return None if folder == self.checkpoints else folder
+
+    @property
+    def checkpoint_store(self) -> ObjectPath | None:
+        """The place of the checkpoints in an object store, if it is not in output_dir."""
+        url = self.checkpoint_path if self.checkpoint_path and URL.fullmatch(self.checkpoint_path) else None
+        in_output_dir = url and self.url and f"{url}/".startswith(f"{self.url}/")
+        return object_path(url) if url and not in_output_dir else None
+
+    @cached_property
+    def storage(self) -> CheckpointStorage:
+        """Where the checkpoints are; raises StorageError for a URL that cannot be used."""
+        return open_storage(self.checkpoint_path, self.checkpoints)
+
+    def checkpoint(self, step: int) -> Any:
+        """Return the folder (a Location) of a checkpoint; it exists only if the checkpoint is complete."""
+        return self.storage.checkpoint(step)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps that have a published checkpoint, in ascending order."""
+        return self.storage.steps()
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder."""
+        return self.root / "export"
+
+    def has_run(self) -> bool:
+        """Return whether a run was started in this folder, or has checkpoints where this one would store them."""
+        here = any(is_there(path) for path in (self.plan, self.metrics, self.checkpoints))
+        return here or bool(self.checkpoint_path and self.checkpoint_steps())
+
+    def written_paths(self) -> list[Path]:
+        """Return every file and folder that a run writes directly into its folder."""
+        inputs = [self.mark, self.recipe, self.plan, self.plans, self.pinned]
+        reports = [self.metrics, self.forecast, self.tensorboard, self.logs]
+        return [*inputs, *reports, self.model, self.checkpoints, self.export, self.export_record]

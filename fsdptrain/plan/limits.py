@@ -1,0 +1,123 @@
+"""What this machine must allow the workers of a run: open files, shared and locked memory, a compiler. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.plan.plan import Plan
+from fsdptrain.text import MIB, size
+
+GROUPS = 4  # process groups of a rank: all ranks, those for side work, and the two dimensions of the mesh
+
+
+OWN_FILES = 256  # of a rank besides its groups: libraries, data, logs
+
+
+SHM_PER_WORKER = 64 * MIB  # a container has 64 MiB by default, which NCCL exceeds with two GPUs
+
+
+LOCKED_BYTES = 1024 * MIB  # RDMA registers its buffers, which locks them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a process on this machine: bytes of /dev/shm and of locked memory, and what torch.compile needs.
+
+    `open_files` is the hard limit. None: unlimited, or unknown. `rdma` says whether there is InfiniBand or RoCE.
+    """
+
+    open_files: int | None
+    shm_bytes: int | None
+    locked_bytes: int | None
+    rdma: bool
+    compiler: bool
+    header: bool
+
+
+def limits_here(env: Mapping[str, str] = os.environ) -> Limits:
+    """Return the limits of this process."""
+    shm = None
+    with contextlib.suppress(OSError):
+        found = os.statvfs("/dev/shm")
+        shm = found.f_blocks * found.f_frsize
+    devices = Path("/sys/class/infiniband")
+    compilers = [env[name].split()[0] for name in ("CC", "CXX") if env.get(name, "").strip()]
+    return Limits(
+        open_files=_finite(resource.RLIMIT_NOFILE),
+        shm_bytes=shm,
+        locked_bytes=_finite(resource.RLIMIT_MEMLOCK),
+        rdma=devices.is_dir() and any(devices.iterdir()),
+        compiler=any(shutil.which(name) for name in (*compilers, "gcc", "g++", "clang", "clang++", "cc")),
+        header=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+    )
+
+
+def _finite(kind: int) -> int | None:
+    """Return a hard limit; None if there is none."""
+    hard = resource.getrlimit(kind)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def files_needed(world: int) -> int:
+    """Return how many files a rank has open: in each group gloo has a connection to every rank, and three more."""
+    return GROUPS * (world + 3) + OWN_FILES
+
+
+def raise_limits(plan: Plan) -> None:
+    """Raise the soft limits of this process and of its children as far as the run needs it and the hard ones allow.
+
+    Raises RecipeError for what would end the workers without a message: too few open files, no compiler.
+    """
+    needs = {resource.RLIMIT_NOFILE: files_needed(plan.topology.world_size), resource.RLIMIT_MEMLOCK: LOCKED_BYTES}
+    for kind, needed in needs.items():
+        soft, hard = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            resource.setrlimit(kind, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
+    if problems := list(fatal_limits(plan, limits_here())):
+        raise RecipeError(problems)
+
+
+def fatal_limits(plan: Plan, limits: Limits) -> Iterator[Problem]:
+    """Yield the limits with which no worker can train."""
+    world = plan.topology.world_size
+    if limits.open_files is not None and limits.open_files < (needed := files_needed(world)):
+        yield Problem(
+            f"a process may open {limits.open_files} files, but each of {world} ranks needs {needed}: raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE of the service, docker run --ulimit nofile)",
+            "open files",
+        )
+    if plan.compiles and not (limits.compiler and limits.header):
+        lacks = " and ".join(
+            name for name, there in {"C compiler": limits.compiler, "Python.h": limits.header}.items() if not there
+        )
+        yield Problem(
+            f"needs a C compiler and Python.h, and there is no {lacks}: install gcc, g++ and python3-dev, or set "
+            "train.compile=false",
+            "train.compile",
+        )
+
+
+def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:
+    """Yield the limits with which NCCL may fail, depending on how it connects the GPUs."""
+    topology = plan.topology
+    if topology.device == "cpu":
+        return
+    needed = SHM_PER_WORKER * topology.nproc_per_node
+    if topology.nproc_per_node > 1 and limits.shm_bytes is not None and limits.shm_bytes < needed:
+        yield (
+            f"/dev/shm has {size(limits.shm_bytes)}, and NCCL may need {size(needed)}: docker run --ipc=host or "
+            "--shm-size, in Kubernetes a memory-backed emptyDir"
+        )
+    if topology.nnodes > 1 and limits.rdma and limits.locked_bytes is not None and limits.locked_bytes < LOCKED_BYTES:
+        yield (
+            f"a process may lock {size(limits.locked_bytes)} of memory, too little for NCCL over InfiniBand or RoCE: "
+            "ulimit -l unlimited, docker run --ulimit memlock=-1, in Kubernetes the capability IPC_LOCK"
+        )

@@ -1,0 +1,557 @@
+"""Recipe + machine → `Plan`: all arithmetic of a run, as JSON, the workers' only input.
+
+The plan also sets the order of the data: which samples make up step s, and which rank computes them. All ranks agree on
+it without communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fsdptrain import __version__
+from fsdptrain.config.adapter import with_adapter_of_folder
+from fsdptrain.config.dtypes import BYTES, NF4_BYTES
+from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.paths import (
+    DataPath,
+    find_all_data,
+    find_data,
+    is_folder,
+    is_hub_data,
+    model_name_fault,
+    with_expanded_paths,
+    working_folder,
+)
+from fsdptrain.config.reader import LoadedRecipe
+from fsdptrain.config.schema import Recipe, all_paths, flat, node_range
+from fsdptrain.config.values import default_config, range_problems
+from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
+from fsdptrain.folder.files import NOTHING_THERE
+from fsdptrain.folder.records import json_object, read_text
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.folder.storage import URL
+from fsdptrain.plan.topology import Topology
+from fsdptrain.plan.versions import TESTED
+from fsdptrain.text import counted
+
+# Environment variable of agents and workers: the digest of the plan that they must read.
+PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
+
+
+# The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
+# again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
+LAYOUT = 6
+
+
+BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share blocks
+
+
+EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the layout that they began with
+
+
+FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of a model: all, those that are trained, and those of adapters, which are trained too.
+
+    `quantised` are the frozen ones whose numbers are stored in NF4.
+    """
+
+    all: int
+    trained: int
+    adapters: int = 0
+    quantised: int = 0
+
+    @classmethod
+    def of(cls, weights: Collection[Weight]) -> Counts:
+        """Count the parameters of a model."""
+        return cls(
+            all=sum(weight.numel for weight in weights),
+            trained=sum(weight.numel for weight in weights if weight.trained),
+            adapters=sum(weight.numel for weight in weights if weight.adapter),
+            quantised=sum(weight.numel for weight in weights if weight.quantised),
+        )
+
+    @property
+    def frozen(self) -> int:
+        """The number of parameters that are not trained."""
+        return self.all - self.trained
+
+    def of_frozen(self) -> Counts:
+        """Return the numbers without what is trained."""
+        return Counts(self.frozen, 0, 0, self.quantised)
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set on the Hub, as `org/name[:config[:split]][@revision]`."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+    revision: str = ""
+
+    @classmethod
+    def of(cls, path: str) -> HubData:
+        """Parse a data path."""
+        whole, _, revision = path.partition("@")
+        name, _, rest = whole.partition(":")
+        config, _, split = rest.partition(":")
+        return cls(name, config, split, revision)
+
+    def __str__(self) -> str:
+        """Return the data path."""
+        part = f"{self.name}:{self.config}:{self.split}".rstrip(":")
+        return f"{part}@{self.revision}" if self.revision else part
+
+    def at(self, revision: str) -> HubData:
+        """Return the same data set at a revision."""
+        return dataclasses.replace(self, revision=revision)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a worker needs to know.
+
+    There are `replicas` copies of the model, each sharded over `shard_size` ranks. One optimizer step is `accumulation`
+    micro-batches on every rank. `threads` are the CPU threads of a rank.
+    """
+
+    version: str
+    recipe: Recipe
+    run_dir: str
+    data_path: DataPath
+    eval_path: str | None
+    topology: Topology
+    replicas: int
+    shard_size: int
+    accumulation: int
+    threads: int
+    trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
+    libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
+    layout: int = LAYOUT  # that of the run to continue
+
+    @property
+    def rundir(self) -> RunDir:
+        """The run folder, and the place of the checkpoints."""
+        url = self.recipe.output_dir if URL.fullmatch(self.recipe.output_dir) else None
+        return RunDir(Path(self.run_dir), self.recipe.checkpoint.path, url)
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether training starts from weights that are read."""
+        return self.recipe.model.id is not None and self.recipe.model.init == "pretrained"
+
+    @property
+    def freezes(self) -> bool:
+        """Whether only a part of the parameters is trained: adapters, or those of `model.trainable`."""
+        return self.recipe.adapter.kind is not None or bool(self.recipe.model.trainable)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is applied to the blocks."""
+        wanted = self.recipe.train.compile
+        return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
+
+    def state_bytes(self, weights: Collection[Weight]) -> int:
+        """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
+
+        All ranks of one copy hold them together, and so does a checkpoint.
+        """
+        master = self.recipe.model.dtype
+        trained = [weight for weight in weights if weight.trained]
+        parameters = sum(weight.numel for weight in trained)
+        return BYTES[master] * parameters + int(self.recipe.optim.state_bytes(trained, master))
+
+    def gathered_bytes(self, counts: Counts) -> int:
+        """Return the bytes of so many parameters as FSDP gathers them: in the compute dtype, or quantised.
+
+        Frozen parameters are sharded in the same form.
+        """
+        compute = BYTES[self.recipe.fsdp.mixed_precision.param_dtype]
+        return compute * (counts.all - counts.quantised) + int(NF4_BYTES * counts.quantised)
+
+    def hub_names(self) -> list[str]:
+        """Return the names of model, tokenizer and data that are read from the Hub or its cache, not from a folder."""
+        model = self.recipe.model
+        names = [name for name in (model.id, model.tokenizer) if isinstance(name, str) and not is_folder(name)]
+        paths = [path for path in (self.data_path, self.eval_path) if path and is_hub_data(path)]
+        return list(dict.fromkeys([*names, *paths]))
+
+    @property
+    def own_tokenizer(self) -> bool:
+        """Whether the tokenizer is the model's own, so that both have the same special tokens."""
+        model = self.recipe.model
+        return model.id is not None and "model_type" not in model.config and model.tokenizer in (None, model.id)
+
+    def on_nodes(self, nnodes: int) -> Plan:
+        """Return the plan of the same run on another number of nodes, with as many workers on each."""
+        topology = dataclasses.replace(self.topology, nnodes=nnodes)
+        return dataclasses.replace(self, topology=topology, **layout(self.recipe, topology))
+
+    def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
+        """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
+        nnodes = start.get("world_size", 0) // self.topology.nproc_per_node if start else 0
+        return self.on_nodes(nnodes) if nnodes in self._numbers_of_nodes() else self
+
+    def on_each_number(self) -> Iterator[Plan]:
+        """Yield the plan for each number of nodes that the run may have: this one, then with fewer and fewer."""
+        yield from map(self.on_nodes, reversed(self._numbers_of_nodes()))
+
+    def _numbers_of_nodes(self) -> range:
+        return range(self.topology.least_nnodes or self.topology.nnodes, self.topology.nnodes + 1)
+
+    def total_steps(self, blocks: int) -> int:
+        """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
+        train = self.recipe.train
+        if train.steps is not None:
+            return train.steps
+        assert train.epochs is not None  # a recipe without both is refused
+        return max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+
+    def length_problem(self, blocks: int) -> Problem | None:
+        """Return the problem with `train.epochs` passes over `blocks` sequences; None if a step has no more of them.
+
+        Such a step would read the same rows several times, at one learning rate, and call that an epoch.
+        """
+        train = self.recipe.train
+        if train.steps is not None or train.global_batch_size <= blocks:
+            return None
+        counts = {each.topology.world_size for each in self.on_each_number()}
+        unit = train.micro_batch_size * math.lcm(*counts)
+        most = blocks // unit * unit
+        power = unit << max(0, (most // unit).bit_length() - 1)
+        way_out = f"use {most} or less" + (f", such as {power}" if power < most else "")
+        if not most:  # less than one micro-batch for every rank
+            way_out = "use fewer ranks, a smaller train.micro_batch_size or data.seq_len, or more data"
+        message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {blocks:,}: {way_out}"
+        return Problem(message, "train.global_batch_size")
+
+    def length_notes(self, blocks: int) -> list[str]:
+        """Return sentences on a run that reads rows several times a step, or that has few steps for its schedule."""
+        train, steps = self.recipe.train, self.total_steps(blocks)
+        if train.steps is None:
+            few = (
+                f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
+            )
+            return [few] if steps < FEW_STEPS else []
+        times = train.global_batch_size / blocks
+        again = f"a step of {train.global_batch_size} sequences reads the data ({blocks:,} sequences) {times:.1f} times"
+        return [again] if times > 1 else []
+
+    def step_positions(self, step: int) -> range:
+        """Return the positions in the endless data stream of the global batch of `step` (from 0)."""
+        size = self.recipe.train.global_batch_size
+        return range(step * size, (step + 1) * size)
+
+    def micro_batches(self, step: int, rank: int) -> list[range]:
+        """Return the positions that `rank` computes in `step`, for each micro-batch a range of `micro_batch_size`."""
+        micro, world = self.recipe.train.micro_batch_size, self.topology.world_size
+        first = step * self.recipe.train.global_batch_size + rank * micro
+        return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resume must not change: dotted recipe path → value.
+
+        data.revision is not included: `data.content`, the fingerprint of the data, changes with the commit.
+        """
+        recipe = flat(self.recipe)
+        fixed = {
+            path: value
+            for path, value in recipe.items()
+            if path.startswith(("model.", "adapter.", "data."))
+            and path not in ("model.attn_implementation", "data.eval", "data.revision")
+        }
+        held_out = recipe["data.eval"] or {}
+        fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
+        same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
+        if keeps_if := self.recipe.optim.name.facts.keeps_if:
+            same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
+        return fixed | same | {LAYOUT_KEY: self.layout}
+
+    def shared(self) -> Plan:
+        """Return the plan with only what must be equal on all nodes: each has its own cores, and its own cache.
+
+        The layout is not compared: the node that writes the plan takes it from the checkpoints.
+        """
+        return dataclasses.replace(self, threads=0, run_dir=self.rundir.place, layout=LAYOUT)
+
+    def digest(self) -> str:
+        """Return the SHA-256, in hex, of what must be equal on all nodes."""
+        return hashlib.sha256(self.shared().to_json().encode()).hexdigest()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions that all nodes must share, as the plan has them."""
+        return {"fsdptrain": self.version, **self.libraries}
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text with sorted keys. Keys of the recipe are as in YAML (`async`)."""
+        fields = dataclasses.asdict(self, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
+        return json.dumps(fields, indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`).
+
+        Any other text raises: JSON, OmegaConf and dataclasses raise many types of errors (see `open_plan`).
+        """
+        if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
+            raise ValueError("it contains a ${reference}")
+        fields = json_object(text)
+        for section, keyword in (("checkpoint", "async"), ("adapter", "from")):
+            values = fields["recipe"].get(section, {})
+            if keyword in values:
+                values[f"{keyword}_"] = values.pop(keyword)
+        recipe = OmegaConf.to_object(OmegaConf.merge(default_config(), fields.pop("recipe")))
+        plan = cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+        wrong = [*_wrong_types(plan), *_wrong_types(plan.topology)]
+        if wrong or plan.topology.device not in ("cpu", "cuda"):
+            raise ValueError(f"it has other values for {', '.join(wrong) or 'device'}")
+        if problems := [*range_problems(plan.recipe, dict.fromkeys(all_paths(), "")), *plan.topology.problems()]:
+            raise RecipeError(problems)
+        return plan
+
+
+def _wrong_types(part: Plan | Topology) -> list[str]:
+    """Return the names of the fields whose values are not of the types that are declared: JSON may have any."""
+    types: dict[Any, Any] = {
+        "str": str,
+        "int": int,
+        "bool": bool,
+        "str | None": (str, NoneType),
+        "int | None": (int, NoneType),
+    }
+    fields = [field for field in dataclasses.fields(part) if field.type in types]
+    return [field.name for field in fields if not isinstance(getattr(part, field.name), types[field.type])]
+
+
+def open_plan(path: Path) -> Plan:
+    """Read the plan of a run folder from any origin.
+
+    Raises Unreadable when it is not a plan of this version; else as `records.open_regular`.
+    """
+    try:
+        return Plan.from_json(read_text(path))
+    except (*NOTHING_THERE, StorageError):
+        raise
+    except Exception as error:  # see `from_json`
+        why = first_line(error).removeprefix(f"{path}: ")
+        raise Unreadable(
+            f"{path} is not a plan of this version of fsdptrain: {why}; use the version that wrote it, "
+            "or replace it with the newest file of plans/ beside it"
+        ) from None
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan of a run from its folder.
+
+    Raises RecipeError when it is not the plan that the launcher wrote: its digest differs from PLAN_DIGEST.
+    """
+    plan = open_plan(path)
+    wanted = os.environ.get(PLAN_DIGEST)
+    if wanted is not None and plan.digest() != wanted:
+        raise RecipeError(
+            f"{path} is not the plan that this run was started with: another process changed it. Use a separate "
+            "output_dir for every run, and run the same command again"
+        )
+    return plan
+
+
+def make_plan(written: LoadedRecipe, topology: Topology, trust_remote_code: bool = False) -> Plan:
+    """Derive the plan of a recipe on this machine.
+
+    Raises RecipeError for a batch or a shard size that does not divide, or a model folder that does not exist, and
+    NoData if data.path matches nothing.
+    """
+    plan, problems = draft_plan(written, topology, trust_remote_code=trust_remote_code)
+    if problems:
+        raise RecipeError(problems)
+    return plan
+
+
+def draft_plan(
+    written: LoadedRecipe, topology: Topology, elsewhere: bool = False, trust_remote_code: bool = False
+) -> tuple[Plan, list[Problem]]:
+    """Return the plan and the problems with it, so that a dry run can continue and report all problems at once.
+
+    `elsewhere`: the plan is for other machines, so files may be missing here. Raises NoData as `make_plan` does.
+    """
+    recipe, problems = with_adapter_of_folder(with_expanded_paths(written.recipe))
+    problems += elastic_problems(recipe, topology) or _layout_problems(recipe, topology)
+    problems += [] if elsewhere else model_name_problems(recipe)
+    problems += _trust_problems(recipe) if trust_remote_code else []
+    # Data on the Hub is read at data.revision, as part of its path.
+    held_out, revision = recipe.data.eval or {}, recipe.data.revision
+    data_path = find_all_data(recipe.data.path or "", written.folder, elsewhere)
+    eval_path = find_data(held_out["path"], written.folder, elsewhere) if "path" in held_out else None
+    if revision is not None and is_hub_data(data_path):
+        data = HubData.of(data_path)
+        if eval_path and HubData.of(eval_path).name == data.name:  # another split of the same data set
+            eval_path = str(HubData.of(eval_path).at(revision))
+        data_path = str(data.at(revision))
+    elif revision is not None:
+        problems.append(Problem("has no effect: data.path is not a Hub data set", "data.revision"))
+    plan = Plan(
+        version=__version__,
+        recipe=recipe,
+        run_dir=str(working_folder(recipe.output_dir)),
+        data_path=data_path,
+        eval_path=eval_path,
+        topology=topology,
+        **layout(recipe, topology),
+        threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
+        trust_remote_code=trust_remote_code,
+        libraries={name: version(name) for name in TESTED},
+    )
+    return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
+
+
+def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """Return how a recipe is laid out on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+    shard_size, world = _shard_size(recipe, topology), topology.world_size
+    return {
+        "replicas": world // shard_size,
+        "shard_size": shard_size,
+        "accumulation": recipe.train.global_batch_size // (recipe.train.micro_batch_size * world),
+    }
+
+
+def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+    """Return the plan of the same job on the same ranks, with other values of these keys."""
+    recipe = plan.recipe
+    for path, value in overrides.items():
+        section, name = path.split(".")
+        part = dataclasses.replace(getattr(recipe, section), **{name: value})
+        recipe = dataclasses.replace(recipe, **{section: part})
+    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
+
+
+ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest
+
+
+def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> Plan:
+    """Return the plan that does the same as a FULL_SHARD plan on one GPU of `memory` bytes, in less time.
+
+    One rank gathers from nobody, but FSDP copies the weights of a unit whenever it gathers them, and its gradients in
+    several passes whenever it reduces them. So the weights stay gathered for the step and gradients are held, if there
+    is ROOM for a copy of all weights in the compute dtype. Any other plan is returned as it is.
+    """
+    fsdp = plan.recipe.fsdp
+    if plan.topology.device != "cuda" or plan.topology.world_size > 1 or fsdp.cpu_offload:
+        return plan
+    strategy = fsdp.strategy.fastest_alone
+    counts = Counts.of(weights)
+    gathered = plan.gathered_bytes(counts) + plan.gathered_bytes(counts.of_frozen())
+    needed = plan.state_bytes(weights) + gathered + BYTES[fsdp.mixed_precision.reduce_dtype] * counts.trained
+    if strategy is fsdp.strategy or needed > ROOM * memory:
+        return plan
+    return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 63-bit seed for any values; different values give unrelated seeds."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed.
+
+    `topology` may be that of an attempt, with fewer nodes.
+    """
+    if topology.least_nnodes is None:
+        return []
+    if not recipe.launch.max_restarts:
+        message = "has no effect without launch.max_restarts: after a node is lost, the others go on by a restart"
+        return [Problem(message, "launch.nnodes")]
+    least, most = node_range(recipe.launch.nnodes)
+    sizes = range(least, most + 1)
+    for nnodes in reversed(sizes):
+        problems = _layout_problems(recipe, dataclasses.replace(topology, nnodes=nnodes))
+        if not problems:
+            continue
+        reason, way_out = problems[0].message.split("; ")
+        if problems[0].field == "train.global_batch_size":
+            unit = recipe.train.micro_batch_size * topology.nproc_per_node * math.lcm(*sizes)
+            way_out = f"use a multiple of {unit}, which divides over every number of nodes"
+        message = f"{recipe.launch.nnodes}: on {counted(nnodes, 'node')}, {problems[0].field}: {reason}"
+        return [Problem(f"{message}; {way_out}, or another range", "launch.nnodes")]
+    return []
+
+
+def _layout_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    return [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+
+
+def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    train, world = recipe.train, topology.world_size
+    unit = train.micro_batch_size * world
+    if train.global_batch_size % unit == 0:
+        return []
+    below = train.global_batch_size // unit * unit
+    near = " or ".join(str(size) for size in (below, below + unit) if size)
+    message = (
+        f"{train.global_batch_size} sequences do not divide over {world} ranks × micro-batches of "
+        f"{train.micro_batch_size}; use {near}"
+    )
+    return [Problem(message, "train.global_batch_size")]
+
+
+def _shard_size(recipe: Recipe, topology: Topology) -> int:
+    fsdp = recipe.fsdp
+    return fsdp.strategy.ranks_per_copy(fsdp.shard_size, topology.world_size, topology.nproc_per_node)
+
+
+def _shard_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    size, world = _shard_size(recipe, topology), topology.world_size
+    if world % size == 0:
+        return []
+    near = [n for n in range(1, min(world, 1024) + 1) if world % n == 0]
+    divisors = ", ".join(map(str, near))
+    return [Problem(f"{size} does not divide {world} ranks; use one of {divisors}", "fsdp.shard_size")]
+
+
+def model_name_problems(recipe: Recipe) -> list[Problem]:
+    """Return a problem for a model or tokenizer that is neither a folder on this machine nor a Hub id."""
+    names = {"model.id": recipe.model.id, "model.tokenizer": recipe.model.tokenizer}
+    return [
+        Problem(fault, path)
+        for path, name in names.items()
+        if isinstance(name, str) and (fault := model_name_fault(name))
+    ]
+
+
+def _trust_problems(recipe: Recipe) -> list[Problem]:
+    """Check that the code to run is in a local folder or at a fixed commit of the Hub."""
+    name, revision = recipe.model.id, recipe.model.revision
+    if name is None:
+        return [Problem("has no effect without model.id", "--trust-remote-code")]
+    if is_folder(name) or re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return []
+    what = f"{shortened(revision)!r} is a branch or a tag, which can change" if revision else "is not set"
+    message = f"{what}: --trust-remote-code runs code of {shortened(name)}, so set the full commit (40 hex digits)"
+    return [Problem(message, "model.revision")]
+
+
+LAYOUT_KEY = "layout"  # key of LAYOUT in an identity
+
+
+KEPT = (
+    ".kept"  # after a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it
+)

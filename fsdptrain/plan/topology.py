@@ -1,0 +1,247 @@
+"""The processes of a run: how many, on which machines and devices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fsdptrain.config.schema import MAX_NODES, MAX_WORKERS, Recipe, node_range, value_at
+from fsdptrain.config.values import value_text
+from fsdptrain.errors import Problem, RecipeError
+from fsdptrain.plan.gpus import visible_gpus
+from fsdptrain.plan.hardware import Hardware
+from fsdptrain.plan.launchers import Launched, check_announced, find_launcher
+from fsdptrain.plan.network import address_of
+from fsdptrain.text import counted
+
+NO_ENDPOINT = (
+    "several nodes need a rendezvous: set launch.rdzv_endpoint to host:port of the first node, or start the command on "
+    "every node with srun"
+)
+
+
+# Seconds in which the name of the first node may become known: name servers have pauses, and in Kubernetes a pod gets
+# its name when it starts, maybe later than this one.
+NAME_S, POD_NAME_S, NAME_POLL_S = 3.0, 60.0, 0.5
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes of a run: `nnodes` machines with `nproc_per_node` workers each, on one kind of device.
+
+    `source` names the launcher that these numbers come from; it is empty if they come from the recipe. `endpoint` is
+    host:port on the first machine, where the others meet it; None on a single machine.
+
+    If the run may go on with fewer machines, `least_nnodes` is their least number, and `nnodes` the largest until the
+    machines have met (see `Plan.on_nodes`).
+    """
+
+    device: Literal["cpu", "cuda"]
+    nnodes: int
+    nproc_per_node: int
+    joined: bool = False  # the launcher started the workers
+    source: str = ""
+    endpoint: str | None = None
+    least_nnodes: int | None = None
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each number that no run has."""
+        limits = {"nnodes": MAX_NODES, "least_nnodes": MAX_NODES, "nproc_per_node": MAX_WORKERS}
+        numbers = {name: getattr(self, name) for name in limits if getattr(self, name) is not None}
+        return [
+            Problem(f"{value_text(value)} is not a number from 1 to {limits[name]}{self.origin}", f"launch.{name}")
+            for name, value in numbers.items()
+            if not 1 <= value <= limits[name]
+        ]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change from one attempt to the next."""
+        return self.least_nnodes is not None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def origin(self) -> str:
+        """The source as an addition to the numbers: ` (from Slurm job 12)`; empty without one."""
+        return f" (from {self.source})" if self.source else ""
+
+    @property
+    def meeting_place(self) -> str:
+        """The endpoint, with what determines it: `n1:20037 (from Slurm job 1)`."""
+        return f"{self.endpoint}{self.origin or ' (launch.rdzv_endpoint)'}"
+
+    def endpoint_fault(self, fault: str, way_out: str, variable: str = "MASTER_ADDR") -> RecipeError:
+        """Return the error of an endpoint at which the nodes cannot meet; `variable` is what replaces a launcher's."""
+        if not self.source:
+            return RecipeError(f"launch.rdzv_endpoint: {self.endpoint}: {fault}; choose {way_out}")
+        name = f"PET_{variable}" if self.source == "Kubeflow" else variable
+        return RecipeError(
+            f"{self.endpoint}, where {self.source} lets its nodes meet: {fault}; set {name} to {way_out}"
+        )
+
+
+def writes_run_dir(topology: Topology) -> bool:
+    """Return whether this process writes the run folder: the command itself, or rank 0 of started workers."""
+    return not topology.joined or os.environ["RANK"] == "0"
+
+
+def find_topology(
+    recipe: Recipe,
+    env: Mapping[str, str],
+    elsewhere: bool = False,
+    root: Path = Path("/"),
+    explicit: Collection[str] = (),
+) -> Topology:
+    """Return the processes of a run on this machine: those of the launcher that started this one, else of `launch`.
+
+    `env` is the environment, `root` the folder that holds /dev and /proc, `explicit` the keys that the recipe sets.
+    `elsewhere`: the run is planned for other machines. Raises RecipeError for keys that contradict the launcher and,
+    unless `elsewhere`, for more workers than visible GPUs and for several nodes without an endpoint; and as
+    `check_announced` does.
+    """
+    gpus = visible_gpus(env, root)
+    device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    launch, launched = recipe.launch, find_launcher(env)
+    if launched:
+        check_agreement(recipe, launched, explicit)
+    least, most = node_range(launch.nnodes)
+    nnodes = launched.nnodes if launched else most
+    endpoint = launched.endpoint if launched else launch.rdzv_endpoint
+    nproc = launched.nproc_per_node if launched else None
+    topology = Topology(
+        device,
+        nnodes,
+        nproc or _workers(recipe, nnodes, gpus or 2),
+        joined=launched is not None and launched.local_rank is not None,
+        source=launched.source if launched else "",
+        endpoint=endpoint,
+        least_nnodes=least if least < most and not launched else None,
+    )
+    if problems := topology.problems():
+        raise RecipeError(problems)
+    if nnodes == 1:
+        check_announced(env, topology.source)
+    if not elsewhere:
+        _check_machine(topology, gpus)
+    return topology
+
+
+def check_agreement(recipe: Recipe, launched: Launched, explicit: Collection[str]) -> None:
+    """Raise RecipeError for keys of `launch` that contradict the launcher."""
+    least, most = node_range(recipe.launch.nnodes)
+    known = {
+        "launch.nnodes": recipe.launch.nnodes if least <= launched.nnodes <= most else launched.nnodes,
+        "launch.nproc_per_node": launched.nproc_per_node,
+        "launch.rdzv_endpoint": launched.endpoint,
+    }
+    problems = [
+        Problem(f"{wanted} contradicts {launched.source}, which has {found}: {_way_out(path, found)}", path)
+        for path, found in known.items()
+        if path in explicit and found is not None and (wanted := value_at(recipe, path)) not in (None, "auto", found)
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _way_out(path: str, found: object) -> str:
+    """Return how to remove a contradiction; a shipped recipe can be overridden only."""
+    return "remove this key" if path == "launch.rdzv_endpoint" else f"set {path}={found}, or remove this key"
+
+
+def check_endpoint(topology: Topology) -> None:
+    """Raise RecipeError if the workers of several nodes have no place to meet."""
+    if topology.nnodes > 1 and topology.endpoint is None:
+        raise RecipeError([Problem(NO_ENDPOINT, "launch.nnodes")])
+
+
+def check_name(topology: Topology, env: Mapping[str, str]) -> None:
+    """Raise RecipeError if this machine does not know the name of the first node, and did not learn it in some seconds.
+
+    Without this check torch would try for a minute, and then say that the nodes did not meet.
+    """
+    if topology.nnodes == 1 or topology.endpoint is None:
+        return
+    host = host_of(topology.endpoint)
+    end = time.monotonic() + (POD_NAME_S if "KUBERNETES_SERVICE_HOST" in env else NAME_S)
+    while address_of(host) is None:
+        if time.monotonic() > end:
+            raise topology.endpoint_fault(
+                f"{host} cannot be resolved on {socket.gethostname()}", "a host that every node can resolve"
+            )
+        time.sleep(NAME_POLL_S)
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of HOST:PORT, of [IPv6]:PORT, or of a HOST without a port."""
+    host, _, port = endpoint.rpartition(":")
+    return (host if host and port.isdigit() else endpoint).strip("[]")
+
+
+def _check_machine(topology: Topology, gpus: int) -> None:
+    """Raise RecipeError if the workers that this process starts cannot run here, or not meet those of other nodes."""
+    check_endpoint(topology)
+    if gpus and topology.nproc_per_node > gpus and not topology.joined:
+        message = f"{topology.nproc_per_node} workers, but only {counted(gpus, 'GPU')} visible: lower it, or use auto"
+        raise RecipeError([Problem(message, "launch.nproc_per_node")])
+
+
+def topology_of(recipe: Recipe, count: int | None, hardware: Hardware, overridden: Collection[str] = ()) -> Topology:
+    """Return the processes of a run on other machines: one on each of `count` cards, else what `launch` sets.
+
+    Raises RecipeError for a `count` that does not fill whole nodes, or that contradicts the keys of `launch` that the
+    command line sets, `overridden`; those of the file are replaced.
+    """
+    device: Literal["cpu", "cuda"] = "cpu" if hardware.is_cpu else "cuda"
+    launch = recipe.launch
+    if count is None:
+        least, most = node_range(launch.nnodes)
+        nproc = _workers(recipe, most, hardware.gpus_per_node)
+        return Topology(device, most, nproc, least_nnodes=least if least < most else None)
+    nproc = min(count, hardware.gpus_per_node)
+    if count % nproc:
+        raise RecipeError(
+            f"--hardware: {count} × {hardware.name} do not fill nodes of {nproc}: use a multiple of {nproc}"
+        )
+    _check_overrides(recipe, count, hardware, overridden)
+    return Topology(device, count // nproc, nproc)
+
+
+def _check_overrides(recipe: Recipe, count: int, hardware: Hardware, overridden: Collection[str]) -> None:
+    nproc = min(count, hardware.gpus_per_node)
+    found = {"launch.nnodes": count // nproc, "launch.nproc_per_node": nproc}
+    least, most = node_range(recipe.launch.nnodes)
+    allowed = {
+        "launch.nnodes": least <= found["launch.nnodes"] <= most,
+        "launch.nproc_per_node": recipe.launch.nproc_per_node in ("auto", nproc),
+    }
+    wrong = [f"{path}={value_at(recipe, path)}" for path in found if path in overridden and not allowed[path]]
+    if wrong:
+        raise RecipeError(
+            f"--hardware: {count} × {hardware.name} are {counted(found['launch.nnodes'], 'node')} with "
+            f"{counted(nproc, 'worker')} each, which contradicts {' and '.join(wrong)}: leave this out, or the number "
+            "of cards"
+        )
+
+
+def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:
+    """Return the processes of a run as a job on `nnodes` nodes with so many GPUs each (0: on the CPU)."""
+    device: Literal["cpu", "cuda"] = "cuda" if gpus_per_node else "cpu"
+    return Topology(device, nnodes, _workers(recipe, nnodes, gpus_per_node or 2))
+
+
+def _workers(recipe: Recipe, nnodes: int, available: int) -> int:
+    """Return `launch.nproc_per_node`; for `auto` the devices `available`, if each gets at least one micro-batch."""
+    wanted, train = recipe.launch.nproc_per_node, recipe.train
+    if wanted != "auto":
+        return wanted
+    busy = train.global_batch_size // (train.micro_batch_size * nnodes)
+    return min(available, max(1, busy))

@@ -1,0 +1,90 @@
+"""What a machine must allow the workers of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import environment, fsdptrain, write_recipe
+
+from fsdptrain.config.reader import load
+from fsdptrain.plan.limits import Limits, fatal_limits, files_needed, limits_here, risky_limits
+from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.text import MIB
+
+ENOUGH = Limits(None, None, None, rdma=True, compiler=True, header=True)
+
+
+def plan_on(tmp_path: Path, nnodes: int, device: Any = "cuda", *overrides: str) -> Plan:
+    batch = 8 * nnodes
+    written = load(write_recipe(tmp_path), [f"train.global_batch_size={batch}", *overrides])
+    return make_plan(written, Topology(device, nnodes, 8, endpoint="a:1"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "overrides", "says"),
+    [
+        ({"open_files": 600}, [], "may open 600 files, but each of 128 ranks needs 780: raise the hard limit"),
+        ({"compiler": False}, ["train.compile=true"], "there is no C compiler: install gcc"),
+        ({"header": False}, ["train.compile=true"], "there is no Python.h"),
+        ({"compiler": False}, ["train.compile=false"], ""),
+        ({}, ["train.compile=true"], ""),
+    ],
+)
+def test_limits_with_which_no_worker_can_train(
+    limits: dict[str, Any], overrides: list[str], says: str, tmp_path: Path
+) -> None:
+    found = list(fatal_limits(plan_on(tmp_path, 16, "cuda", *overrides), dataclasses.replace(ENOUGH, **limits)))
+    assert len(found) == bool(says) and says in "".join(map(str, found))
+
+
+def test_limits_with_which_nccl_may_fail(tmp_path: Path) -> None:
+    tight = dataclasses.replace(ENOUGH, shm_bytes=64 * MIB, locked_bytes=8 * MIB)
+    shm, locked = risky_limits(plan_on(tmp_path, 2), tight)
+    assert shm.startswith("/dev/shm has 64.0 MiB, and NCCL may need 512.0 MiB: docker run --ipc=host")
+    assert locked.startswith("a process may lock 8.0 MiB of memory, too little for NCCL over InfiniBand")
+    for plan in (plan_on(tmp_path, 2, "cpu"), plan_on(tmp_path, 2)):
+        assert not list(risky_limits(plan, ENOUGH))
+    assert len(list(risky_limits(plan_on(tmp_path, 1), tight))) == 1  # one node locks no memory for RDMA
+    assert not list(risky_limits(plan_on(tmp_path, 2, "cpu"), tight))
+
+
+def test_the_limits_of_this_machine_are_found() -> None:
+    found = limits_here({"CC": "no-such-compiler -O2"})
+    assert found.shm_bytes is None or found.shm_bytes > 0
+    assert found.open_files in (None, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_a_hard_limit_is_refused(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    needed = files_needed(2)
+    script = (
+        "import pathlib, resource, sys; from fsdptrain.plan import limits\n"
+        "from fsdptrain.plan.plan import make_plan; from fsdptrain.config.reader import load\n"
+        "from fsdptrain.plan.topology import Topology\n"
+        "limits.raise_limits(make_plan(load(pathlib.Path(sys.argv[1]), []), Topology('cpu', 1, 2)))\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    words = ["prlimit", "--nofile=64:4096", sys.executable, "-c", script, str(recipe)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+    assert done.stdout.split() == [str(needed)], done.stderr
+    words = ["prlimit", "--nofile=128:128", sys.executable, "-m", "fsdptrain", "run", str(recipe)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 2 and f"may open 128 files, but each of 2 ranks needs {needed}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_names_a_missing_compiler(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__compile=True)
+    (tmp_path / "bin").mkdir()
+    done = fsdptrain("run", recipe, PATH=str(tmp_path / "bin"))
+    assert (
+        done.returncode == 2
+        and "train.compile: needs a C compiler and Python.h, and there is no C compiler" in done.stderr
+    )

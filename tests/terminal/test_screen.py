@@ -1,0 +1,245 @@
+"""The live line at every width, and the first and last lines of a run: no torch, no terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from support import ROOT, write_recipe
+
+from fsdptrain.attempts.attempts import EarlierAttempts
+from fsdptrain.config.reader import load
+from fsdptrain.folder.rundir import RunDir
+from fsdptrain.launch.heading import heading
+from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.plan.plan import draft_plan, make_plan
+from fsdptrain.plan.topology import topology_of
+from fsdptrain.terminal.liveline import LiveLine
+from fsdptrain.terminal.screen import Screen
+from fsdptrain.text import rate, wrapped
+
+STARTED = {
+    "event": "start", "parameters": 158144, "units": 5, "device": "cpu", "attention": "sdpa", "total_steps": 40,
+    "blocks": 326, "seq_len": 64, "fill": 0.99, "notes": [],
+}  # fmt: skip
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "event": "step", "step": number, "loss": 5.9941, "lr": 3e-4, "grad_norm": 0.83, "tokens": 500, "step_s": 0.5,
+        "tokens_per_s": 1000.0, "positions_per_s": 1024.0, "peak_memory_bytes": 2**30, "total_tokens": 500 * number,
+        "total_positions": 512 * number, "total_s": 0.5 * number,
+    } | changes  # fmt: skip
+
+
+def drawn(line: LiveLine, width: int) -> str:
+    """Return the live line as it is drawn on a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(line, end="")
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+
+@given(
+    st.integers(60, 200), st.integers(1, 99_999), st.floats(0, 9.9), st.floats(1, 9e6), st.floats(0.01, 3), st.data()
+)
+def test_the_live_line_keeps_its_most_important_parts(
+    width: int, total: int, loss: float, speed: float, step_s: float, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(1, total))
+    screen = Screen(Console(file=io.StringIO()))
+    screen.show(STARTED | {"total_steps": total})
+    screen.show(step(number, loss=loss, positions_per_s=speed, step_s=step_s))
+    shown = drawn(screen._line, width)
+    assert len(shown) <= width - 2 and "\n" not in shown  # room for the ^C that a terminal prints
+    kept = rf"step {number}/{total}  .*loss {loss:.4f}  {re.escape(rate(speed))}  ETA \d+:[\d:]+(  .*)?"
+    assert re.fullmatch(kept, shown), shown
+    assert width < 110 or re.search(r"lr 3.00e-04  norm 0.83  1.00 GiB$", shown.rstrip())
+
+
+def test_allocator_retries_are_shown_only_when_there_are_any() -> None:
+    screen = Screen(Console(file=io.StringIO()))
+    screen.show(STARTED)
+    for retries, shown in ((0, False), (3, True)):
+        screen.show(step(1, reserved_memory_bytes=2**31, alloc_retries=retries))
+        assert ("allocator retries 3" in drawn(screen._line, 150)) == shown
+
+
+@given(st.integers(12, 60), st.integers(0, 3000), st.integers(0, 3000))
+def test_work_fits_any_width_and_has_a_bar_only_with_a_count(width: int, done: int, total: int) -> None:
+    line = LiveLine()
+    line.show_work("tokenise", done, total)
+    shown = drawn(line, width)
+    assert "tokenise" in shown and len(shown) <= width - 2
+    assert total > 1 or not re.search(r"\d/\d|━|\d:\d", shown)  # without a count no bar and no ETA
+
+
+@given(st.lists(st.text("abc/·", min_size=1, max_size=30), min_size=1, max_size=20), st.integers(8, 80), st.booleans())
+def test_wrapping_keeps_every_word_whole(words: list[str], width: int, labelled: bool) -> None:
+    text = ("label  " if labelled else "") + " ".join(words)
+    lines = wrapped(text, width).split("\n")
+    assert " ".join(lines).split() == text.split()
+    label = int(labelled)  # the label stays on the line of its first word
+    assert all(len(line) <= width or len(line.split()) == 1 + label * (not n) for n, line in enumerate(lines))
+    assert not labelled or all(line.startswith(" " * min(7, width // 3)) for line in lines[1:])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the working tree may hold runs/, to which recipes refer
+    written = load(recipe, [f"output_dir={tmp_path / 'run'}"])
+    plan = draft_plan(written, topology_of(written.recipe, None, parse_hardware("h100-80gb").hardware), elsewhere=True)[
+        0
+    ]
+    lines = dict(
+        line.split(maxsplit=1) for line in heading(plan, RunDir(tmp_path / "run"), EarlierAttempts()).splitlines()
+    )
+    assert lines["run"] == f"{written.recipe.name}: new, in run"
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", lines["batch"])]
+    size, ranks, micro_batches, micro_batch, tokens = numbers
+    assert size == ranks * micro_batches * micro_batch == written.recipe.train.global_batch_size
+    assert tokens == size * written.recipe.data.seq_len
+    assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]
+    assert ("hub" in lines) == (written.recipe.model.id is not None)
+    if plan.freezes:
+        assert lines["trains"].startswith("LoRA of rank 16 on all linear layers, in float32; the rest is frozen in ")
+    assert ("trains" in lines) == ("-lora" in recipe.stem or "-qlora" in recipe.stem)
+
+
+def test_the_heading_states_whether_a_run_is_new_or_resumes(tmp_path: Path) -> None:
+    written = load(write_recipe(tmp_path), [])
+    plan = make_plan(written, topology_of(written.recipe, None, parse_hardware("cpu").hardware))
+    rundir = plan.rundir
+    found = [EarlierAttempts(), EarlierAttempts(2), EarlierAttempts(4, trained=True)]
+    states = [heading(plan, rundir, before).splitlines()[0].split(": ")[1].split(",")[0] for before in found]
+    rundir.root.mkdir()
+    rundir.metrics.touch()
+    states.append(heading(plan, rundir, EarlierAttempts()).splitlines()[0].split(": ")[1].split(",")[0])
+    assert states == [
+        "new", "resumes after step 2", "all 4 steps are trained; evaluation or export is not complete",
+        "starts from step 0 (no checkpoint yet)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            [STARTED, step(40)],
+            "40 steps in 1:15 · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,000 label tokens",
+        ),
+        (
+            [STARTED, {"event": "resume", "step": 16}, step(17), step(40, total_tokens=12_000)],
+            "24 steps in 1:15 (40 total) · 1,024 tok/s while training · peak 1.00 GiB/rank\n12,000 label tokens",
+        ),
+        (
+            [STARTED, step(7), STARTED, {"event": "resume", "step": 6}, step(40, total_tokens=17_000)],
+            "40 steps in 1:15 (1 restart) · 1,024 tok/s while training · peak 1.00 GiB/rank\n20,500 label tokens",
+        ),
+    ],
+)
+def test_the_summary_separates_this_command_from_the_whole_run(records: list[dict[str, Any]], message: str) -> None:
+    screen = Screen(Console(file=io.StringIO(), width=80))
+    for record in records:
+        screen.show(record)
+    screen.summary(75.0)
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"\n{message} · training loss 5.9941\n" in shown
+
+
+def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
+    screen = Screen(Console(file=io.StringIO(), width=400))
+    record = {"event": "export", "path": "out", "bytes": 1024, "dtype": "float32", "adapter": "both"}
+    found = {"tokens": 200, "held_out": True, "spread": 2.345, "mean": 1.23e-7, "largest": 4.56e-6, "limit": 1e-3}
+    rounded, meant = found | {"rounded_to": "bfloat16"}, found | {"rounded_to": None, "limit": None}
+    screen.show(record | {"compared": [{"what": "merged", **found}, {"what": "separate", **rounded, "mean": 2e-7}]})
+    screen.show(record | {"compared": [{"what": "merged", **meant}]})
+    screen.show(record | {"compared": [{"what": "model", **found, "mean": 0.0, "largest": 0.0}]})
+    screen.show(record | {"not_compared": "opening it took more than 30:00"})
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    opened = "  opened in a fresh process, logits compared with the trained model's on 200 held-out tokens: "
+    far = "(1.2e-07 on average, 4.6e-06 at most, of a spread of 2.3)"
+    assert f"{opened}merged: equal within rounding {far}; adapter on its base: equal within the rounding of " in shown
+    reason = "the adapter was trained on quantised weights and merged into the original ones"
+    assert f"merged: different, because {reason} {far}\n" in shown
+    assert f"{opened}identical\n" in shown and "0.0e+00" not in shown
+    assert "  not compared with the trained model: opening it took more than 30:00\n" in shown
+
+
+def terminal(width: int = 60) -> Console:
+    return Console(file=io.StringIO(), width=width, height=40, force_terminal=True, color_system=None)
+
+
+def printed(console: Console) -> list[str]:
+    """Return the lines that a terminal has got, without those that the live line has drawn over itself."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    return [line.rsplit("\r", 1)[-1].rstrip() for line in text.splitlines()]
+
+
+def evaluated(number: int, loss: float) -> dict[str, Any]:
+    return {"event": "eval", "step": number, "loss": loss, "perplexity": 2.0, "tokens": 100}
+
+
+@pytest.mark.parametrize("total", [700, 12])
+def test_a_terminal_keeps_a_history_of_some_twenty_lines(total: int) -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(STARTED | {"total_steps": total})
+        screen.show(evaluated(0, 6.5))
+        for number in range(1, total + 1):
+            screen.show(step(number, loss=number % 2 + 1.0, epoch=number / 350))
+            if number % 2 == 0:
+                screen.show(evaluated(number, 3 - number / total))
+    lines = [line for line in printed(console) if re.match(r"step +\d+/\d+  epoch", line) and "tok/s" not in line]
+    assert len(lines) == min(total, 20) and all(len(line) <= 60 for line in lines)
+    if total == 700:  # the mean of 35 losses that alternate between 1 and 2, and what was measured before
+        assert lines[0] == "step  35/700  epoch 0.10  loss 1.5143  held-out 2.9514"
+        assert lines[-1] == "step 700/700  epoch 2.00  loss 1.4857  held-out 2.0029"
+    evals = [line for line in printed(console) if line.startswith("eval at step ")]
+    assert evals[0].startswith("eval at step 0: loss 6.5") and evals[-1].startswith(f"eval at step {total}: ")
+    assert len(evals) <= 21
+
+
+def test_a_resumed_run_goes_on_with_its_history() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(STARTED | {"total_steps": 40})
+        screen.show({"event": "resume", "step": 16})
+        for number in range(17, 20):
+            screen.show(step(number, loss=float(number)))
+    lines = [line for line in printed(console) if line.startswith("step 1") and "tok/s" not in line]
+    assert lines == ["step 18/40  loss 17.5000"]  # an earlier version recorded no epoch
+
+
+def test_the_notes_of_this_and_of_earlier_versions_are_shown() -> None:
+    screen = Screen(Console(file=io.StringIO(), width=200))
+    earlier = {name: value for name, value in STARTED.items() if name != "notes"}
+    screen.show(earlier | {"data_notes": ["2 rows were cut"], "dtype_note": "bfloat16 is slow"})
+    screen.show(STARTED | {"notes": ["the warm-up is too long"]})
+    screen.show({"event": "resume", "step": 3, "notes": ["the rate jumps"]})
+    shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
+    for note in ("2 rows were cut", "bfloat16 is slow", "the warm-up is too long", "the rate jumps"):
+        assert f"\n  {note}\n" in shown
+
+
+def test_a_slow_rank_is_shown_unless_it_is_on_the_cpu_of_one_host() -> None:
+    for changes, shown in (({}, False), ({"hosts": ["a", "b"]}, True), ({"device": "H100"}, True)):
+        screen = Screen(Console(file=io.StringIO(), width=200))
+        screen.show(STARTED | changes)
+        screen.show({"event": "straggler", "step": 20, "rank": 1, "cause": "compute", "cost": 0.2})
+        assert ("is slow" in screen.console.file.getvalue()) == shown  # type: ignore[attr-defined]
+
+
+def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Screen() as screen:
+        screen.show(STARTED)
+        screen.show(step(40))
+    assert "\x1b" not in capsys.readouterr().out
