@@ -41,7 +41,7 @@ CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py test
 	tests/model/test_weights.py tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
 	tests/checkpoint/test_checkpoint.py tests/checkpoint/test_export.py tests/checkpoint/test_resume.py
 versions: install
-	for torch in $$($(BIN)/python -m fsdptrain.plan.versions); do \
+	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \
 		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
 			&& OMP_NUM_THREADS=1 $(VERSIONS)/$$torch/bin/python -m pytest $(CORE) \
 			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -k stored_one tests/forecast/test_forecast.py \

@@ -279,7 +279,8 @@ def _claim(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     check_name(topology, os.environ)
     raise_limits(plan)
-    return plan, stack.enter_context(claim_run_dir(plan, written.text, fresh))
+    earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
+    return dataclasses.replace(plan, layout=earlier.layout), earlier
 
 
 @app.command(epilog="Example: fsdptrain validate gsm8k-sft --hardware 8xh100")

@@ -107,9 +107,7 @@ def _inspect(rundir: RunDir, plan: Plan, before: RunState, export: ExportRecord)
         return EarlierAttempts()
     step, start = max(complete_steps(rundir), default=0), before.trained_by
     # Would this plan continue the same run?
-    layout = manifest.identity.get(LAYOUT_KEY)
-    if layout in EARLIER_LAYOUTS:
-        plan = replace(plan, layout=layout)
+    plan = _with_layout_of(manifest, plan)
     if problems := resume_problems(manifest.identity, plan.identity()):
         if start and 0 < start["total_steps"] <= step:
             finished = f"the run in {rundir.place} is finished ({counted(step, 'step')}): nothing was trained"
@@ -167,6 +165,18 @@ def _check_checkpoints_not_lost(rundir: RunDir, before: RunState, export: Export
         f"output_dir: {rundir.place} holds {holds}, but its checkpoints are gone: training would start at step 0 and "
         f"replace the export. To start over, {start_over}"
     )
+
+
+def _with_layout_of(manifest: Manifest, plan: Plan) -> Plan:
+    """Return the plan with the layout of the run to continue, if this version still knows it."""
+    layout = manifest.identity.get(LAYOUT_KEY)
+    return replace(plan, layout=layout) if layout in EARLIER_LAYOUTS else plan
+
+
+def is_continued(rundir: RunDir, plan: Plan) -> bool:
+    """Return whether a plan would continue the newest checkpoint that there is, as the same run; True without one."""
+    manifest = newest_manifest(rundir)
+    return manifest is None or not resume_problems(manifest.identity, _with_layout_of(manifest, plan).identity())
 
 
 def wrote_newest_checkpoint(rundir: RunDir, plan: Plan) -> bool:

@@ -28,6 +28,7 @@ from fsdptrain.attempts.attempts import (
     archive_plan,
     describe_changes,
     inspect_earlier_attempts,
+    is_continued,
     plan_changes,
     wrote_newest_checkpoint,
 )
@@ -50,7 +51,7 @@ from fsdptrain.folder.ownership import is_marked, mark_checkpoints, marked_run, 
 from fsdptrain.folder.records import read_object
 from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.runstore import RunStore
-from fsdptrain.folder.storage import URL, Location, try_writing
+from fsdptrain.folder.storage import PROBE, URL, Location, try_writing
 from fsdptrain.plan.plan import Plan, open_plan
 from fsdptrain.plan.topology import writes_run_dir
 
@@ -135,7 +136,7 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         yield earlier
         return
     if not writes:
-        _wait_for_plan(plan, rundir)
+        _wait_for_plan(dataclasses.replace(plan, layout=earlier.layout), rundir)
         yield earlier
         return
     _check_access(rundir)
@@ -148,10 +149,10 @@ def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[Earlier
         if first and fresh and rundir.has_run():
             _refuse_used(rundir)
         earlier = inspect_earlier_attempts(rundir, plan)
+        plan = dataclasses.replace(plan, layout=earlier.layout)
         if first and not earlier.finished:
             _check_places(plan, rundir)
             _mark_checkpoints(rundir)
-            plan = dataclasses.replace(plan, layout=earlier.layout)
             with _os_errors_as_recipe_errors(rundir):
                 archive_plan(rundir, plan, recipe_text)
                 write_atomically(rundir.plan, plan.to_json())
@@ -254,10 +255,12 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
     if place is None:
         return
     with _os_errors_as_recipe_errors(rundir, place):
-        entries, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
-    # Another machine may have a run folder of the same name, and the same object store.
+        names, owner = _names_in(place) if isinstance(place, Path) else place.names(), marked_run(place)
+    entries = [name for name in names if name != PROBE]
+    # Another machine may have a run folder of the same name, and the same object store: then the run must be the same.
     is_own = owner == rundir.place
-    if not entries or (is_own and (isinstance(place, Path) or rundir.plan.exists())):
+    known = rundir.url or isinstance(place, Path) or rundir.plan.exists()
+    if not entries or (is_own and (known or is_continued(rundir, plan))):
         return
     # A run folder may have been renamed, and checkpoints copied; earlier versions did not mark the place.
     in_use = owner is not None and not is_own and (Path(owner) / rundir.plan.name).exists()
@@ -265,8 +268,11 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
         return
     if owner or rundir.checkpoint_steps():
         of = f"the run in {owner}" if owner else "another run"
-        of += ", made on another machine or with another recipe" if is_own else ""
-        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; choose another")
+        way_out = "choose another"
+        if is_own:
+            of += " on another machine, of which the recipe has another model, data, seed, batch or optimizer"
+            way_out += f", or continue it with its recipe, or with its run folder at {rundir.root}"
+        raise RecipeError(f"checkpoint.path: {place} holds the checkpoints of {of}; {way_out}")
     raise RecipeError(
         f"checkpoint.path: {place} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
     )
@@ -432,7 +438,7 @@ def _wait_for_plan(plan: Plan, rundir: RunDir) -> None:
     while time.monotonic() < deadline:
         try:
             found = open_plan(rundir.plan)
-            if found.digest() == plan.digest():
+            if found.digest() == plan.digest() and found.layout == plan.layout:
                 return
         except StorageError as error:  # a shared folder may refuse for a moment, while the file is replaced
             unreadable = error

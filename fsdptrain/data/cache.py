@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -45,8 +46,7 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     with FileLock(f"{folder}.lock"):
         if not _check_intact(folder):  # another process may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
-            scratch = folder.with_suffix(".tmp")
-            shutil.rmtree(scratch, ignore_errors=True)
+            scratch = scratch_beside(folder)
             remove_leftovers(folder.parent)
             scratch.mkdir()
             try:
@@ -59,10 +59,22 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def scratch_beside(path: Path) -> Path:
+    """Return where a process makes what will be at `path`, of which it holds the lock; what was there is removed.
+
+    The name has the host, because locks of some network file systems do not reach other hosts.
+    """
+    scratch = path.with_name(f"{path.name}.{socket.gethostname()}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    return scratch
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left in a folder of the cache as NAME.tmp; one that lives locks NAME.lock."""
-    for scratch in folder.glob("*.tmp"):
-        with contextlib.suppress(Timeout), FileLock(scratch.with_suffix(".lock"), timeout=0):
+    """Remove what killed processes of this host have left in a folder of the cache; one that lives holds a lock."""
+    ending = f".{socket.gethostname()}.tmp"
+    for scratch in folder.glob(f"*{glob.escape(ending)}"):
+        lock = scratch.with_name(f"{scratch.name.removesuffix(ending)}.lock")
+        with contextlib.suppress(Timeout, OSError), FileLock(lock, timeout=0):  # that of another user cannot be opened
             shutil.rmtree(scratch, ignore_errors=True)
 
 

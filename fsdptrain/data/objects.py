@@ -28,7 +28,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fsdptrain.config.paths import data_kind
-from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, remove_leftovers
+from fsdptrain.data.cache import MORE_SPACE, cache_dir, full_disk_errors, remove_leftovers, scratch_beside
 from fsdptrain.data.readers import reject_saved_to_disk
 from fsdptrain.errors import CheckpointError, DataError, NoData, StorageError, shortened
 from fsdptrain.folder.events import Progress
@@ -181,8 +181,7 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
     folder, name = cache_dir("objects"), _digest(str(objects[0].place))
     with _locked(folder / f"{name}.lock", objects, progress):
         missing = [each for each in objects if not each.is_here]
-        scratch = folder / f"{name}.tmp"
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch = scratch_beside(folder / name)
         remove_leftovers(folder)
         if not missing:
             return

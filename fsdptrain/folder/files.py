@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -150,20 +152,26 @@ def try_lock(path: Path) -> int | None:
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yield an empty temporary folder, and remove those that killed processes of this user have left."""
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    prefix = f"{SCRATCH}{socket.gethostname()}-"  # a lock may not reach the other hosts that share the place
+    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         _remove_unless_locked(left)
-    descriptor = None
-    while descriptor is None:
-        folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it, before it was locked
+    folder, descriptor = None, None
+    while folder is None:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
             descriptor = try_lock(folder / SCRATCH_LOCK)
+        except FileNotFoundError:  # another process has removed it, before it was locked
+            folder = None
+        except OSError:  # this file system has no locks, so nobody finds it unlocked
+            break
     try:
         content = folder / "content"
         content.mkdir()
         yield content
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _remove_unless_locked(scratch: Path) -> None:

@@ -59,17 +59,26 @@ def mark_checkpoints(folder: Location, run: str) -> None:
     Raises FileExistsError if another run has marked it a moment ago.
     """
     text, mark = json.dumps({"about": MARK_TEXT.strip(), "run": run}) + "\n", folder / MARK
-    replaces = marked_run(folder)  # of this run at another place
+    replaced = marked_run(folder)  # that of this run at another place
+    if replaced is None and _create(mark, text):
+        return
+    if marked_run(folder) not in (None, run, replaced):  # other nodes of this run may have marked it
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(mark))
     if isinstance(mark, ObjectPath):
-        if not replaces and not mark.create(text.encode()) and marked_run(folder):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(mark))
         with store_errors(mark):
             mark.fs.pipe_file(mark.key, text.encode())
-    elif replaces:
-        write_atomically(mark, text)
     else:
-        with mark.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        write_atomically(mark, text)
+
+
+def _create(mark: Location, text: str) -> bool:
+    """Write the mark if there is none; return whether it did."""
+    if isinstance(mark, ObjectPath):
+        return mark.create(text.encode())
+    with contextlib.suppress(FileExistsError), mark.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+        return True
+    return False
 
 
 def marked_run(folder: Location) -> str | None:

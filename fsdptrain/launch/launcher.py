@@ -84,7 +84,8 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
         while True:
             checkpoints = rundir.checkpoint_steps()
             attempt = Attempt(plan, rundir, screen, stop, folder=folder)
-            if recorded < restarts:  # now, because a line that a lost worker has not finished is cut off
+            # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
+            if recorded < restarts and plan.topology.nnodes == 1:
                 recorded = restarts
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
             try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen as of_torch
 from transformers import AttentionInterface
 
 from fsdptrain.data.corpus import document_bounds
@@ -33,7 +33,31 @@ NAME = "varlen"  # in transformers' registry of attention functions
 LARGEST_HEAD = 256  # elements: the flash kernels support multiples of 8 up to here
 
 
-PARAMETERS = inspect.signature(varlen_attn).parameters  # `window_size` and `enable_gqa` are not in every torch
+PARAMETERS = inspect.signature(of_torch.varlen_attn).parameters  # `window_size` and `enable_gqa` are not in every torch
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor,
+    longest: int,
+    *,
+    window_size: tuple[int, int],
+    scale: float,
+    enable_gqa: bool | None = None,
+) -> torch.Tensor:
+    """Return the attention of each document [T, H, D], by torch's operator.
+
+    This is what torch's `varlen_attn` calls, which since torch 2.15 prefers cuDNN on Hopper and Blackwell. The operator
+    by itself is FlashAttention in every version, as `flash`, the forecast and the exchange of kernels assume.
+    """
+    groups = () if enable_gqa is None else (enable_gqa,)
+    causal, window = window_size == (-1, 0), list(window_size)
+    out: torch.Tensor = VARLEN_FORWARD(
+        query, key, value, documents, documents, longest, longest, causal, scale, window, *groups
+    )[0]
+    return out
 
 
 def attend_within_documents(
@@ -67,9 +91,7 @@ def attend_within_documents(
     else:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before a query, and after it
-    out: Any = varlen_attn(
-        q, k, v, documents, documents, longest_document, longest_document, window_size=window, **options
-    )
+    out = varlen_attn(q, k, v, documents, longest_document, window_size=window, **options)
     return out[..., : value.shape[3]].unflatten(0, (rows, length)), None
 
 

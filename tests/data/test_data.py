@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import zlib
@@ -1289,13 +1290,18 @@ def test_another_format_makes_another_tokenizer(tmp_path: Path) -> None:
     assert "juliet" in vocabulary(a_plan(tmp_path, data__format="prompt_completion", **changes))
 
 
-def test_what_killed_processes_left_in_the_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_killed_processes_of_this_host_left_in_the_cache_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSDPTRAIN_CACHE", str(tmp_path))
-    for name in ("killed", "living"):
-        (cache_dir("data") / f"{name}.tmp").mkdir()
+    here = socket.gethostname()
+    for name in (f"killed.{here}.tmp", f"living.{here}.tmp", f"of-another-user.{here}.tmp", "living.other-host.tmp"):
+        (cache_dir("data") / name).mkdir()
+    (cache_dir("data") / "of-another-user.lock").mkdir()  # as little to open as a file without rights
     with FileLock(cache_dir("data") / "living.lock"):
         made = cached_folder("data", "a key", lambda folder: (folder / "rows").write_bytes(b"1") and None)
-    assert {path.name for path in cache_dir("data").glob("*") if path.is_dir()} == {"living.tmp", made.name}
+    left = {f"living.{here}.tmp", f"of-another-user.{here}.tmp", "living.other-host.tmp", "of-another-user.lock"}
+    assert {path.name for path in cache_dir("data").glob("*") if path.is_dir()} == {*left, made.name}
 
 
 def test_a_full_disk_of_the_cache_is_named() -> None:

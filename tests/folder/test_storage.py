@@ -328,11 +328,11 @@ def test_checkpoints_in_another_folder_are_a_run_and_the_newest_are_continued(tm
 def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: Path, server: ObjectStore) -> None:
     place = f"s3://{BUCKET}/{tmp_path.name}/run"
 
-    def claim(output_dir: str = "a", lr: float = 3e-4) -> contextlib.AbstractContextManager[Any]:
-        return claim_run_dir(plan(output_dir, lr), "", fresh=False)
+    def claim(output_dir: str = "a", lr: float = 3e-4, seed: int = 0) -> contextlib.AbstractContextManager[Any]:
+        return claim_run_dir(plan(output_dir, lr, seed), "", fresh=False)
 
-    def plan(output_dir: str, lr: float) -> Plan:
-        keys = {"checkpoint__path": place, "output_dir": str(tmp_path / output_dir), "optim__lr": lr}
+    def plan(output_dir: str, lr: float, seed: int = 0) -> Plan:
+        keys = {"checkpoint__path": place, "output_dir": str(tmp_path / output_dir), "optim__lr": lr, "seed": seed}
         return make_plan(load(write_recipe(tmp_path, **keys)), Topology("cpu", 1, 2))
 
     refused = f"checkpoint.path: {place} holds the checkpoints of "
@@ -351,10 +351,10 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
     with claim(lr=1e-3) as found:  # its own, with a change that it can name
         assert found.step == 2
     shutil.rmtree(tmp_path / "a")  # another machine
-    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a, made on another machine"), claim(lr=1e-3):
+    with pytest.raises(RecipeError, match=f"{refused}the run in {tmp_path}/a on another machine, "), claim(seed=7):
         pass
     assert not (tmp_path / "b").exists() and not (tmp_path / "a").exists() and store.names() == before
-    with claim() as found:
+    with claim(lr=1e-3) as found:
         assert found.step == 2
     (store / ".fsdptrain").fs.rm_file((store / ".fsdptrain").key)  # as an earlier version left it
     with pytest.raises(RecipeError, match=f"{refused}another run; choose another"), claim("b", 1e-3):

@@ -319,8 +319,7 @@ def test_all_compiled_blocks_are_one_graph_for_any_documents(
         for lengths, wanted in zip(DOCUMENTS, expected, strict=True):
             assert worst(trained(model, **called(lengths)), wanted) < (1e-5 if kind == "inductor" else 1e-6)
             counts.append(len(graphs))
-    most = 2 if torch.__version__ >= (2, 15) else 1  # torch 2.15 compiles again, once, for the fourth documents
-    assert counts[0] == 1 and counts[-1] <= most
+    assert counts == [1] * len(DOCUMENTS)
     symbols = [node for node in graphs[0].graph.nodes if node.op == "placeholder" and node.type is torch.SymInt]
     assert len(symbols) == 2, symbols  # all else is static
 
