@@ -259,7 +259,7 @@ def test_under_torchrun_the_command_is_a_worker(tmp_path: Path) -> None:
 
 def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000, checkpoint__every=None), tmp_path / "run"
-    recorded = json.loads((TESTS / "config" / "launchers.json").read_text())
+    recorded = json.loads((TESTS / "plan" / "launchers.json").read_text())
     (slurm,) = recorded["sbatch -N2 --ntasks-per-node=2, srun -N1 -n1"]  # one node of the job, one task
     process = start(recipe, **slurm)
     wait_for_step(run, 2)

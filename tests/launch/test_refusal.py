@@ -18,7 +18,7 @@ from fsdptrain.cli import app
 from fsdptrain.errors import FsdptrainError
 
 # What Slurm sets on each of two nodes, with one task on each.
-NODES = json.loads((TESTS / "config" / "launchers.json").read_text())["srun -N2 --ntasks-per-node=1"]
+NODES = json.loads((TESTS / "plan" / "launchers.json").read_text())["srun -N2 --ntasks-per-node=1"]
 
 
 @pytest.mark.parametrize("refused", [0, 1])

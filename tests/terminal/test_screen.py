@@ -107,7 +107,10 @@ def test_the_heading_of_every_shipped_recipe(recipe: Path, tmp_path: Path, monke
     assert lines["ranks"].startswith(f"{ranks} × cuda") and written.recipe.fsdp.strategy in lines["ranks"]
     assert ("hub" in lines) == (written.recipe.model.id is not None)
     if plan.freezes:
-        assert lines["trains"].startswith("LoRA of rank 16 on all linear layers, in float32; the rest is frozen in ")
+        rank = plan.recipe.adapter.r
+        assert lines["trains"].startswith(
+            f"LoRA of rank {rank} on all linear layers, in float32; the rest is frozen in "
+        )
     assert ("trains" in lines) == ("-lora" in recipe.stem or "-qlora" in recipe.stem)
 
 
