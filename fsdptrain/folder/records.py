@@ -155,7 +155,7 @@ EVENTS = {
     ),
     "stop": EventKind("the run was stopped by a signal after `step`", {"step": COUNT, "signal": TEXT}),
     "restart": EventKind(
-        "the workers of `attempt` were lost, and are started again",
+        "on a single node the workers of `attempt` were lost, and are started again",
         {"attempt": COUNT, "restart": COUNT, "of": COUNT},
     ),
     "error": EventKind("a rank, or the command, failed", {"type": TEXT, "message": TEXT}, {"rank": COUNT}),
