@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -18,6 +19,12 @@ import pyte
 from support import environment
 
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
+
+
+def _own_terminal() -> None:
+    """Make the terminal that of this process, with the signals of a new shell: tests may run under `nohup`."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
@@ -39,7 +46,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fsdptrain", *map(str, words)],
             stdin=slave, stdout=stdout or slave, stderr=stderr or slave, env=env | {"TERM": "xterm-256color"} | extra,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True, preexec_fn=_own_terminal,
         )  # fmt: skip
         os.close(slave)
 
