@@ -24,7 +24,7 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
         "model": _describe_model(plan),
         "trains": _describe_trained(plan) if plan.freezes else "",
         "data": _describe_data(plan),
-        **({"packs": _PACKED_BEFORE[plan.recipe.data.packing]} if earlier.layout == BY_LENGTH else {}),
+        "packs": _PACKED_BY_LENGTH.get(plan.recipe.data.packing, "") if earlier.layout == BY_LENGTH else "",
         "ranks": _describe_ranks(plan),
         "batch": _describe_batch(plan),
         "lr": _describe_schedule(plan),
@@ -36,10 +36,9 @@ def heading(plan: Plan, rundir: RunDir, earlier: EarlierAttempts) -> str:
     return "\n".join(f"{label:<7}{text}" for label, text in lines.items() if text)
 
 
-_PACKED_BEFORE = {  # in BY_LENGTH
-    "bfd": "the longest rows first, as the version that began this run; a new run mixes the rows and learns faster",
-    "concat": "rows in their order, as the version that began this run; a new run mixes them",
-    "none": "each row alone, as the version that began this run",
+_PACKED_BY_LENGTH = {  # how the version that began the run packed
+    "bfd": "the longest rows first, because an earlier version began this run; a new run mixes them and learns faster",
+    "concat": "rows in the order of the files, because an earlier version began this run; a new run mixes them",
 }
 
 

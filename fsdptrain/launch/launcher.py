@@ -77,7 +77,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     time for full host memory.
     """
     rundir = plan.rundir
-    restarts = recorded = fruitless = memory_kills = 0
+    restarts = fruitless = memory_kills = 0
     alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
     with StopRequest() as stop, contextlib.ExitStack() as lock, contextlib.closing(FolderWatch(rundir)) as folder:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
@@ -85,8 +85,7 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
             checkpoints = rundir.checkpoint_steps()
             attempt = Attempt(plan, rundir, screen, stop, folder=folder)
             # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
-            if recorded < restarts and plan.topology.nnodes == 1:
-                recorded = restarts
+            if restarts and plan.topology.nnodes == 1:
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
             try:
                 attempt.run()

@@ -144,7 +144,7 @@ class Plan:
     threads: int
     trust_remote_code: bool = False  # run the model's own code; set by the command line, never by a recipe
     libraries: dict[str, str] = field(default_factory=dict)  # library → version: the same on all nodes
-    layout: int = LAYOUT  # that of the run to continue
+    layout: int = LAYOUT  # that of the run that it continues, else of this version
 
     @property
     def rundir(self) -> RunDir:
