@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs/profile", help="folder for the trace")
     options = parser.parse_args()
     from fsdptrain.config.reader import load
-    from fsdptrain.launch.agent import GLIBC_TUNABLES
+    from fsdptrain.launch.launcher import GLIBC_TUNABLES
     from fsdptrain.plan.plan import make_plan
     from fsdptrain.plan.topology import find_topology
 

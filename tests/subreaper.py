@@ -21,12 +21,13 @@ GIVE_UP_S = 20.0  # usually they end within 5 s; a busy machine may take longer
 
 
 def process_table() -> dict[int, tuple[int, str]]:
-    """Return process → (parent, command line), without zombies."""
+    """Return process → (parent, command line and name), without zombies; a forked worker is known by its name alone."""
     table = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
             words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            words += f"[{(path / 'comm').read_text().strip()}]"
         except OSError:
             continue
         if state != "Z":
@@ -67,7 +68,7 @@ def wait_for_step(run: Path, command: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Wait for MOMENT (`2`, `step+1` or `PROCESS+0.5`), then kill VICTIM (a part of a command line, or `command`)."""
+    """Wait for MOMENT (`2`, `step+1` or `PROCESS+0.5`), then kill VICTIM (a part of that text, or `command`)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     run, moment, victim, *words = sys.argv[1:]
     command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -28,7 +28,7 @@ from fsdptrain.errors import DataError, Stopped
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.processes import SAME_REQUEST_S, StopRequest
 
-AGENT, WORKER = "fsdptrain.launch.agent", "fsdptrain.train.worker"
+AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
 FSDPTRAIN = ("-m", "fsdptrain")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", *FSDPTRAIN)
 
@@ -82,8 +82,8 @@ def test_the_scratch_folder_of_a_killed_process_is_removed_by_the_next_and_that_
     assert [path.name for path in tmp_path.iterdir()] == ["fsdptrain-notes"]
 
 
-@pytest.mark.parametrize(("moment", "victim"), [(f"{WORKER}+0", "command"), (f"{WORKER}+0.8", AGENT)])
-def test_no_process_outlives_one_killed_while_workers_import(
+@pytest.mark.parametrize(("moment", "victim"), [(f"{AGENT}+0.8", "command"), (f"{WORKER}+0", AGENT)])
+def test_no_process_outlives_one_killed_while_workers_start(
     moment: str, victim: str, tmp_path: Path, fault_table: FaultTable
 ) -> None:
     check_killed(tmp_path, fault_table, moment, victim)

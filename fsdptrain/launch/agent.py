@@ -1,44 +1,51 @@
 """The agent process: start the workers, forward stop requests, report how the first worker failed.
 
-It is called with PLAN, PIPE and a key of WORKERS. On one node it does what torchrun does, with the same
-environment variables, but does not import torch: the workers start a second or two earlier. They connect over loopback,
-so no port is open to the network. On several nodes it calls `torch.distributed.run`. In both cases it forwards SIGTERM
-as a request to the workers, which save and exit by themselves, however long that takes. It reports how the first worker
-failed through a pipe to the launcher, which works on a full disk too. On several nodes it first reports that they met.
+It is called with PLAN, PIPE and a key of WORKERS. On one node it sets the environment variables that torchrun sets, but
+imports torch and the rest once and forks the workers, which share that memory. They connect over loopback, so no port
+is open to the network. On several nodes it calls `torch.distributed.run`, whose threads forbid a fork. In both cases it
+forwards SIGTERM as a request to the workers, which save and exit by themselves, however long that takes. It reports how
+the first worker failed through a pipe to the launcher, which works on a full disk too. On several nodes it first
+reports that they met.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
-from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.plan.topology import host_of
-from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child_command
-
-# CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
-# waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
-GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
-
+from fsdptrain.processes import (
+    JOIN_SIGNAL,
+    STOP_SIGNAL,
+    child_arguments,
+    die_with_parent,
+    import_for_good,
+    name_process,
+)
 
 # What workers do → the module whose `main` they run.
 WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.here"}
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
 
 
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
@@ -58,17 +65,11 @@ def main() -> None:
         plan = read_plan(plan_path)
     except RecipeError as error:
         refuse(pipe, error)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the workers, as what is ignored below
     signal.signal(signal.SIGTERM, _start_forwarding)
     signal.signal(signal.SIGALRM, _forward_stop)
     for number in (STOP_SIGNAL, JOIN_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # inherited: must not kill a worker that is still importing
-    os.environ["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.topology.device == "cpu":
-        os.environ.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
-    else:
-        os.environ.update(default_settings(os.environ))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: shows where a rank hangs
+        signal.signal(number, signal.SIG_IGN)  # must not kill a worker that has no handler yet
     kills = kills_for_memory()
     with scratch_folder() as scratch:
         if plan.topology.nnodes == 1:
@@ -100,19 +101,46 @@ def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) ->
     """Run one worker per rank until all have ended; if one fails, end the others. Return the failures by rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    words = child_command(worker, plan_path)
+    import_for_good(worker)
     files = {rank: str(scratch / f"error-{rank}.json") for rank in range(plan.topology.world_size)}
     workers = {
-        rank: subprocess.Popen(
-            words, env={**os.environ, **worker_environment(plan, rank, port, file)}, start_new_session=True
+        rank: multiprocessing.get_context("fork").Process(
+            target=be_worker, args=(worker, plan_path, worker_environment(plan, rank, port, file), os.getpid())
         )
         for rank, file in files.items()
     }
-    while None in (codes := [process.poll() for process in workers.values()]) and not any(codes):
+    with signals_held():
+        for process in workers.values():
+            process.start()
+    while None in (codes := [process.exitcode for process in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
     killed = terminate(list(workers.values()))
-    failed = {rank: process.returncode for rank, process in workers.items() if process not in killed}
+    failed = {rank: process.exitcode for rank, process in workers.items() if process not in killed}
     return {rank: Failure(code, files[rank]) for rank, code in failed.items() if code}
+
+
+def be_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent: int) -> None:
+    """Run a worker in this process, which the agent has just forked, as if it had been started by itself."""
+    die_with_parent(agent)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the pipe to the launcher, which waits until nobody holds it
+    os.setsid()
+    name_process(f"rank {variables['RANK']}")
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    os.environ.update(variables)
+    sys.argv = [worker, str(plan_path)]
+    import_for_good(worker).main()
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back a stop request meanwhile: a process that is being forked must not run the agent's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
 def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dict[str, str]:
@@ -135,7 +163,7 @@ def worker_environment(plan: Plan, rank: int, port: int, error_file: str) -> dic
     }
 
 
-def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+def terminate(workers: Sequence[ForkProcess]) -> list[ForkProcess]:
     """Send SIGTERM to the workers that still run; kill those that do not end, and return these.
 
     A process that was stopped does not end, nor does one that takes SIGTERM for a request to save (see
@@ -146,11 +174,10 @@ def terminate(workers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[b
         worker.terminate()  # has no effect on a worker that has ended
     deadline = time.monotonic() + TERMINATE_S
     for worker in workers:
-        try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.exitcode is None:
             worker.kill()
-            worker.wait()
+            worker.join()
             killed.append(worker)
     return killed
 

@@ -40,6 +40,7 @@ from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
+from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.refusal import refused_elsewhere
@@ -49,6 +50,11 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
 
 POLL_S = 0.1  # between two checks of the agent
+
+
+# CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
+# waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
+GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
 
 
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
@@ -157,6 +163,20 @@ def upload_export(plan: Plan, screen: Screen) -> None:
         screen.say(f"the export is in {store.root / EXPORT}")
 
 
+def agent_environment(plan: Plan) -> dict[str, str]:
+    """Return the environment of the agent, which its workers inherit; what the user has set for them is kept.
+
+    It has what is read when an interpreter starts or torch is imported, because the workers are forked after that.
+    """
+    environment = child_environment()
+    settings = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder: shows where a rank hangs
+    if plan.topology.device == "cpu":
+        settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
+    else:
+        settings |= default_settings(environment)
+    return settings | environment | {"OMP_NUM_THREADS": str(plan.threads)}
+
+
 def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:
     """Return whether the other nodes have finished the run while this one waited; raise Stopped if they stopped it."""
     if "stop" in attempt.others:
@@ -209,7 +229,7 @@ class Attempt:
             agent = subprocess.Popen(
                 child_command("fsdptrain.launch.agent", self.rundir.plan, write, self.worker),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
-                env={**child_environment(), PLAN_DIGEST: self.plan.digest()},
+                env={**agent_environment(self.plan), PLAN_DIGEST: self.plan.digest()},
             )  # fmt: skip
             os.close(write)
             failure = reader.submit(self._read_reports, pipe)

@@ -279,10 +279,10 @@ def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     process = start(recipe)
     end = time.monotonic() + 60
     while time.monotonic() < end and not any(
-        b"fsdptrain.train.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_using(run)
+        b"fsdptrain.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_using(run)
     ):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)  # the workers are importing torch
+    process.send_signal(signal.SIGTERM)  # the agent starts, or imports torch
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 75, output
     assert processes_using(run) == []

@@ -30,7 +30,7 @@ class Fault:
 
     where: str  # "module:function" or "module:Class.method"
     do: str  # the name of an action below
-    rank: int | None = None  # None: in every process that calls the function
+    rank: int | None = None  # $RANK of the process; None: in every process that calls the function
     call: int = 1  # the first call in a process that has the fault …
     times: int | None = 1  # … and how many calls in a row have it; None: all from then on
     match: str = ""  # only calls with this text in their arguments count
@@ -42,6 +42,8 @@ class Fault:
 
     def hits(self, arguments: object) -> bool:
         """Count a call, and return whether it has the fault."""
+        if self.rank is not None and str(self.rank) != os.environ.get("RANK"):
+            return False
         if self.match and self.match not in repr(arguments):
             return False
         self.calls += 1
@@ -190,12 +192,10 @@ class Watcher(MetaPathFinder):
 
 def main() -> None:
     """Inject the faults of modules that are imported already, and prepare the others."""
-    rank = os.environ.get("RANK")
     waiting: dict[str, list[Fault]] = {}
     for fields in json.loads(os.environ.get("FSDPTRAIN_FAULTS", "[]")):
         fault = Fault(**fields)
-        if fault.rank is None or str(fault.rank) == rank:
-            waiting.setdefault(fault.where.partition(":")[0], []).append(fault)
+        waiting.setdefault(fault.where.partition(":")[0], []).append(fault)
     for name in waiting.keys() & sys.modules.keys():
         inject(sys.modules[name], waiting[name])
     if waiting:

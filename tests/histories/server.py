@@ -5,7 +5,8 @@ A forked process starts in milliseconds, and from there on runs the code of the 
 launcher, the claim, the agent, the worker, the checkpointer and the export are real, and so are the signals that end
 them. Only these are different from what a user starts:
 
-* `subprocess.Popen` of a `child_command` forks instead of executing an interpreter (`Forked`);
+* `subprocess.Popen` of a `child_command` forks instead of executing an interpreter (`Forked`), as the agent forks its
+  workers anyway;
 * waits between two looks are milliseconds, so that a run of four steps is no longer than its work (`WAITS`);
 * a process has the fault that the history asks for (`faults`).
 """
@@ -147,6 +148,14 @@ def adapt() -> None:
         made(self, *arguments)
         self._timeout *= TIMEOUT_FACTOR * (faults.HANG_FACTOR if faults.given().get("do") == "hang" else 1)
 
+    fork = fsdptrain.launch.agent.be_worker
+
+    @functools.wraps(fork)
+    def with_fault(worker: str, *rest: Any) -> None:
+        faults.start(worker)
+        fork(worker, *rest)
+
+    fsdptrain.launch.agent.be_worker = with_fault
     typer.main.get_command = functools.cache(typer.main.get_command)  # of the signatures of all commands
     Plan.from_json = functools.cache(Plan.from_json)  # type: ignore[method-assign]  # a pure function of the text
     fsdptrain.train.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]

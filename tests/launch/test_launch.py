@@ -8,6 +8,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TINY, on_ranks, write_recipe
+from support import TINY, environment, on_ranks, write_recipe
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -269,6 +271,29 @@ def explained(tmp_path: Path, *failures: dict[str, Any], full_memory: bool = Fal
         found[rank] = Failure(facts["code"], str(file))
     chosen = first_failure(found, full_memory)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
+
+
+BEFORE_THE_FORK = """
+import importlib, os, torch
+from fsdptrain.launch.agent import WORKERS
+def asked(*_, **__): raise AssertionError("a module asks for GPUs when it is imported")
+for module in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count", "current_device", "synchronize", "_lazy_init"):
+        if hasattr(module, name):
+            setattr(module, name, asked)
+for worker in WORKERS.values():
+    importlib.import_module(worker)
+names = {open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")}
+print(*names - {"jemalloc_bg_thd"})  # of Arrow's allocator, which starts it again after a fork
+"""
+
+
+def test_what_the_agent_imports_before_it_forks_asks_for_no_gpu_and_starts_no_thread() -> None:
+    """CUDA cannot be used in a process that is forked after CUDA was, and other threads' locks stay locked in it."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_THE_FORK], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "python\n"), done.stderr
 
 
 def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
