@@ -1,6 +1,6 @@
 """A process that opens an export as its user does, with transformers and peft, and computes logits with it on the CPU.
 
-`checkpoint.compare` starts it. It reads one job (JSON) from standard input, and writes the logits (safetensors) to
+`checkpoint.comparison` starts it. It reads one job (JSON) from standard input, and writes the logits (safetensors) to
 standard output.
 """
 
@@ -52,7 +52,7 @@ def open_adapter(folder: str, dtype: torch.dtype, unquantised: list[str] | None,
 
 
 def open_export(export: dict[str, Any], **options: Any) -> Any:
-    """Return the model of an export that `compare.Way.job` describes."""
+    """Return the model of an export that `comparison.Way.job` describes."""
     folder, dtype = export["folder"], getattr(torch, export["dtype"])
     if "unquantised" in export:
         return open_adapter(folder, dtype, export["unquantised"], **options)

@@ -1,6 +1,6 @@
 """The forecasting process: reads jobs from standard input, one per line, and writes one forecast for each.
 
-`forecast.client.Forecaster` starts it and sends the jobs.
+`forecast.forecaster.Forecaster` starts it and sends the jobs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fsdptrain.config.dtypes import BYTES
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
-from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
-from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
+from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.simulate.device import PRETEND
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
 
 

@@ -46,12 +46,12 @@ from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import URL
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import start_adapters
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, settled_values
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
+from fsdptrain.model.peft import start_adapters
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World

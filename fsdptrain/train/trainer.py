@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdptrain.checkpoint.compare import ROWS, TOKENS, Sample
+from fsdptrain.checkpoint.comparison import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
@@ -21,7 +21,6 @@ from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.train.failure import exit_from_thread
-from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.setup import (
     Inputs,
@@ -38,7 +37,7 @@ from fsdptrain.train.setup import (
     suited_to_one_gpu,
     use_best_flash,
 )
-from fsdptrain.train.step import Engine, QueuedStep, StepStats
+from fsdptrain.train.step import Engine, QueuedStep, StepStats, find_sources
 from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 

@@ -1,7 +1,7 @@
 """A dry run in a process of its own: every level of a run, in order, without launching it.
 
 The levels below the recipe are plan, machine, data, model, and step (memory, communication, time). A level with a
-problem does not stop the next one, so that all problems are reported together. `client` sends the
+problem does not stop the next one, so that all problems are reported together. `request` sends the
 request; `docs/validate.md` documents the facts that `--json` prints.
 """
 
@@ -18,16 +18,16 @@ import transformers
 from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast.client import Forecaster
+from fsdptrain.forecast.forecaster import Forecaster
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import counted
 from fsdptrain.validate.choice import choose
-from fsdptrain.validate.client import Request
+from fsdptrain.validate.costs import StepOptions, check_step
 from fsdptrain.validate.data import check_data
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import check_machine
 from fsdptrain.validate.model import check_model
-from fsdptrain.validate.step import StepOptions, check_step
+from fsdptrain.validate.request import Request
 
 
 def dry_run(

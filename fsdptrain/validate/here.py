@@ -43,11 +43,11 @@ from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
 from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
 from fsdptrain.train.setup import check_gpus
-from fsdptrain.validate.client import OUTCOME, REQUEST, Request
+from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
 from fsdptrain.validate.machine import machine_facts, node_problems
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
-from fsdptrain.validate.step import hardware_here
+from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
 DATA_BYTES = 2**30  # of data files are read for their digest
 

@@ -13,8 +13,8 @@ from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, size
-from fsdptrain.validate.client import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.findings import Outcome
+from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.summary import show_notes, show_section
 
 if TYPE_CHECKING:

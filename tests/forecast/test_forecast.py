@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.forecast import client, compare
-from fsdptrain.forecast.client import Forecaster
-from fsdptrain.forecast.compare import ForecastComparison
+from fsdptrain.forecast import forecaster as forecasters
+from fsdptrain.forecast import measured
+from fsdptrain.forecast.forecaster import Forecaster
+from fsdptrain.forecast.measured import ForecastComparison
 from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
@@ -37,9 +38,9 @@ from fsdptrain.plan.topology import topology_of
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
+from fsdptrain.validate.costs import StepOptions
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.step import StepOptions
 from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
@@ -408,7 +409,7 @@ def test_a_simulation_that_fails_is_an_error(
     """A step on other hardware may not look like the forecast that was asked for."""
     script = tmp_path / "estimate.py"
     script.write_text("raise SystemExit('RuntimeError: no such stream')")
-    monkeypatch.setattr(client, "child_command", lambda _: [sys.executable, str(script)])
+    monkeypatch.setattr(forecasters, "child_command", lambda _: [sys.executable, str(script)])
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="the step could not be simulated: RuntimeError: no such stream"):
             process.forecast(gpu_plan(tmp_path), H100)
@@ -455,7 +456,7 @@ def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The events are those that a worker on a GPU writes; the forecast is real."""
-    monkeypatch.setattr(compare, "NICENESS", 0)
+    monkeypatch.setattr(measured, "NICENESS", 0)
     plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
     rundir.root.mkdir()
     load_config(plan, 512).save_pretrained(rundir.model)

@@ -16,7 +16,7 @@ from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain.checkpoint.compare import available_memory
+from fsdptrain.checkpoint.comparison import available_memory
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus

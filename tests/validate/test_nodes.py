@@ -24,7 +24,7 @@ from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import client
+from fsdptrain.validate import request as requests
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.summary import show_outcome
@@ -223,9 +223,9 @@ def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write_recipe(tmp_path, launch__nnodes=2, launch__rdzv_endpoint="gpu-0:29400")
-    monkeypatch.setattr(client, "address_of", lambda host: "127.0.1.1")
+    monkeypatch.setattr(requests, "address_of", lambda host: "127.0.1.1")
     with pytest.raises(RecipeError, match=r"launch.rdzv_endpoint: gpu-0 resolves to 127.0.1.1 on .*/etc/hosts"):
-        client.check_here(client.make_request(load(recipe), None, trust_remote_code=False), Screen())
+        requests.check_here(requests.make_request(load(recipe), None, trust_remote_code=False), Screen())
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:

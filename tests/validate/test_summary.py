@@ -32,9 +32,9 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import Interrupted, interrupt
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import client
-from fsdptrain.validate.client import Request, make_request
+from fsdptrain.validate import request as requests
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request, make_request
 from fsdptrain.validate.summary import show_outcome
 
 WIDTHS = [60, 80, 120]
@@ -241,13 +241,13 @@ def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
     request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt)))
     for argument in ("so far", "nothing yet"):
         command = [sys.executable, "-c", INTERRUPTED, argument]
-        monkeypatch.setattr(client, "child_command", lambda *_, command=command: command)
+        monkeypatch.setattr(requests, "child_command", lambda *_, command=command: command)
         with Screen() as screen:
             if argument == "nothing yet":
                 with pytest.raises(Interrupted):
-                    client.run_dry_run(asked, screen)
+                    requests.run_dry_run(asked, screen)
                 continue
-            outcome = client.run_dry_run(asked, screen)
+            outcome = requests.run_dry_run(asked, screen)
         assert outcome.verdict == "fits" and outcome.notes == outcome.facts["notes"]
         assert "Ctrl-C stopped the search for other plans" in outcome.notes[-1]
 

@@ -9,10 +9,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast import advice as advice_table
-from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
+    ADVICE_HEADER,
+    ADVICE_TITLES,
     TRAFFIC_HEADER,
+    advice_commands,
+    advice_lines,
+    advice_rows,
+    cards_line,
     does_not_fit_error,
     memory_lines,
     time_lines,
@@ -164,12 +169,12 @@ def show_advice(advice: Advice, hardware: Hardware, findings: Findings) -> None:
     """Add the plans of a search in place of those that were known before."""
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.sections.pop(ADVICE, None)
-    findings.add_lines(ADVICE, *advice_table.lines(advice))
+    findings.add_lines(ADVICE, *advice_lines(advice))
     if advice.cards:
-        findings.add_lines(ADVICE, advice_table.cards_line(advice, hardware.name))
-    rows = advice_table.rows(advice.options)
-    findings.add_item(ADVICE, "table", header=advice_table.HEADER, rows=rows, titles=advice_table.TITLES)
-    commands = advice_table.commands(advice)
+        findings.add_lines(ADVICE, cards_line(advice, hardware.name))
+    rows = advice_rows(advice.options)
+    findings.add_item(ADVICE, "table", header=ADVICE_HEADER, rows=rows, titles=ADVICE_TITLES)
+    commands = advice_commands(advice)
     if commands:
         findings.add_lines(ADVICE, "append the overrides of a plan to the command:")
     for name, words in commands:

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from support import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.checkpoint import compare, reopen
-from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, available_memory, differences
+from fsdptrain.checkpoint import comparison as comparisons
+from fsdptrain.checkpoint import reopen
+from fsdptrain.checkpoint.comparison import Comparison, FreshProcess, Sample, Way, available_memory, differences
 from fsdptrain.errors import CheckpointError, Stopped
 
 # Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
@@ -121,7 +122,7 @@ def test_an_export_that_cannot_be_opened_fails(
         reopen.open_export(way("merged").job(tmp_path))
     # What the process prints last is the error of the run, unless it is one of this machine.
     script = "import sys; sys.stdin.read(); sys.exit('warning\\n\\nValueError: not every weight was found')"
-    monkeypatch.setattr(compare, "child_command", lambda module: [sys.executable, "-c", script])
+    monkeypatch.setattr(comparisons, "child_command", lambda module: [sys.executable, "-c", script])
     with (
         Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison,
         pytest.raises(CheckpointError, match="cannot be opened in a fresh process: ValueError: not every weight was f"),
@@ -150,7 +151,7 @@ def test_what_does_not_fit_or_takes_too_long_is_not_compared(
     with Comparison(exports[1], huge, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
         assert comparison.facts["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
-    monkeypatch.setattr(compare, "LONGEST_S", 0.0)
+    monkeypatch.setattr(comparisons, "LONGEST_S", 0.0)
     with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
     assert comparison.facts == {"not_compared": "opening it took more than 0:00"}
