@@ -331,11 +331,10 @@ def validate(
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
-        request = make_request(written, hardware, trust_remote_code)
+        options = {"plot": str(plot) if plot else None, "price": price, "advise": advise, "build": not no_build}
+        request = make_request(written, hardware, trust_remote_code, **options)
         if price is not None and request.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
-        plot_path, build = str(plot) if plot else None, not no_build
-        request = dataclasses.replace(request, plot=plot_path, price=price, advise=advise, build=build)
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
@@ -555,7 +554,7 @@ def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     from fsdptrain.validate.request import make_request
     from fsdptrain.validate.summary import show_outcome
 
-    outcome = _run_dry_run(make_request(written, hardware, trust_remote_code=False))
+    outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
         show_outcome(outcome, Page())
         print(_problems_text(outcome.problems), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The forecasting process: reads jobs from standard input, one per line, and writes one forecast for each.
+"""The forecasting process: gets jobs as records, and answers each with a forecast.
 
 `forecast.forecaster.Forecaster` starts it and sends the jobs.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
+from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
@@ -223,10 +223,8 @@ def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write one forecast for each job, and nothing else, to standard output."""
+    """Write one forecast for each job to the parent."""
     known: dict[str, Models] = {}
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries print to standard error
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line), known)) + "\n")
-        answers.flush()
+    send = answer_parent()
+    for job in records_of_parent():
+        send(answer(job, known))

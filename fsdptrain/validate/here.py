@@ -339,7 +339,7 @@ def main() -> NoReturn:
     signal.signal(STOP_SIGNAL, lambda *_: os._exit(0))
     folder, code = Path(sys.argv[1]).parent, 0
     try:
-        request = Request.from_json((folder / REQUEST).read_text(encoding="utf-8"))
+        request = Request.from_record(json.loads((folder / REQUEST).read_text(encoding="utf-8")))
         plan = request.plan.on_nodes(int(os.environ["GROUP_WORLD_SIZE"]))
         outcome = check_ranks(dataclasses.replace(request, plan=plan))
         if os.environ["LOCAL_RANK"] == "0":

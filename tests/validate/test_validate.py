@@ -35,7 +35,7 @@ from fsdptrain.validate.data import length_facts
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import model_facts, parameters_by_unit
-from fsdptrain.validate.request import make_request
+from fsdptrain.validate.request import Request, make_request
 from fsdptrain.validate.summary import histogram_lines, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
@@ -52,7 +52,7 @@ def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str =
     """Run a dry run in this process. Return what it found and what it showed."""
     plan, problems = draft(recipe, *overrides, gpus=gpus)
     found = Findings(elsewhere=elsewhere)
-    dry_run(plan, found, problems)
+    dry_run(Request(plan, problems), found)
     return found, shown(found)
 
 
