@@ -10,12 +10,9 @@ import itertools
 import json
 import os
 import socket
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +30,7 @@ from fsdptrain.attempts.manifest import (
     TOKENS_KEY,
     recipe_key,
 )
+from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
@@ -41,10 +39,9 @@ from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import DataError, RecipeError, Stopped, listed
+from fsdptrain.errors import RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import URL
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, settled_values
@@ -69,9 +66,6 @@ if TYPE_CHECKING:
     from fsdptrain.parallel.shard import ShardedModel
 
 KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, which may have hung
-
-
-SHARED_S = 10.0  # until a host sees a file that another has written: network file systems cache folders
 
 
 @dataclass(frozen=True)
@@ -255,18 +249,15 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     plans, contents = zip(*world.gather_objects((inputs.plan.digest(), digest)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
-        raise RecipeError(
-            f"{ranks_text(others, world.hosts)} made another plan than rank 0: start all hosts with the same recipe "
-            "and the same versions of fsdptrain, torch and transformers"
-        )
+        raise PLAN.error(f"{ranks_text(others, world.hosts)} made another plan than rank 0: {PLAN.way_out}")
     if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
         every = world.gather_objects(found)
         keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
         is_data = all(key.startswith("data.") for key in keys)
-        error, what = (DataError, "data") if is_data else (RecipeError, "files of the model")
-        raise error(
+        wrong, what = (DATA, "data") if is_data else (MODEL, "files of the model")
+        raise wrong.error(
             f"{listed(dict.fromkeys(map(recipe_key, sorted(keys))), 4)}: {ranks_text(others, world.hosts)} read other "
-            f"{what} than rank 0 on {world.hosts[0]}: copy the same files to all hosts, or use a folder that they share"
+            f"{what} than rank 0 on {world.hosts[0]}: {wrong.way_out}"
         )
 
 
@@ -293,28 +284,18 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 
 
 def check_shared(plan: Plan, world: World) -> None:
-    """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective.
-
-    Each host would keep its part of every checkpoint: no resume could read them.
-    """
-    place = plan.rundir.checkpoint_path
-    if plan.topology.nnodes == 1 or (place and URL.fullmatch(place)):
+    """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective."""
+    shared = shared_folder(plan)
+    if shared is None:
         return
-    field, folder = ("checkpoint.path", Path(place)) if place else ("output_dir", plan.rundir.logs)
+    key, folder = shared
     with contextlib.ExitStack() as stack:
-        seen = ""
-        if world.rank == 0:  # a new name, which no host has cached as absent
-            folder.mkdir(parents=True, exist_ok=True)
-            seen = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="seen-by-all-")).name
-        name = world.gather_objects(seen)[0]
-        deadline = time.monotonic() + SHARED_S
-        while not (found := Path(name).exists()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        apart = [host for host, sees in zip(world.hosts, world.gather_objects(found), strict=True) if not sees]
-    if apart:
-        raise RecipeError(
-            f"{field}: {place or plan.run_dir} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
-            f"{world.hosts[0]}: use a folder that all hosts share, or an object store as checkpoint.path"
+        name = stack.enter_context(file_to_see(folder)) if world.rank == 0 else ""
+        found = world.gather_objects(sees(world.gather_objects(name)[0]))
+    if apart := [host for host, seen in zip(world.hosts, found, strict=True) if not seen]:
+        raise FOLDER.error(
+            f"{key}: {folder} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
+            f"{world.hosts[0]}: {FOLDER.way_out}"
         )
 
 
@@ -332,8 +313,8 @@ def frozen_digest(plan: Plan, world: World) -> str:
         nodes.setdefault(node, []).extend(checksums)
     found = {files_digest(checksums) for checksums in nodes.values()}
     if len(found) > 1:
-        raise RecipeError(
-            f"model.id: the files of {plan.recipe.model.id} are not the same on all nodes: copy them again"
+        raise MODEL.error(
+            f"model.id: the files of {plan.recipe.model.id} are not the same on all nodes: {MODEL.way_out}"
         )
     return found.pop()
 

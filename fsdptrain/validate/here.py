@@ -15,7 +15,6 @@ import signal
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.checkpoint.disk import existing_parent, free_space
+from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.disk import free_space
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import pin_commits
@@ -115,14 +115,14 @@ def check_ranks(request: Request) -> Outcome:
         own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
         own |= node_facts(request) if ranks.local_rank == 0 else {}
         if ranks.rank == 0:
-            shared = plan.topology.nnodes > 1 and not plan.recipe.checkpoint.path
-            own["file"] = stack.enter_context(file_beside_output(plan)) if shared else None
+            shared = shared_folder(plan)
+            own["file"] = stack.enter_context(file_to_see(shared[1])) if shared else ""
         facts = ranks.exchange("facts", own)
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}
         if ranks.local_rank == 0:
             seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.shared().to_json()))
-            seen["shares_output"] = facts[0]["file"] is None or Path(facts[0]["file"]).exists()
+            seen["shares_output"] = sees(facts[0]["file"])
         compared = ranks.exchange("compared", seen)
     # How fast the links are, unless the ranks cannot form the process group of the plan.
     nodes = nodes_of(facts, compared)
@@ -228,17 +228,6 @@ def rank_gpu(plan: Plan, local_rank: int) -> dict[str, Any] | None:
     except Exception as error:  # a GPU that is lost, or not there, raises many classes
         gpu = Gpu(fault=f"cannot be used: {first_line(error)}")
     return dataclasses.asdict(gpu)
-
-
-@contextlib.contextmanager
-def file_beside_output(plan: Plan) -> Iterator[str | None]:
-    """Yield a file for a moment in output_dir, or in the nearest folder above it that exists; None if that fails."""
-    with contextlib.ExitStack() as stack:
-        name = None
-        with contextlib.suppress(OSError):  # `node_problems` reports a folder that cannot be written
-            folder = existing_parent(Path(plan.run_dir))
-            name = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdptrain-")).name
-        yield name
 
 
 def read_clock(ranks: Ranks) -> list[float]:
