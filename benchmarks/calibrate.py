@@ -44,7 +44,7 @@ from fsdptrain.parallel import shard
 from fsdptrain.plan.hardware import KNOWN, Hardware
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 
 FITTED_TOKENS = 2048  # longer rows are dominated by attention, whose kernel was another one
 # Shares of the rate of FlashAttention 2 that FlashAttention 1 in Triton, which llm-foundry's benchmark used, reaches in

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from fsdptrain.folder.rundir import RunDir
     from fsdptrain.plan.plan import Plan
     from fsdptrain.terminal.screen import Screen
-    from fsdptrain.validate.client import Request
     from fsdptrain.validate.findings import Outcome
+    from fsdptrain.validate.request import Request
 
 
 app = typer.Typer(
@@ -215,9 +215,9 @@ def run(
             sys.exit(error.exit_code)
         from fsdptrain.folder.events import cut_partial_lines
         from fsdptrain.forecast.allocator import default_settings
-        from fsdptrain.forecast.client import Forecaster
-        from fsdptrain.forecast.compare import ForecastComparison
-        from fsdptrain.forecast.relief import relief_lines
+        from fsdptrain.forecast.changes import relief_lines
+        from fsdptrain.forecast.forecaster import Forecaster
+        from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, upload_export
         from fsdptrain.launch.next_steps import next_steps
@@ -324,18 +324,17 @@ def validate(
             )
         from fsdptrain.forecast.plot import check_plot_path
         from fsdptrain.terminal.page import Page
-        from fsdptrain.validate.client import make_request
+        from fsdptrain.validate.request import make_request
         from fsdptrain.validate.summary import show_outcome
 
         # Check every option before the dry run starts, because that takes a while.
         if plot is not None:
             plot = _expanded_path(plot)
             check_plot_path(plot)
-        request = make_request(written, hardware, trust_remote_code)
+        options = {"plot": str(plot) if plot else None, "price": price, "advise": advise, "build": not no_build}
+        request = make_request(written, hardware, trust_remote_code, **options)
         if price is not None and request.plan.topology.device == "cpu":
             raise RecipeError("--price-per-gpu-hour: this plan has no GPUs; choose some with --hardware")
-        plot_path, build = str(plot) if plot else None, not no_build
-        request = dataclasses.replace(request, plot=plot_path, price=price, advise=advise, build=build)
         outcome = _check_here(request) if here else _run_dry_run(request)
     except FsdptrainError as error:
         if as_json:  # a program that reads the JSON gets the problems there
@@ -357,7 +356,7 @@ def validate(
 
 def _run_dry_run(request: Request) -> Outcome:
     """Run a dry run and show its progress."""
-    from fsdptrain.validate.client import run_dry_run
+    from fsdptrain.validate.request import run_dry_run
 
     with _screen_beside_result() as screen:
         return run_dry_run(request, screen)
@@ -377,7 +376,7 @@ def _check_here(request: Request) -> Outcome:
         with contextlib.redirect_stdout(sys.stderr):
             outcome = check_ranks(request)
     else:
-        from fsdptrain.validate.client import check_here
+        from fsdptrain.validate.request import check_here
 
         with _screen_beside_result() as screen:
             outcome = check_here(request, screen)
@@ -552,10 +551,10 @@ def submit(
 def _check_fit(written: LoadedRecipe, hardware: str) -> None:
     """Say on standard error whether a plan fits the hardware; with problems, show everything and exit."""
     from fsdptrain.terminal.page import Page
-    from fsdptrain.validate.client import make_request
+    from fsdptrain.validate.request import make_request
     from fsdptrain.validate.summary import show_outcome
 
-    outcome = _run_dry_run(make_request(written, hardware, trust_remote_code=False))
+    outcome = _run_dry_run(make_request(written, hardware))
     if outcome.exit_code:
         show_outcome(outcome, Page())
         print(_problems_text(outcome.problems), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, stop signals, and standard streams whose errors end no process.
+"""Child processes that end with their parent and exchange records with it, stop signals, and safe standard streams.
 
 `python -m fsdptrain.processes PARENT MODULE [argument]…` runs `MODULE.main()` in a child of process PARENT. The child
 binds itself to its parent before it imports the module, because the import may take ten seconds.
@@ -13,19 +13,23 @@ import errno
 import gc
 import importlib
 import io
+import json
+import math
 import os
 import resource
 import select
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from fsdptrain.errors import Stopped
+from fsdptrain.errors import Stopped, killed_by
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
 
@@ -128,6 +132,9 @@ PR_SET_NAME = 15  # prctl(2): the name of this thread, and of the process if it 
 PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
 
 
+ANSWER_POLL_S = 0.05  # between two calls of what a parent does while it waits for an answer
+
+
 EXIT_ORPHANED = 5  # the exit code of a process whose parent is gone: that of WorkerLost
 
 
@@ -189,6 +196,123 @@ def name_process(name: str) -> None:
     """Give this process a name (15 bytes) for `top` and `pgrep`: a forked one has its parent's command line."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+class Child:
+    """A process that exchanges records with this one: lines of JSON over pipes. It ends with this process.
+
+    It starts to import `module` at once, before it gets its first record. Its other end are `records_of_parent` and
+    `answer_parent`.
+    """
+
+    def __init__(
+        self, module: str, environment: Mapping[str, str] | None = None, niceness: int = 0, keep_errors: bool = False
+    ) -> None:
+        """`keep_errors`: what it writes to standard error is not shown, but kept for `errors`."""
+        self._errors = tempfile.TemporaryFile() if keep_errors else None  # noqa: SIM115
+        command = child_command(module)
+        self._process = subprocess.Popen(
+            ["nice", "-n", str(niceness), *command] if niceness else command,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment or child_environment(),
+            start_new_session=True,  # Ctrl-C reaches this process only, which ends the child
+        )  # fmt: skip
+        if niceness:  # with autogroup, Linux ignores the niceness of a process and uses that of its session
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{self._process.pid}/autogroup").write_bytes(str(niceness).encode())
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Send a record. If the process has ended, nothing happens: `records` has no more."""
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(record).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records that the process writes, until it ends."""
+        assert self._process.stdout
+        while (line := self._process.stdout.readline()).endswith(b"\n"):
+            yield json.loads(line)
+
+    def content(self, count: int) -> bytes:
+        """Return so many bytes that follow a record."""
+        assert self._process.stdout
+        return self._process.stdout.read(count)
+
+    def ask(
+        self, record: Mapping[str, Any], wait: Callable[[], None] | None = None, limit_s: float = math.inf
+    ) -> dict[str, Any] | None:
+        """Send a record and return the answer, or None if the process ends without one.
+
+        `wait` is called until the answer comes, and may raise. Raises TimeoutError if it does not come in `limit_s`.
+        """
+        self.send(record)
+        end = time.monotonic() + limit_s
+        while wait and not self._answers():
+            if time.monotonic() > end:
+                raise TimeoutError
+            wait()
+        return next(self.records(), None)
+
+    def _answers(self) -> bool:
+        """Return whether something can be read by now: an answer, or that the process has ended."""
+        assert self._process.stdout
+        return bool(select.select([self._process.stdout], [], [], ANSWER_POLL_S)[0])
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that has no more records."""
+        return self._process.wait()
+
+    @property
+    def killed(self) -> str:
+        """What killed a process that has no more records, for a message; empty if it ended by itself."""
+        return killed_by(signal.Signals(-self.code).name) if self.code < 0 else ""
+
+    def errors(self) -> str:
+        """Return what the process has written to standard error."""
+        assert self._errors
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+    def last_error(self) -> str:
+        """Return the last line of standard error that names an error, else its last line; empty without any."""
+        lines = [line.strip() for line in self.errors().splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
+
+    def close(self) -> None:
+        """End the process; an answer that another thread waits for does not come."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def records_of_parent() -> Iterator[dict[str, Any]]:
+    """Yield the records that the parent sends to this process, a `Child`."""
+    return map(json.loads, sys.stdin.buffer)
+
+
+def answer_parent() -> Callable[..., None]:
+    """Return a function that writes a record to the parent, and then bytes if there are any.
+
+    From now on, what libraries print goes to standard error.
+    """
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def answer(record: Mapping[str, Any], content: bytes = b"") -> None:
+        answers.write(json.dumps(record).encode() + b"\n" + content)
+        answers.flush()
+
+    return answer
 
 
 def die_with_parent(parent: int) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.checkpoint import stored
+from fsdptrain.checkpoint import load as loading
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
@@ -42,22 +42,22 @@ from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, Wo
 from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
-from fsdptrain.model.adapter import base_name
 from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import blocks_of
 from fsdptrain.parallel import shard
-from fsdptrain.parallel.issued import ISSUED, named
+from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
 from fsdptrain.plan.plan import make_plan, varied
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
 from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
-from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
 from fsdptrain.train.setup import Session
+from fsdptrain.train.step import find_sources
 from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
@@ -784,7 +784,7 @@ def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) 
         def get_slice(self, name: str) -> CountingRows:
             return CountingRows(self._file.get_slice(name), self._kind)
 
-    weights.safe_open = stored.safe_open = CountingFile
+    weights.safe_open = loading.safe_open = CountingFile
     found = {}
     for name, overrides in variants.items():
         read = {"model": 0, "checkpoint": 0}

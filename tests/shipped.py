@@ -13,7 +13,7 @@ from typing import Any
 from support import ROOT, TESTS
 
 from fsdptrain.config.reader import load
-from fsdptrain.forecast.client import Forecaster
+from fsdptrain.forecast.forecaster import Forecaster
 from fsdptrain.plan.hardware import Hardware, parse_hardware
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import topology_of

@@ -12,7 +12,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.forecast.trace import Trace
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate import step as simulate
+from fsdptrain.simulate import simulation as simulate
 
 SMALL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,

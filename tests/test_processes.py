@@ -21,12 +21,13 @@ from injection import LEAVE_WITHIN_S, STEPS, run_with, small_recipe, valid_steps
 from pseudo_terminal import Terminal
 from support import ROOT, environment, events, wait_for_step
 
+from fsdptrain import processes
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.sources import open_sources
 from fsdptrain.errors import DataError, Stopped
 from fsdptrain.folder.files import scratch_folder
-from fsdptrain.processes import SAME_REQUEST_S, StopRequest
+from fsdptrain.processes import SAME_REQUEST_S, Child, StopRequest
 
 AGENT, WORKER = "fsdptrain.launch.agent", "[rank 1]"
 FSDPTRAIN = ("-m", "fsdptrain")
@@ -49,6 +50,45 @@ def check_killed(tmp: Path, table: FaultTable, moment: str, victim: str, start: 
     gone = not found["left"] and found["seconds"] < LEAVE_WITHIN_S
     table.add(f"{victim} killed {moment} s", 1, int(gone), [found["seconds"]])
     assert gone, found
+
+
+CHILD = """
+import os, signal, sys
+from fsdptrain.processes import answer_parent, records_of_parent
+send = answer_parent()
+for record in records_of_parent():
+    print("what a library prints")
+    if record["do"] == "answer":
+        send({"got": record}, bytes(3))
+    elif record["do"] == "fail":
+        sys.exit("ValueError: the reason\\nthe last line")
+    elif record["do"] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        signal.pause()
+"""
+
+
+def test_a_child_answers_records_and_its_end_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "child_command", lambda module: [sys.executable, "-c", CHILD])
+    with Child("any", keep_errors=True) as child:
+        for text in ("é", "\ud800"):
+            asked = {"do": "answer", "text": text}
+            assert child.ask(asked) == {"got": asked} and child.content(3) == bytes(3)
+        assert child.ask({"do": "fail"}, wait=lambda: None) is None
+        assert (child.code, child.killed, child.last_error()) == (1, "", "ValueError: the reason")
+        assert child.errors().splitlines() == [
+            *["what a library prints"] * 3,
+            "ValueError: the reason",
+            "the last line",
+        ]
+        assert child.ask({"do": "answer"}) is None, "it has ended"
+    with Child("any", keep_errors=True) as child:
+        assert child.ask({"do": "die"}) is None and "SIGKILL" in child.killed
+    waits: list[int] = []
+    with Child("any", keep_errors=True) as child, pytest.raises(TimeoutError):
+        child.ask({"do": "nothing"}, wait=lambda: waits.append(1), limit_s=0.1)
+    assert waits and child.code == -signal.SIGKILL
 
 
 HOLD = """

@@ -7,6 +7,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ ORDER = (
 LIGHT = ("", "folder", "terminal", "config", "plan", "forecast", "attempts", "launch")  # they import no torch
 LIGHT_MODULES = (  # in other packages
     "checkpoint.verify", "validate.findings", "validate.summary", "validate.nodes",
-    "validate.client", "validate.proposal",
+    "validate.request", "validate.proposal",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard"}
 MODULES = {
@@ -82,6 +83,12 @@ def test_no_two_modules_define_the_same_name() -> None:
         for name in public_names(MODULES[module]) - {"main"}:
             homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    # Apart from `patches`, which each package may have for the private functions that it relies on.
+    found = Counter(module.rpartition(".")[2] for module in MODULES)
+    assert [name for name, count in found.items() if count > 1] == ["patches"]
 
 
 KINDS = {  # enum → its home: no other module mentions one of its members in an expression

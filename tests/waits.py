@@ -26,7 +26,7 @@ from fsdptrain.simulate.device import PretendCopy, pretend_accelerator, pretend_
 from fsdptrain.simulate.kernels import on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
-from fsdptrain.simulate.step import batch_of_zeros, make_engine, mark_moments
+from fsdptrain.simulate.simulation import batch_of_zeros, make_engine, mark_moments
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.prefetch import StepInputs
 from fsdptrain.train.setup import Sizes

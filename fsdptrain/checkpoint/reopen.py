@@ -1,14 +1,10 @@
 """A process that opens an export as its user does, with transformers and peft, and computes logits with it on the CPU.
 
-`checkpoint.compare` starts it. It reads one job (JSON) from standard input, and writes the logits (safetensors) to
-standard output.
+`checkpoint.comparison` starts it, sends one job, and gets the logits (safetensors) behind a record with their size.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from typing import Any
 
@@ -17,6 +13,7 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fsdptrain.model.patches import import_quietly, use_torch_operators
+from fsdptrain.processes import answer_parent, records_of_parent
 
 
 def open_model(folder: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -52,7 +49,7 @@ def open_adapter(folder: str, dtype: torch.dtype, unquantised: list[str] | None,
 
 
 def open_export(export: dict[str, Any], **options: Any) -> Any:
-    """Return the model of an export that `compare.Way.job` describes."""
+    """Return the model of an export that `comparison.Way.job` describes."""
     folder, dtype = export["folder"], getattr(torch, export["dtype"])
     if "unquantised" in export:
         return open_adapter(folder, dtype, export["unquantised"], **options)
@@ -67,15 +64,14 @@ def logits_of(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Write the logits of every export of the job, as NAME.ROW, and nothing else, to standard output."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print to standard error
+    """Send the logits of every export of the job, as NAME.ROW."""
+    send = answer_parent()
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft would set them to first values
     use_torch_operators()
-    job = json.load(sys.stdin)
+    job = next(records_of_parent())
     found: dict[str, torch.Tensor] = {}
     for name, export in job["exports"].items():
         logits = logits_of(open_export(export, trust_remote_code=job["trust_remote_code"]), job["rows"])
         found |= {f"{name}.{number}": values for number, values in enumerate(logits)}
-    with answers:
-        answers.write(save(found))
+    content = save(found)
+    send({"bytes": len(content)}, content)

@@ -148,7 +148,7 @@ def base_note(recipe: Recipe) -> str | None:
 
 
 def _name_layers_once(found: dict[str, Any]) -> None:
-    """Move layers that peft only finds by their weights (see `model.adapter`) from target_parameters to target_modules.
+    """Move layers that peft only finds by their weights (see `model.peft`) from target_parameters to target_modules.
 
     Weights of experts, whose names end otherwise, stay there.
     """

@@ -182,12 +182,12 @@ class OptimizerKind(StrEnum):
     )
     adafactor = (
         "adafactor",
-        Facts("fsdptrain.train.factored.ShardedAdafactor", {}, _factors, needs_ranks=True),
+        Facts("fsdptrain.train.sharded_optimizers.ShardedAdafactor", {}, _factors, needs_ranks=True),
     )
     muon = (
         "muon",
         Facts(
-            "fsdptrain.train.orthogonal.ShardedMuon",
+            "fsdptrain.train.sharded_optimizers.ShardedMuon",
             ADAM_SETTINGS | {"momentum": 0.95, "nesterov": True},
             _momentum_of_matrices,
             needs_ranks=True,

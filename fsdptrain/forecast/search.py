@@ -1,6 +1,6 @@
 """Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Other processes forecast the plans (`forecast.client`), from shallow copies of the model where its blocks are equal.
+Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its blocks are equal.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import json
 import math
 import queue
-import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,43 +18,34 @@ from typing import Any
 
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.rules import cross_field_problems, may_hold_shards
-from fsdptrain.config.schema import value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.forecast.client import Forecast
-from fsdptrain.forecast.kinds import Kind, all_kinds, leaner_kinds, least_counts
+from fsdptrain.forecast.changes import (
+    Kind,
+    Ladder,
+    RequestForecast,
+    all_kinds,
+    changes_of_kind,
+    command_text,
+    ladders_of,
+    least_counts,
+    micro_batches,
+    overrides_of,
+)
+from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.shallow import Shallow, extrapolate
 from fsdptrain.plan.hardware import Hardware
-from fsdptrain.plan.plan import Counts, Plan, elastic_problems, varied
+from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.plan.topology import Topology
 
-RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
-
-
 SearchProgress = Callable[..., None]  # (settled, in total[, what]): plans, unless `what` names something else
-
-
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
-
-
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
-
-
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
-
-
 FINALISTS = 2  # how many of the fastest plans are simulated in full
-
-
 ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
-
-
 TYPICAL = Weight((4096, 4096))
-
-
 MAX_NODES = 64  # up to which the cards that a kind of training needs are counted
-
-
 MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
 
 
@@ -142,7 +131,7 @@ def search(
         for offload in (False, True):
             if offload and (hardware.is_cpu or any(option.fits and not option.cpu_offload for option in found)):
                 break
-            found += _climb_all(_ladders(plan, offload), trials, counts, threads, progress)
+            found += _climb_all(ladders_of(plan, offload), trials, counts, threads, progress)
             found += _with_shards_held(found, trials, threads)
             found = _with_finalists_simulated(found, trials, threads)
         best_first = _best_first(found)
@@ -188,13 +177,6 @@ def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: T
         again = threads.map(lambda option: trials.option(option.overrides, full=True), first)
         options = [o for o in options if o not in first] + [o for o in again if o is not None]
     return options
-
-
-def changes_of_kind(plan: Plan, offload: bool) -> list[tuple[Kind, dict[str, Any]]]:
-    """Return the kinds of training that need less memory, each with the overrides that save the most with it."""
-    ladder = _ladders(plan, offload)[0]  # the strategy that shards most
-    layout = _overrides(plan, ladder, ladder.sizes[0], "full", 1)
-    return [(kind, layout | kind.overrides) for kind in leaner_kinds(plan)]
 
 
 def _leaner_plans(
@@ -273,109 +255,9 @@ def _on_cards(plan: Plan, cards: int, node: int) -> Plan:
     """Return the plan that needs the least memory on so many cards; its global batch is rounded up to a multiple."""
     ranks = min(cards, node)
     plan = dataclasses.replace(plan, topology=Topology("cuda", cards // ranks, ranks))
-    ladder = _ladders(plan, False)[0]
+    ladder = ladders_of(plan, False)[0]
     batch = -(-plan.recipe.train.global_batch_size // cards) * cards
-    return varied(plan, {**_overrides(plan, ladder, cards, "full", 1), "train.global_batch_size": batch})
-
-
-@dataclass(frozen=True)
-class _Ladder:
-    """A strategy, and the numbers of ranks per copy in the order in which they are tried."""
-
-    strategy: Strategy
-    sizes: list[int]
-    offload: bool
-
-
-def _ladders(plan: Plan, offload: bool) -> list[_Ladder]:
-    """Return the strategies worth trying. With offload, only those that shard one copy over all ranks."""
-    nodes, node = plan.topology.nnodes, plan.topology.nproc_per_node
-    wanted = [strategy for strategy in Strategy if not (offload and strategy.replicates)]
-    wanted.sort(key=lambda strategy: not strategy.reshards)  # those that need less memory first
-    ladders = []
-    for strategy in wanted:
-        ladder = _Ladder(strategy, strategy.sizes_to_try(nodes, node), offload)
-        sizes = [ranks for ranks in ladder.sizes if _fits_range(plan, _overrides(plan, ladder, ranks, "full", 1))]
-        ladders.append(dataclasses.replace(ladder, sizes=sizes))
-    return [ladder for ladder in ladders if ladder.sizes]
-
-
-def _fits_range(plan: Plan, overrides: Mapping[str, Any]) -> bool:
-    """Return whether the run could go on with every number of nodes of its range; True if that number is fixed.
-
-    A recipe that does not fit the range itself has been refused: its options are not judged.
-    """
-    recipes = plan.recipe, varied(plan, overrides).recipe
-    own, changed = (elastic_problems(recipe, plan.topology) for recipe in recipes)
-    return bool(own) or not changed
-
-
-def micro_batches(plan: Plan) -> list[int]:
-    """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
-
-    With a range of nodes they divide the share of each number of nodes. Where the recipe's attention kernel needs
-    micro-batches of one row, there are no others.
-    """
-    recipe = plan.recipe
-    if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
-        return [1]
-    share = recipe.train.global_batch_size // plan.topology.world_size
-    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
-    sizes = sorted(powers | {recipe.train.micro_batch_size})
-    return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
-
-
-def _overrides(plan: Plan, ladder: _Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
-    """Return what this choice changes in the recipe.
-
-    Keys that lose their effect are unset: with their values the recipe would be refused.
-    """
-    fsdp = plan.recipe.fsdp
-    wanted = {
-        "fsdp.strategy": ladder.strategy, "fsdp.shard_size": None, "train.micro_batch_size": micro,
-        "fsdp.activation_checkpointing": recomputation, "fsdp.cpu_offload": ladder.offload,
-    }  # fmt: skip
-    if ladder.strategy.in_groups:
-        same = fsdp.strategy.in_groups and plan.shard_size == ranks
-        wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
-    if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
-        wanted["fsdp.accumulation"] = "reduce"
-    unused_before = fsdp.strategy.unused_keys()
-    wanted |= {key.path: key.unset for key in ladder.strategy.unused_keys() if key not in unused_before}
-    return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
-
-
-def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
-
-    First single changes: gradients reduced in every micro-batch, recomputation, a smaller micro-batch, more sharding.
-    Then the last three together, and offload last.
-    """
-    recipe, world = plan.recipe, plan.topology.world_size
-    fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
-    now = _Ladder(fsdp.strategy, [plan.shard_size], fsdp.cpu_offload)
-    most = _ladders(plan, fsdp.cpu_offload)[0] if world > 1 else now  # the strategy that shards most
-    offloaded = dataclasses.replace(most, offload=plan.topology.device != "cpu")
-    smaller = max((size for size in micro_batches(plan) if size < micro), default=micro)
-    kind = fsdp.activation_checkpointing
-    choices = [
-        (now, plan.shard_size, "full", micro),
-        (now, plan.shard_size, kind, smaller),
-        (most, world, kind, micro),
-        (now, plan.shard_size, "full", smaller),
-        (most, world, "full", smaller),
-        (most, world, "full", 1),
-        (offloaded, world, "full", 1),
-    ]
-    holds_more = fsdp.accumulation == "hold" or (fsdp.accumulation == "hold_shards" and fsdp.cpu_offload)
-    if holds_more and plan.accumulation > 1:
-        yield {"fsdp.accumulation": "reduce"}
-    seen: list[dict[str, Any]] = [{}]
-    for ladder, ranks, recomputation, size in choices:
-        overrides = _overrides(plan, ladder, ranks, recomputation, size)
-        if overrides not in seen:
-            seen.append(overrides)
-            yield overrides
+    return varied(plan, {**overrides_of(plan, ladder, cards, "full", 1), "train.global_batch_size": batch})
 
 
 def cannot_fit(plan: Plan, counts: Counts, memory: int) -> bool:
@@ -478,20 +360,20 @@ class _PlanCount:
 
 
 def _climb_all(
-    ladders: list[_Ladder], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, progress: SearchProgress
+    ladders: list[Ladder], trials: _Trials, counts: Counts, threads: ThreadPoolExecutor, progress: SearchProgress
 ) -> list[Option]:
     """Return the options of all ladders; several ladders are climbed concurrently."""
     micros = micro_batches(trials.plan)
     each = len(micros) * len(RECOMPUTATION)
     count = _PlanCount(each * sum(len(ladder.sizes) for ladder in ladders), progress)
 
-    def climb(ladder: _Ladder) -> list[Option]:
+    def climb(ladder: Ladder) -> list[Option]:
         found: list[Option] = []
         for ranks in ladder.sizes:
             comfortable = any(option.fits and not option.tight for option in found)
             tried = 0
             if not comfortable:  # a larger group is slower: it is needed only if a smaller one has too little memory
-                least = varied(trials.plan, _overrides(trials.plan, ladder, ranks, "full", 1))
+                least = varied(trials.plan, overrides_of(trials.plan, ladder, ranks, "full", 1))
                 if not cannot_fit(least, counts, trials.memory):
                     for option in _climb(ladder, ranks, micros, trials):
                         tried += 1
@@ -503,7 +385,7 @@ def _climb_all(
     return [option for options in threads.map(climb, ladders) for option in options]
 
 
-def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> Iterator[Option | None]:
+def _climb(ladder: Ladder, ranks: int, micros: list[int], trials: _Trials) -> Iterator[Option | None]:
     """Try micro-batches from small to large, with more recomputation only if less does not fit: it is slower.
 
     Yields each plan that is tried: the recipe's own among them, None for one whose forecast fails.
@@ -517,7 +399,7 @@ def _climb(ladder: _Ladder, ranks: int, micros: list[int], trials: _Trials) -> I
             rung -= 1  # with one micro-batch per step, no gradients are held during its forward
         option = None
         while rung < len(RECOMPUTATION):
-            option = trials.option(_overrides(trials.plan, ladder, ranks, RECOMPUTATION[rung], micro))
+            option = trials.option(overrides_of(trials.plan, ladder, ranks, RECOMPUTATION[rung], micro))
             yield option
             if option and option.fits and not option.tight:
                 break
@@ -539,13 +421,3 @@ def _if_accurate(shallow: Shallow | None, trials: _Trials, own: Forecast) -> Sha
         return None
     drift = {name: abs(getattr(read, name) / getattr(own, name) - 1) for name in MAX_DRIFT}
     return shallow if all(drift[name] <= limit for name, limit in MAX_DRIFT.items()) else None
-
-
-def override_words(overrides: Mapping[str, Any]) -> list[str]:
-    """Return the overrides as words of the command line: `fsdp.strategy=NO_SHARD`, `fsdp.shard_size=null`."""
-    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in overrides.items()]
-
-
-def command_text(overrides: Mapping[str, Any]) -> str:
-    """Return those words as one line, quoted for a shell."""
-    return shlex.join(override_words(overrides))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.plan import Plan, varied
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdptrain.model.adapter import base_name
+from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import layer_values
 from fsdptrain.model.units import blocks_of, tied
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.model.adapter import is_adapter, is_adapter_matrix
+from fsdptrain.model.peft import is_adapter, is_adapter_matrix
 
 # The last three: parameters of state space models, and scales of norms whose class is not called a norm.
 UNDECAYED_NAMES = re.compile(r"bias|norm|^(A_log|D|scale)$")

@@ -93,7 +93,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     state = {name: tensor for name, tensor in saved_state(made).items() if tensor.is_floating_point()}
     explicit = {name for name, tensor in state.items() if tensor.dtype == torch.float32 != computed}
     made.float32_names = explicit | _kept_in_float32(made, computed)
-    made.frozen_names = set()  # of parameters, by the recipe: see `model.adapter.freeze`
+    made.frozen_names = set()  # of parameters, by the recipe: see `model.freeze.freeze`
     wide = made.float32_names | _kept_in_float32(made, master)
     stored = {
         id(tensor): _cast(tensor, torch.float32 if name in wide else master)

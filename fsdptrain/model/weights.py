@@ -23,10 +23,10 @@ from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from fsdptrain.data.hub import recipe_errors, safetensors_files
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.events import Progress
-from fsdptrain.model.adapter import without_adapters
 from fsdptrain.model.init import full_name
 from fsdptrain.model.nf4 import NF4Linear, RowQuantizer
 from fsdptrain.model.patches import dtensors_stay_on_their_device
+from fsdptrain.model.peft import without_adapters
 from fsdptrain.plan.plan import Plan
 
 

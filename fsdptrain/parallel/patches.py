@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.torch_version import TorchVersion
-
-from fsdptrain.parallel.issued import ISSUED, Issued
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -128,6 +127,22 @@ def collective_of(frame: FrameType) -> str | None:
     return f"{collective} of {_unit_of(group)}"
 
 
+KINDS = {"all-gather": ("all-gather",), "reduction": ("reduce-scatter", "all-to-all", "all-reduce")}
+SIDE = "side"  # the description of `World.side` in the flight recorder
+
+
+class Issued(NamedTuple):
+    """A collective that FSDP2 issues: the name of its group, its number there, its kind, and its unit."""
+
+    group: str
+    number: int
+    kind: Literal["all-gather", "reduction"]
+    unit: str
+
+
+ISSUED: deque[Issued] = deque(maxlen=2000)  # of this process; as many as the flight recorder keeps
+
+
 class NamedComm:
     """A communication of FSDP2 that notes each collective with its unit in `ISSUED`, before it is issued.
 
@@ -164,11 +179,33 @@ class NamedComm:
 
 
 def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
-    """Make every unit of a sharded model note its collectives (see `issued`); `copies` is as in `NamedComm`."""
+    """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
+
+    torch's flight recorder numbers the collectives, but knows no units.
+    """
     for unit, groups in groups_of_units(model).items():
         for group in groups:
             group._all_gather_comm = NamedComm(group._all_gather_comm, "all-gather", unit)
             group._reduce_scatter_comm = NamedComm(group._reduce_scatter_comm, "reduction", unit, copies)
+
+
+def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[dict[str, Any]]:
+    """Return the entries of a flight recorder with `collective` and `side`.
+
+    `collective` is `all-gather of model.layers.7`, or only the kind where FSDP2 has issued no collective of this kind
+    with this group and number. `side` says whether the group is the one beside the training loop.
+    """
+    units = {(each.group, each.number): each for each in issued}
+    found = []
+    for entry in entries:
+        group, description = entry["process_group"]
+        kind = entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base").replace("_", "-")
+        note = units.get((group, entry["collective_seq_id"]))
+        if note is not None and kind in KINDS[note.kind]:
+            shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard.GlooReduceScatter`
+            kind = f"{shown} of {note.unit}"
+        found.append({**entry, "collective": kind, "side": description == SIDE})
+    return found
 
 
 def allow_graphs(count: int) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
-from fsdptrain.model.adapter import freeze, layers_in_nf4
+from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators

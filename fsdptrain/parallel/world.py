@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import send
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
-from fsdptrain.parallel.issued import SIDE
+from fsdptrain.parallel.patches import SIDE
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
 from fsdptrain.plan.plan import Plan

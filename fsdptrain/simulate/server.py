@@ -1,6 +1,6 @@
-"""The forecasting process: reads jobs from standard input, one per line, and writes one forecast for each.
+"""The forecasting process: gets jobs as records, and answers each with a forecast.
 
-`forecast.client.Forecaster` starts it and sends the jobs.
+`forecast.forecaster.Forecaster` starts it and sends the jobs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,19 @@ from fsdptrain.config.dtypes import BYTES
 from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
-from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
-from fsdptrain.model.adapter import freeze, quantised_ids
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
+from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
+from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.simulate.device import PRETEND
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 from fsdptrain.text import size
 
 
@@ -223,10 +223,8 @@ def answer(job: dict[str, Any], known: dict[str, Models]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write one forecast for each job, and nothing else, to standard output."""
+    """Write one forecast for each job to the parent."""
     known: dict[str, Models] = {}
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries print to standard error
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line), known)) + "\n")
-        answers.flush()
+    send = answer_parent()
+    for job in records_of_parent():
+        send(answer(job, known))

@@ -31,8 +31,7 @@ from fsdptrain.errors import (
 )
 from fsdptrain.folder.events import record_error
 from fsdptrain.folder.files import write_atomically
-from fsdptrain.parallel.issued import ISSUED
-from fsdptrain.parallel.patches import unit_name
+from fsdptrain.parallel.patches import ISSUED, unit_name
 from fsdptrain.plan.network import is_loopback
 from fsdptrain.plan.plan import Plan
 

@@ -33,7 +33,7 @@ RELIES_ON = {
     "torch.ops.aten._foreach_mul_.Tensor": {"818f5da5f297": "2.11.0 2.13.0 2.15.0"},
     "torch.optim.adam._fused_adam": {"dd842506bfd8": "2.11.0 2.13.0 2.15.0"},  # what it does with `found_inf`
     "torch.optim.sgd._fused_sgd": {"a3b1ca925fe7": "2.11.0 2.13.0", "ca039dfeac93": "2.15.0"},  # the same
-    # by factored: what it calls where, and in which order.
+    # by sharded_optimizers: what it calls where, and in which order.
     "transformers.optimization.Adafactor.step": {"b30d8fbb8972": "5.23.0"},
     "transformers.optimization.Adafactor._approx_sq_grad": {"f116ba7cb74e": "5.23.0"},
     "transformers.optimization.Adafactor._rms": {"285047b9f0d7": "5.23.0"},

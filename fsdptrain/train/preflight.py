@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdptrain.checkpoint.compare import available_memory
+from fsdptrain.checkpoint.comparison import available_memory
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.data.hub import error_summary, safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import FsdptrainError, Problem, RecipeError
 from fsdptrain.folder.events import Progress
-from fsdptrain.model.adapter import check_adapter_file, freeze, quantised_ids, unquantised_note
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
 from fsdptrain.model.flops import expert_count, model_flops
+from fsdptrain.model.freeze import freeze, quantised_ids, unquantised_note
 from fsdptrain.model.loss import after_head
 from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.peft import check_adapter_file
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
 from fsdptrain.model.units import Unit, saved_state, units_of

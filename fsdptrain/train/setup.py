@@ -10,12 +10,9 @@ import itertools
 import json
 import os
 import socket
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +30,7 @@ from fsdptrain.attempts.manifest import (
     TOKENS_KEY,
     recipe_key,
 )
+from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
 from fsdptrain.checkpoint.disk import disk_facts, disk_problems
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
@@ -41,17 +39,16 @@ from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import DataError, RecipeError, Stopped, listed
+from fsdptrain.errors import RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.folder.storage import URL
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import start_adapters
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, settled_values
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
+from fsdptrain.model.peft import start_adapters
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
@@ -71,14 +68,15 @@ if TYPE_CHECKING:
 KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, which may have hung
 
 
-SHARED_S = 10.0  # until a host sees a file that another has written: network file systems cache folders
-
-
 @dataclass(frozen=True)
 class Session:
-    """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog."""
+    """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog.
 
-    plan: Plan
+    `asked` is the plan as the launcher wrote it. Beside what comes before `Inputs`, which settle it, only the identity
+    and the digest in checkpoints are made from it.
+    """
+
+    asked: Plan
     rundir: RunDir
     reporter: Reporter
     stop: StopRequest
@@ -109,6 +107,11 @@ class Inputs:
     stamps: list[tuple[str, int, int]] | None = None
     day: date | None = None
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that is carried out: with the commits of the data and an attention kernel, suited to one GPU."""
+        return self.prepared.plan
+
     @functools.cached_property
     def content(self) -> dict[str, Any]:
         """What the recipe's names stand for: all ranks must find the same, and so must a resume (see `manifest`)."""
@@ -118,7 +121,7 @@ class Inputs:
             CODE_KEY: own_code(prepared.bare),
             **{f"{SETTLED}{name}": value for name, value in settled_values(prepared.config).items()},
         }  # fmt: skip
-        return content | ({HELD_OUT_KEY: self.eval_corpus.fingerprint} if prepared.plan.eval_path else {})
+        return content | ({HELD_OUT_KEY: self.eval_corpus.fingerprint} if self.plan.eval_path else {})
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,9 @@ class Sizes:
     flops_per_step: float
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs) -> Sizes:
+    def of(cls, inputs: Inputs) -> Sizes:
         """Compute the sizes of a run."""
-        recipe, prepared = plan.recipe, inputs.prepared
+        plan, recipe, prepared = inputs.plan, inputs.plan.recipe, inputs.prepared
         positions = recipe.train.global_batch_size * recipe.data.seq_len
         weights = prepared.weights
         return cls(
@@ -151,11 +154,11 @@ def prepare_process(session: Session) -> None:
 
     Raises RecipeError if torch sees other GPUs than the plan.
     """
-    check_gpus(session.plan.topology, torch.cuda.device_count(), os.environ)
-    if session.plan.recipe.train.deterministic:
+    check_gpus(session.asked.topology, torch.cuda.device_count(), os.environ)
+    if session.asked.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    go_offline_if_unreachable(session.plan, session.progress)
+    go_offline_if_unreachable(session.asked, session.progress)
 
 
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
@@ -185,15 +188,16 @@ def prepare_inputs(session: Session) -> Inputs:
 
     Raises RecipeError or DataError where the model or the data is wrong.
     """
-    plan, progress = session.plan, session.progress
+    progress = session.progress
     # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
-    pinned_plan = pin_commits(plan, session.rundir)
+    plan = pin_commits(session.asked, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     with session.stop.obeyed_at_once():  # the constructors of a model report no progress
-        tokenizer, prepared = prepare_tokenizer_and_model(pinned_plan, progress)
+        tokenizer, prepared = prepare_tokenizer_and_model(plan, progress)
+    plan = prepared.plan
     count_padding = longrope_threshold(prepared.config, plan.recipe.data.seq_len) is None
     day = pin_date(plan, tokenizer, session.rundir)
-    stream, held_out, eval_corpus = prepare(pinned_plan, tokenizer, progress, count_padding, day)
+    stream, held_out, eval_corpus = prepare(plan, tokenizer, progress, count_padding, day)
     if problem := plan.length_problem(len(stream)):
         raise RecipeError([problem])
     if plan.pretrained:
@@ -243,20 +247,17 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     """
     found = inputs.content | {"data.eval": inputs.eval_corpus.digest}
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    plans, contents = zip(*world.gather_objects((inputs.prepared.plan.digest(), digest)), strict=True)
+    plans, contents = zip(*world.gather_objects((inputs.plan.digest(), digest)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
-        raise RecipeError(
-            f"{ranks_text(others, world.hosts)} made another plan than rank 0: start all hosts with the same recipe "
-            "and the same versions of fsdptrain, torch and transformers"
-        )
+        raise PLAN.error(f"{ranks_text(others, world.hosts)} made another plan than rank 0: {PLAN.way_out}")
     if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
         every = world.gather_objects(found)
         keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
         is_data = all(key.startswith("data.") for key in keys)
-        error, what = (DataError, "data") if is_data else (RecipeError, "files of the model")
-        raise error(
+        wrong, what = (DATA, "data") if is_data else (MODEL, "files of the model")
+        raise wrong.error(
             f"{listed(dict.fromkeys(map(recipe_key, sorted(keys))), 4)}: {ranks_text(others, world.hosts)} read other "
-            f"{what} than rank 0 on {world.hosts[0]}: copy the same files to all hosts, or use a folder that they share"
+            f"{what} than rank 0 on {world.hosts[0]}: {wrong.way_out}"
         )
 
 
@@ -266,13 +267,13 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     Raises RecipeError if the hosts do not share it, or if the checkpoints there are of another model, other data or
     another tokenizer.
     """
-    plan, rundir, content = session.plan, session.rundir, dict(inputs.content)
+    plan, rundir, content = inputs.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
     if plan.freezes:
         session.watchdog.beat()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
-    checkpointer = Checkpointer(rundir, plan, world, content, session.reporter.event)
+    checkpointer = Checkpointer(rundir, session.asked, world, content, session.reporter.event)
     checkpointer.claim()
     checkpointer.reject_another_run()
     if world.rank == 0:
@@ -283,28 +284,18 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
 
 
 def check_shared(plan: Plan, world: World) -> None:
-    """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective.
-
-    Each host would keep its part of every checkpoint: no resume could read them.
-    """
-    place = plan.rundir.checkpoint_path
-    if plan.topology.nnodes == 1 or (place and URL.fullmatch(place)):
+    """Raise RecipeError on every rank if the folder of the checkpoints is not the same on all hosts; collective."""
+    shared = shared_folder(plan)
+    if shared is None:
         return
-    field, folder = ("checkpoint.path", Path(place)) if place else ("output_dir", plan.rundir.logs)
+    key, folder = shared
     with contextlib.ExitStack() as stack:
-        seen = ""
-        if world.rank == 0:  # a new name, which no host has cached as absent
-            folder.mkdir(parents=True, exist_ok=True)
-            seen = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="seen-by-all-")).name
-        name = world.gather_objects(seen)[0]
-        deadline = time.monotonic() + SHARED_S
-        while not (found := Path(name).exists()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        apart = [host for host, sees in zip(world.hosts, world.gather_objects(found), strict=True) if not sees]
-    if apart:
-        raise RecipeError(
-            f"{field}: {place or plan.run_dir} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
-            f"{world.hosts[0]}: use a folder that all hosts share, or an object store as checkpoint.path"
+        name = stack.enter_context(file_to_see(folder)) if world.rank == 0 else ""
+        found = world.gather_objects(sees(world.gather_objects(name)[0]))
+    if apart := [host for host, seen in zip(world.hosts, found, strict=True) if not seen]:
+        raise FOLDER.error(
+            f"{key}: {folder} on {listed(dict.fromkeys(apart), 4)} is not the folder of that name on "
+            f"{world.hosts[0]}: {FOLDER.way_out}"
         )
 
 
@@ -322,8 +313,8 @@ def frozen_digest(plan: Plan, world: World) -> str:
         nodes.setdefault(node, []).extend(checksums)
     found = {files_digest(checksums) for checksums in nodes.values()}
     if len(found) > 1:
-        raise RecipeError(
-            f"model.id: the files of {plan.recipe.model.id} are not the same on all nodes: copy them again"
+        raise MODEL.error(
+            f"model.id: the files of {plan.recipe.model.id} are not the same on all nodes: {MODEL.way_out}"
         )
     return found.pop()
 
@@ -352,7 +343,7 @@ def load_state(
 
     Returns the optimizer and the number of steps already made. Raises Stopped on every rank after a stop signal on any.
     """
-    plan, world, bare = session.plan, checkpointer.world, inputs.prepared.bare
+    plan, world, bare = inputs.plan, checkpointer.world, inputs.prepared.bare
     device = torch.device("cpu") if plan.recipe.fsdp.cpu_offload else world.device
     quantizer = RowQuantizer(world.device) if plan.recipe.adapter.kind == "qlora" else None
     resuming = bool(checkpointer.newest_step())
@@ -395,8 +386,8 @@ def report_start(
     """Write the events `start` and `resume`, and print the first row to the log."""
     session.reporter.event("start", **facts)
     if checkpointer.world.rank == 0:
-        changed = changes_since(session.rundir, steps_made, session.plan, checkpointer.identity)
-        recipe, before = session.plan.recipe, session.reporter.trained_by(steps_made)
+        changed = changes_since(session.rundir, steps_made, session.asked, checkpointer.identity)
+        recipe, before = inputs.plan.recipe, session.reporter.trained_by(steps_made)
         note = before and length_note(
             steps_made, before["total_steps"], facts["total_steps"], recipe.optim, recipe.schedule
         )
@@ -409,18 +400,18 @@ def start_facts(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""
-    recipe, stream = inputs.prepared.plan.recipe, inputs.stream
+    plan, recipe, stream = inputs.plan, inputs.plan.recipe, inputs.stream
     notes = [
         *itertools.chain(*row_notes(stream.corpus, inputs.eval_corpus)),
         date_note(inputs.day) if inputs.day else None,
         *model_notes(inputs.prepared),
         flash_note,
-        *inputs.prepared.plan.length_notes(len(stream)),
+        *plan.length_notes(len(stream)),
         warmup_note(sizes.total_steps, recipe.optim, recipe.schedule),
     ]
     return {
         "parameters": sizes.counts.all,
-        **({"trainable": sizes.counts.trained} if inputs.prepared.plan.freezes else {}),
+        **({"trainable": sizes.counts.trained} if plan.freezes else {}),
         "units": units,
         "strategy": recipe.fsdp.strategy,
         "attention": recipe.model.attn_implementation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdptrain.checkpoint.compare import ROWS, TOKENS, Sample
+from fsdptrain.checkpoint.comparison import ROWS, TOKENS, Sample
 from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
@@ -21,7 +21,6 @@ from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
 from fsdptrain.train.failure import exit_from_thread
-from fsdptrain.train.nonfinite import find_sources
 from fsdptrain.train.prefetch import Prefetch, StepInputs
 from fsdptrain.train.setup import (
     Inputs,
@@ -38,7 +37,7 @@ from fsdptrain.train.setup import (
     suited_to_one_gpu,
     use_best_flash,
 )
-from fsdptrain.train.step import Engine, QueuedStep, StepStats
+from fsdptrain.train.step import Engine, QueuedStep, StepStats, find_sources
 from fsdptrain.train.stops import NOTICED_S, StopPoll, count_within
 from fsdptrain.train.stragglers import Pace
 
@@ -86,7 +85,7 @@ class Trainer:
         peak_flops: float,
     ) -> None:
         """`peak_flops` is the FLOP/s of all ranks together, to which MFU is relative."""
-        self.session, self.plan, self.reporter = session, session.plan, session.reporter
+        self.session, self.plan, self.reporter = session, inputs.plan, session.reporter
         self.inputs, self.stream = inputs, inputs.stream
         self.engine, self.world, self.checkpointer = engine, engine.world, checkpointer
         self.sizes, self.peak_flops = sizes, peak_flops
@@ -103,17 +102,17 @@ class Trainer:
 
         Raises an FsdptrainError on every rank if the run cannot succeed, and Stopped after a stop signal.
         """
-        plan = session.plan
         prepare_process(session)
         # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
         # ranks have joined it, only the pulse notices that another node is lost.
         session.progress("checking the model", 0, 0)
-        with Pulse(plan, lambda reason: exit_from_thread(plan, WorkerLost(reason))):
+        with Pulse(session.asked, lambda reason: exit_from_thread(session.asked, WorkerLost(reason))):
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
-            world = World.start(plan, session.stop)
+            world = World.start(inputs.plan, session.stop)
         session.watchdog.begin(world.attempt)
         inputs = suited_to_one_gpu(inputs, world)
+        plan = inputs.plan
         session.watchdog.beat()
         check_groups(plan, world)
         check_same_inputs(inputs, world)
@@ -122,9 +121,9 @@ class Trainer:
         baseline_memory = world.peak_memory()
         flash_note = use_best_flash(session, inputs, world)
         session.watchdog.beat()
-        model, units = build(inputs.prepared.plan, inputs.prepared.config, world)
+        model, units = build(plan, inputs.prepared.config, world)
         # What would end the run later is checked before weights are read, which may take minutes.
-        sizes = Sizes.of(plan, inputs)
+        sizes = Sizes.of(inputs)
         check_remaining_steps(plan, checkpointer, sizes)
         session.watchdog.beat(disk_bytes=2 * sizes.state_bytes)  # a checkpoint is verified, then read
         optimizer, steps_made = load_state(model, session, inputs, checkpointer)
@@ -133,7 +132,7 @@ class Trainer:
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
         facts = start_facts(inputs, world, sizes, len(units), baseline_memory, flash_note)
         report_start(session, inputs, checkpointer, steps_made, facts)
-        engine = Engine(model, optimizer, world, inputs.prepared.plan, steps_made, session.watchdog.beat)
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.beat)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 

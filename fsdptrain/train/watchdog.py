@@ -27,8 +27,7 @@ from typing import Any
 from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.folder.files import write_atomically
 from fsdptrain.launch.explain import alive_every_s
-from fsdptrain.parallel.issued import ISSUED, named
-from fsdptrain.parallel.patches import collective_of
+from fsdptrain.parallel.patches import ISSUED, collective_of, named
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.patches import recorded_collectives
 

@@ -1,16 +1,13 @@
 """A dry run in a process of its own: every level of a run, in order, without launching it.
 
 The levels below the recipe are plan, machine, data, model, and step (memory, communication, time). A level with a
-problem does not stop the next one, so that all problems are reported together. `client` sends the
+problem does not stop the next one, so that all problems are reported together. `request` sends the
 request; `docs/validate.md` documents the facts that `--json` prints.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 from typing import Any
 
 import transformers
@@ -18,33 +15,27 @@ import transformers
 from fsdptrain.config.schedule import warmup_note
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast.client import Forecaster
+from fsdptrain.forecast.forecaster import Forecaster
 from fsdptrain.plan.plan import Plan
+from fsdptrain.processes import answer_parent, records_of_parent
 from fsdptrain.text import counted
-from fsdptrain.validate.choice import choose
-from fsdptrain.validate.client import Request
-from fsdptrain.validate.data import check_data
+from fsdptrain.validate.costs import check_step
+from fsdptrain.validate.data import check_data, choose
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import check_machine
 from fsdptrain.validate.model import check_model
-from fsdptrain.validate.step import StepOptions, check_step
+from fsdptrain.validate.request import Request
 
 
-def dry_run(
-    plan: Plan,
-    findings: Findings,
-    problems: list[str] | None = None,
-    build: bool = True,
-    options: StepOptions | None = None,
-) -> None:
-    """Check every level of a run, each as far as possible. With `build`, the model is built, without weights.
+def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None = None) -> None:
+    """Check every level of a run, each as far as possible.
 
-    `problems` are those of the plan, which is then only a draft. The step is forecast if `options` are given and the
-    plan has no problems.
+    If the model is built, without weights, and the plan has no problems, `forecaster` forecasts the step.
     """
-    for problem in problems or ():
+    plan = request.plan
+    for problem in request.problems:
         findings.add_problem(RecipeError(problem))
-    if not problems:
+    if not request.problems:
         facts, lines = describe_plan(plan)
         findings.add_facts("plan", facts, "Plan", *lines)
     with findings.continue_on_error():
@@ -52,11 +43,11 @@ def dry_run(
     vocab_size, steps = check_data(plan, findings)
     if steps and (note := warmup_note(steps, plan.recipe.optim, plan.recipe.schedule)):
         findings.add_warning(note)
-    if build:
+    if request.build:
         with findings.continue_on_error():
             config = check_model(plan, vocab_size, steps, findings)
-            if options and not problems:
-                check_step(plan, config, vocab_size, steps, findings, options)
+            if forecaster and not request.problems:
+                check_step(request, config, vocab_size, steps, findings, forecaster)
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -86,20 +77,14 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
 
 
 def main() -> None:
-    """Read a request from standard input and write records to standard output, the outcome last."""
-    # Standard output is for records only: libraries that print do it to standard error.
-    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def send(record: dict[str, Any]) -> None:
-        records.write(json.dumps(record) + "\n")
-        records.flush()
+    """Answer the request of the parent with records of progress, and the outcome last."""
+    send = answer_parent()
 
     # The levels report what matters among transformers' warnings.
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
-    request = Request.from_json(sys.stdin.buffer.read().decode())
+    request = Request.from_record(next(records_of_parent()))
     findings = Findings(send, elsewhere=request.hardware is not None or request.choose)
     for note in request.notes:
         findings.add_note(note)
@@ -112,11 +97,7 @@ def main() -> None:
             findings.send_outcome("outcome")
             return
     with Forecaster() as forecaster:
-        options = StepOptions(
-            forecaster, request.hardware, request.plot, request.advise, request.price,
-            count_cards=not request.choose,
-        )  # fmt: skip
-        dry_run(request.plan, findings, request.problems, request.build, options)
+        dry_run(request, findings, forecaster)
     for option, requested, key in (("--plot", request.plot, "plot"), ("--advise", request.advise, "advice")):
         if requested and key not in findings.step | findings.levels:
             findings.add_note(f"{option} was skipped: the step could not be simulated")

@@ -15,7 +15,6 @@ import signal
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdptrain.checkpoint.disk import existing_parent, free_space
+from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
+from fsdptrain.checkpoint.disk import free_space
 from fsdptrain.data.cache import cache_dir
 from fsdptrain.data.hub import go_offline_if_unreachable
 from fsdptrain.data.pinned import pin_commits
@@ -43,11 +43,11 @@ from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
 from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
 from fsdptrain.train.setup import check_gpus
-from fsdptrain.validate.client import OUTCOME, REQUEST, Request
+from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
 from fsdptrain.validate.machine import machine_facts, node_problems
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
-from fsdptrain.validate.step import hardware_here
+from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
 DATA_BYTES = 2**30  # of data files are read for their digest
 
@@ -115,14 +115,14 @@ def check_ranks(request: Request) -> Outcome:
         own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
         own |= node_facts(request) if ranks.local_rank == 0 else {}
         if ranks.rank == 0:
-            shared = plan.topology.nnodes > 1 and not plan.recipe.checkpoint.path
-            own["file"] = stack.enter_context(file_beside_output(plan)) if shared else None
+            shared = shared_folder(plan)
+            own["file"] = stack.enter_context(file_to_see(shared[1])) if shared else ""
         facts = ranks.exchange("facts", own)
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}
         if ranks.local_rank == 0:
             seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.shared().to_json()))
-            seen["shares_output"] = facts[0]["file"] is None or Path(facts[0]["file"]).exists()
+            seen["shares_output"] = sees(facts[0]["file"])
         compared = ranks.exchange("compared", seen)
     # How fast the links are, unless the ranks cannot form the process group of the plan.
     nodes = nodes_of(facts, compared)
@@ -230,17 +230,6 @@ def rank_gpu(plan: Plan, local_rank: int) -> dict[str, Any] | None:
     return dataclasses.asdict(gpu)
 
 
-@contextlib.contextmanager
-def file_beside_output(plan: Plan) -> Iterator[str | None]:
-    """Yield a file for a moment in output_dir, or in the nearest folder above it that exists; None if that fails."""
-    with contextlib.ExitStack() as stack:
-        name = None
-        with contextlib.suppress(OSError):  # `node_problems` reports a folder that cannot be written
-            folder = existing_parent(Path(plan.run_dir))
-            name = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdptrain-")).name
-        yield name
-
-
 def read_clock(ranks: Ranks) -> list[float]:
     """Return the seconds since 1970 at moments that are the same on all ranks, up to the time of a message."""
     clock = []
@@ -339,7 +328,7 @@ def main() -> NoReturn:
     signal.signal(STOP_SIGNAL, lambda *_: os._exit(0))
     folder, code = Path(sys.argv[1]).parent, 0
     try:
-        request = Request.from_json((folder / REQUEST).read_text(encoding="utf-8"))
+        request = Request.from_record(json.loads((folder / REQUEST).read_text(encoding="utf-8")))
         plan = request.plan.on_nodes(int(os.environ["GROUP_WORLD_SIZE"]))
         outcome = check_ranks(dataclasses.replace(request, plan=plan))
         if os.environ["LOCAL_RANK"] == "0":

@@ -17,8 +17,9 @@ from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.model import flash, varlen
-from fsdptrain.model.adapter import check_adapter_values, quantised_ids
+from fsdptrain.model.freeze import quantised_ids
 from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.peft import check_adapter_values
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, blocks_of, tied
 from fsdptrain.plan.plan import Counts, Plan, varied

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fsdptrain.attempts.attempts import describe_changes
-from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, WorkerError, from_record, listed
+from fsdptrain.checkpoint.agreement import DATA, FOLDER, GPUS, PLAN, VERSIONS, Agreed
+from fsdptrain.errors import CheckpointError, FsdptrainError, RecipeError, WorkerError, from_record, listed
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.network import LocalEnd, is_loopback
 from fsdptrain.text import GIB, counted, size
@@ -183,16 +184,14 @@ def must_be_equal(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Diffe
     """Yield what must be the same on all nodes and is not: versions, plan, data, clock, folder of the run."""
     for library in dict.fromkeys(name for node in nodes for name in node.versions):
         found = [node.versions.get(library, "not installed") for node in nodes]
-        yield from _odd(names, found, "versions", library, "install the same version on all nodes", RecipeError)
+        yield from _odd(names, found, library, VERSIONS)
     for changes in dict.fromkeys("; ".join(node.changes) for node in nodes if node.changes):
         changed = {n for n, node in enumerate(nodes) if "; ".join(node.changes) == changes}
-        yield Difference(changed, "plan", RecipeError(
-            f"the plan of {listed(names[n] for n in changed)} is not that of {names[0]} ({changes}): start the same "
-            "command with the same recipe, in the same folder, on all nodes"
-        ))  # fmt: skip
+        which = listed(names[n] for n in changed)
+        message = f"the plan of {which} is not that of {names[0]} ({changes}): {PLAN.way_out}"
+        yield Difference(changed, PLAN.word, PLAN.error(message))
     digests = [node.data and " ".join(digest[:12] for digest in node.data.split()) for node in nodes]
-    way_out = "copy data.path (and data.eval) again, or put it on a file system that all nodes share"
-    yield from _odd(names, digests, "data", "the digest of the data", way_out, DataError)
+    yield from _odd(names, digests, "the digest of the data", DATA)
     late = {n: node.clock_s for n, node in enumerate(nodes) if abs(node.clock_s) > MAX_CLOCK_S}
     if late:
         clocks = listed(f"{names[n]} by {seconds:+.1f} s" for n, seconds in late.items())
@@ -200,15 +199,13 @@ def must_be_equal(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Diffe
             f"the clock of {names[0]} and of other nodes differ ({clocks}): let chrony or ntpd set all clocks"
         ))  # fmt: skip
     if apart := {n for n, node in enumerate(nodes) if not node.shares_output}:
-        yield Difference(apart, "output_dir", RecipeError(
-            f"output_dir: {listed(names[n] for n in sorted(apart))} cannot see what {names[0]} writes there: set it to "
-            "a folder on a file system that all nodes share"
-        ))  # fmt: skip
+        key = "checkpoint.path" if "checkpoint.path" in nodes[0].free else FOLDER.word
+        which = listed(names[n] for n in sorted(apart))
+        message = f"{key}: {which} cannot see what {names[0]} writes there: {FOLDER.way_out}"
+        yield Difference(apart, key, FOLDER.error(message))
 
 
-def _odd(
-    names: Sequence[str], values: Sequence[str | None], word: str, what: str, way_out: str, kind: type[FsdptrainError]
-) -> Iterator[Difference]:
+def _odd(names: Sequence[str], values: Sequence[str | None], what: str, agreed: Agreed) -> Iterator[Difference]:
     """Yield a difference if some nodes have another value than most; None is no value."""
     counts = Counter(value for value in values if value is not None)
     if len(counts) < 2:
@@ -216,7 +213,8 @@ def _odd(
     usual, count = counts.most_common(1)[0]
     odd = [n for n, value in enumerate(values) if value not in (usual, None)]
     others = listed(f"{values[n]} on {names[n]}" for n in odd)
-    yield Difference({*odd}, word, kind(f"{what} is {others}, but {usual} on {counted(count, 'node')}: {way_out}"))
+    message = f"{what} is {others}, but {usual} on {counted(count, 'node')}: {agreed.way_out}"
+    yield Difference({*odd}, agreed.word, agreed.error(message))
 
 
 def network_faults(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Difference]:
@@ -245,13 +243,13 @@ def network_faults(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Diff
             yield Difference({n}, "NCCL", RecipeError(f"NCCL of {names[n]} uses {node.nccl}: {fix}"))
     networks = [node.nccl.partition(" ")[0] or None for node in nodes]
     way_out = "NCCL_DEBUG=INFO shows why (a driver, a plugin, NCCL_IB_DISABLE)"
-    yield from _odd(names, networks, "NCCL", "the network of NCCL", way_out, RecipeError)
+    yield from _odd(names, networks, "the network of NCCL", Agreed("NCCL", RecipeError, way_out))
 
 
 def gpu_faults(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Difference]:
     """Yield GPUs that differ, do not work, are used by others, or are slower than the rest."""
     kinds = [_gpus_text(node) or "no GPU" for node in nodes]
-    yield from _odd(names, kinds, "GPUs", "the hardware", "use nodes with the same GPUs", RecipeError)
+    yield from _odd(names, kinds, "the hardware", GPUS)
     rates = [gpu.rate for node in nodes for gpu in node.gpus if gpu.rate]
     median = statistics.median(rates) if rates else 0.0
     for n, node in enumerate(nodes):

@@ -5,7 +5,6 @@ This module imports no torch: the dry run is a process of its own.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from fsdptrain.config.reader import LoadedRecipe, parse
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted, duration, size
-from fsdptrain.validate.client import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.findings import Outcome
+from fsdptrain.validate.request import INTERRUPTED, make_request, run_dry_run
 from fsdptrain.validate.summary import show_notes, show_section
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
 
     If Ctrl-C stops the search, the plan is the default one. Raises RecipeError for unknown hardware.
     """
-    ranks = make_request(_parsed(starter, starter.text({})), hardware, False).plan.topology.world_size
-    request = make_request(_parsed(starter, starter.text({"train.global_batch_size": ranks})), hardware, False)
-    on_gpus = request.plan.topology.device == "cuda"
-    outcome = run_dry_run(dataclasses.replace(request, choose=True, build=on_gpus, advise=on_gpus), screen)
+    topology = make_request(_parsed(starter, starter.text({})), hardware).plan.topology
+    on_gpus, written = topology.device == "cuda", starter.text({"train.global_batch_size": topology.world_size})
+    request = make_request(_parsed(starter, written), hardware, choose=True, build=on_gpus, advise=on_gpus)
+    outcome = run_dry_run(request, screen)
     chosen = outcome.facts.get("chosen")
     if chosen is None:
         return Proposal(None, [], outcome)

@@ -45,7 +45,7 @@ def names(folder: Path) -> set[str]:
 
 def test_a_second_export_to_a_folder_is_refused_and_a_stopped_one_leaves_nothing(trained: Path, tmp_path: Path) -> None:
     mark, out = tmp_path / "mark", tmp_path / "new" / "out"
-    pause = {"where": "fsdptrain.checkpoint.export:check_export", "do": "sleep", "how": {"seconds": 600}}
+    pause = {"where": "fsdptrain.checkpoint.writer:check_export", "do": "sleep", "how": {"seconds": 600}}
     faults = json.dumps([pause | {"mark": str(mark)}])
     words = [sys.executable, "-m", "fsdptrain", "export", str(trained / "run"), "--out", str(out)]
     env = environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=faults)

@@ -17,7 +17,7 @@ from injection import differences, last_step, small_recipe, valid_steps
 from slurm import Slurm, missing, private_slurm
 from support import TESTS, environment, events, fsdptrain, python_path
 
-from fsdptrain.launch.sbatch import time_limit_s
+from fsdptrain.launch.submit import time_limit_s
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing())]
 

@@ -30,7 +30,7 @@ from fsdptrain.config.reader import MAX_PROBLEMS, MAX_RECIPE_BYTES, LoadedRecipe
 from fsdptrain.config.schema import Recipe, all_fields, all_paths, flat, json_schema, key_of, section_of, value_at
 from fsdptrain.config.values import accepts
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.forecast.search import micro_batches
+from fsdptrain.forecast.changes import micro_batches
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.plan.versions import TESTED, untested_versions

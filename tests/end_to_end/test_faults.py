@@ -21,18 +21,7 @@ import pytest
 from conftest import FaultTable
 from hosts import Host, switched_hosts
 from hosts import missing as hosts_missing
-from injection import (
-    EVERY,
-    STEPS,
-    Running,
-    curve,
-    differences,
-    holder,
-    last_step,
-    run_with,
-    small_recipe,
-    valid_steps,
-)
+from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
 from support import environment, events, fsdptrain, wait_for_step
 
 from fsdptrain.parallel.pulse import MAX_MISSED
@@ -297,7 +286,7 @@ HANGS = {
     "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
     "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
     "during evaluation": hang("fsdptrain.train.step:Engine.evaluate"),
-    "during the export": hang("fsdptrain.checkpoint.export:names_by_block"),
+    "during the export": hang("fsdptrain.checkpoint.exported:names_by_block"),
 }
 
 
@@ -496,7 +485,7 @@ def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(
 FILLINGS = {
     "in the second save": ("fsdptrain.checkpoint.save:write_shards", 2),
     "for metrics.jsonl": ("fsdptrain.folder.events:Reporter.event", 8),
-    "at the export": ("fsdptrain.checkpoint.export:write_folder", 1),
+    "at the export": ("fsdptrain.checkpoint.exported:write_folder", 1),
 }
 
 
@@ -618,7 +607,7 @@ STOPS: dict[
     "forward": ({"where": LOSS, "call": 7}, True),
     "evaluation": ({"where": "fsdptrain.train.step:Engine.evaluate"}, True),
     "saving": ({"where": "fsdptrain.checkpoint.save:write_shards", "call": 2}, True),
-    "export": ({"where": "fsdptrain.checkpoint.export:write_folder"}, True),
+    "export": ({"where": "fsdptrain.checkpoint.exported:write_folder"}, True),
 }
 LONG_ENOUGH_S = 1.0  # for the signal to arrive through the command
 

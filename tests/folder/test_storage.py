@@ -33,10 +33,9 @@ from fsdptrain.attempts.attempts import inspect_earlier_attempts
 from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.attempts.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps
 from fsdptrain.checkpoint import load as load_module
-from fsdptrain.checkpoint.load import StoredCheckpoint, find_pieces, load_checkpoint
+from fsdptrain.checkpoint.load import StoredCheckpoint, find_pieces, load_checkpoint, open_tensors
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
-from fsdptrain.checkpoint.stored import open_tensors
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.cli import app
 from fsdptrain.config.reader import load

@@ -14,22 +14,19 @@ from support import write_recipe
 from fsdptrain.config.reader import load
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.forecast import advice as table
+from fsdptrain.forecast import changes, render
 from fsdptrain.forecast import search as advise
-from fsdptrain.forecast.client import Forecast, Forecaster
-from fsdptrain.forecast.kinds import leaner_kinds
-from fsdptrain.forecast.relief import relief_lines
-from fsdptrain.forecast.render import does_not_fit_error
-from fsdptrain.forecast.search import (
-    RECOMPUTATION,
-    Advice,
+from fsdptrain.forecast.changes import (
     changes_that_save_memory,
     command_text,
+    leaner_kinds,
     micro_batches,
     override_words,
-    ranked,
-    search,
+    relief_lines,
 )
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
+from fsdptrain.forecast.render import does_not_fit_error
+from fsdptrain.forecast.search import RECOMPUTATION, Advice, ranked, search
 from fsdptrain.forecast.shallow import Shallow, extrapolate
 from fsdptrain.plan.hardware import CPU, KNOWN
 from fsdptrain.plan.plan import Counts, Plan, draft_plan, varied
@@ -110,7 +107,7 @@ def test_if_a_plan_fits_only_just_the_next_is_tried_too(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), ask)
     assert {("none", 4), ("selective", 4)} < {key[2:] for key in tried(ask) if key[0] == "FULL_SHARD"}
     just = next(option for option in found.options if option.tight)
-    assert just.fits and "only just" in table.rows([just])[0][-1]
+    assert just.fits and "only just" in render.advice_rows([just])[0][-1]
 
 
 def test_after_a_micro_batch_that_does_not_fit_only_the_largest_is_tried(tmp_path: Path) -> None:
@@ -186,7 +183,7 @@ def test_shards_are_held_where_that_is_faster_and_fits(tmp_path: Path) -> None:
         best = advice(plan, Waits(state=8000, activations=1100, shard=shard)).best
         assert best is not None and best.cpu_offload
         assert best.overrides.get("fsdp.accumulation") == accumulation
-        assert ("hold_shards" in table.rows([best])[0][-1]) == (accumulation is not None)
+        assert ("hold_shards" in render.advice_rows([best])[0][-1]) == (accumulation is not None)
     ask = Waits(activations=400)
     advice(plan_of(tmp_path, "fsdp.accumulation=hold"), ask)
     assert {asked.recipe.fsdp.accumulation for asked in ask.asked} == {"hold"}
@@ -213,7 +210,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(activations=30_000))
     assert found.best is None and not found.leaner
     assert [(option.own, option.fits) for option in found.options] == [(True, False)]
-    assert "no plan fits" in table.lines(found)
+    assert "no plan fits" in render.advice_lines(found)
 
 
 def test_bfloat16_master_weights_are_shown_as_a_change_of_numerics(tmp_path: Path) -> None:
@@ -225,7 +222,7 @@ def test_bfloat16_master_weights_are_shown_as_a_change_of_numerics(tmp_path: Pat
     found = advice(plan_of(tmp_path), OnlyNarrow(), parameters=0)
     assert found.best is None and len(found.leaner) == 1
     assert found.leaner[0].option.overrides["model.dtype"] == "bfloat16"
-    ((name, words),) = table.commands(found)
+    ((name, words),) = render.advice_commands(found)
     assert "changes the numerics" in name
     assert {"model.dtype=bfloat16", "fsdp.activation_checkpointing=full"} <= {*words}
 
@@ -263,7 +260,7 @@ def test_other_kinds_of_training_are_offered_where_all_else_needs_offload(
     assert found.best and found.best.cpu_offload
     assert [leaner.kind.name for leaner in found.leaner] == [*KINDS]
     assert not any(leaner.option.cpu_offload or leaner.option in found.options for leaner in found.leaner)
-    titles = [name for name, _ in table.commands(found)][-4:]
+    titles = [name for name, _ in render.advice_commands(found)][-4:]
     assert ["what is trained" in title for title in titles] == [False, False, True, True]
     assert ["the numerics" in title for title in titles] == [True, True, False, True]
     for leaner in found.leaner:
@@ -296,7 +293,7 @@ def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
     found = advice(plan, ask, 750, count_cards=True)
     assert found.cards == {"full": 16, "adamw_8bit": 8, "bfloat16 master weights": 8, "LoRA": 4, "QLoRA": 1}
     assert "full 16, adamw_8bit 8, bfloat16 master weights 8, LoRA 4, QLoRA 1" in wrapped(
-        table.cards_line(found, "h100-80gb"), 200
+        render.cards_line(found, "h100-80gb"), 200
     )
     more = advice(plan, ask, 1, count_cards=True)
     assert more.cards == found.cards, "more than the state may be divided over the cards"
@@ -308,7 +305,7 @@ def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
     assert nodes_of_two.cards == found.cards | {"full": 10, "adamw_8bit": 6, "bfloat16 master weights": 6}
     never = advice(plan, ForecasterOfKinds(activations=10_000), 750, count_cards=True)
     assert set(never.cards.values()) == {None} and "full more than 64 nodes, " in wrapped(
-        table.cards_line(never, "h100-80gb"), 200
+        render.cards_line(never, "h100-80gb"), 200
     )
     sizes = {asked.topology.world_size: asked.recipe.train.global_batch_size for asked in ask.asked}
     assert all(batch % cards == 0 for cards, batch in sizes.items())
@@ -317,7 +314,7 @@ def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:
 def test_plans_that_fail_are_counted_and_reported(tmp_path: Path) -> None:
     found = advice(plan_of(tmp_path), FakeForecaster(fails=("NO_SHARD",)))
     assert found.failed and all("fsdp.strategy=NO_SHARD" in word and "no reason" in word for word in found.failed)
-    assert any(line.startswith(f"{len(found.failed)} plans could not") for line in table.lines(found))
+    assert any(line.startswith(f"{len(found.failed)} plans could not") for line in render.advice_lines(found))
     assert "NO_SHARD" not in {option.strategy for option in found.options}
 
 
@@ -327,11 +324,11 @@ def test_the_own_plan_is_marked_and_simulated_only_once(tmp_path: Path) -> None:
     found = advice(plan, ask)
     assert [option.own for option in found.options].count(True) == 1
     assert ("FULL_SHARD", 4, "none", 8) not in tried(ask)
-    assert sum("yours" in row[-1] for row in table.rows(found.options)) == 1
+    assert sum("yours" in row[-1] for row in render.advice_rows(found.options)) == 1
     best = found.best
     assert best and not best.own
     again = advice(varied(plan, best.overrides), ask)
-    assert again.best and again.best.own and "your plan is the fastest that fits" in table.lines(again)
+    assert again.best and again.best.own and "your plan is the fastest that fits" in render.advice_lines(again)
 
 
 def test_ranking_prefers_speed_and_among_about_equals_free_memory(tmp_path: Path) -> None:
@@ -351,8 +348,8 @@ def test_every_strategy_is_shown_and_nothing_that_is_slower_and_larger(tmp_path:
 
     full = [made("FULL_SHARD", 1 + i / 10, 900 - 10 * i) for i in range(12)]
     slow, worse, own = made("NO_SHARD", 9, 999), made("FULL_SHARD", 8, 950), made("FULL_SHARD", 7, 960, own=True)
-    kept = table.shown(ranked([*full, slow, worse, own]))
-    assert len(kept) == table.SHOWN and slow in kept and own in kept and worse not in kept
+    kept = render._shown(ranked([*full, slow, worse, own]))
+    assert len(kept) == render.ADVICE_SHOWN and slow in kept and own in kept and worse not in kept
     assert kept == ranked(kept)
 
 
@@ -373,10 +370,10 @@ def test_the_overrides_of_every_option_are_accepted(tmp_path: Path, written: tup
     plan = draft_plan(load(recipe, words), topology, elsewhere=True)[0]
     micros = micro_batches(plan)
     assert micros == [1, 2, 4]
-    for ladder in [*advise._ladders(plan, False), *advise._ladders(plan, True)]:
+    for ladder in [*changes.ladders_of(plan, False), *changes.ladders_of(plan, True)]:
         for ranks in ladder.sizes:
             for micro, recomputation in zip(micros, RECOMPUTATION, strict=True):
-                overrides = advise._overrides(plan, ladder, ranks, recomputation, micro)
+                overrides = changes.overrides_of(plan, ladder, ranks, recomputation, micro)
                 pasted = load(recipe, [*words, *command_text(overrides).split()])
                 assert draft_plan(pasted, topology, elsewhere=True) == (varied(plan, overrides), [])
 
@@ -423,7 +420,7 @@ def test_a_search_over_shallow_copies_simulates_the_fastest_in_full(tmp_path: Pa
     assert depths[4] == depths[8] > depths[16] > 0
     assert all(option.exact for option in found.options[:2]) and not all(option.exact for option in found.options)
     rest = next(option for option in found.options if not option.exact)
-    assert "approximate" in table.rows([rest])[0][-1]
+    assert "approximate" in render.advice_rows([rest])[0][-1]
     whole = advice(plan, FakeForecaster(activations=300))
     assert [o.overrides for o in whole.options] == [o.overrides for o in found.options]
     assert [o.step_s for o in whole.options] == pytest.approx([o.step_s for o in found.options])

@@ -328,7 +328,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from fsdptrain.parallel import shard
     from fsdptrain.plan.plan import make_plan
     from fsdptrain.plan.topology import Topology
-    from fsdptrain.simulate import step as simulate
+    from fsdptrain.simulate import simulation as simulate
     from fsdptrain.simulate.device import PRETEND
     from fsdptrain.train.optim import make_optimizer
     from fsdptrain.train.step import Engine

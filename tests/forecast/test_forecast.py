@@ -21,12 +21,13 @@ from simulated import SMALL, plan_of
 from support import TINY, sample
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdptrain import processes
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.forecast import client, compare
-from fsdptrain.forecast.client import Forecaster
-from fsdptrain.forecast.compare import ForecastComparison
+from fsdptrain.forecast import measured
+from fsdptrain.forecast.forecaster import Forecaster
+from fsdptrain.forecast.measured import ForecastComparison
 from fsdptrain.forecast.timing import HOP_S, LATENCY_S, collective_s, kernel_s, recomputation_s, replay_streams
 from fsdptrain.forecast.trace import Collective, Kernel, Moment, RecordEvent, Synchronize, WaitEvent
 from fsdptrain.model.config import load_config
@@ -39,7 +40,7 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import GIB
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.step import StepOptions
+from fsdptrain.validate.request import Request
 from fsdptrain.validate.summary import show_outcome
 
 H100 = KNOWN["h100-80gb"]
@@ -408,12 +409,12 @@ def test_a_simulation_that_fails_is_an_error(
     """A step on other hardware may not look like the forecast that was asked for."""
     script = tmp_path / "estimate.py"
     script.write_text("raise SystemExit('RuntimeError: no such stream')")
-    monkeypatch.setattr(client, "child_command", lambda _: [sys.executable, str(script)])
+    monkeypatch.setattr(processes, "child_command", lambda _: [sys.executable, str(script)])
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="the step could not be simulated: RuntimeError: no such stream"):
             process.forecast(gpu_plan(tmp_path), H100)
         dry = Findings(elsewhere=True)
-        dry_run(gpu_plan(tmp_path), dry, options=StepOptions(process, H100))
+        dry_run(Request(gpu_plan(tmp_path), hardware=H100), dry, process)
     assert dry.exit_code == 1 and not dry.step
     assert "could not be simulated: RuntimeError: no such stream" in dry.problems[0]
 
@@ -427,7 +428,7 @@ def test_a_plan_that_does_not_fit_fails_after_the_whole_forecast_is_shown(
     plan = gpu_plan(tmp_path)
     found = Findings(elsewhere=True)
     small = parse_hardware("memory=1.73e9,flops=1e14,intra_bw=1e10,inter_bw=1e9").hardware
-    dry_run(plan, found, options=StepOptions(forecaster, small))
+    dry_run(Request(plan, hardware=small), found, forecaster)
     page = Page(Console(file=io.StringIO()))
     show_outcome(found.outcome(), page)
     output = page.console.file.getvalue()  # type: ignore[attr-defined]
@@ -446,7 +447,7 @@ def test_a_card_without_bfloat16_rejects_a_bfloat16_recipe(tmp_path: Path, forec
     for dtype in ("bfloat16", "float32"):
         plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": dtype})
         findings.append(Findings(elsewhere=True))
-        dry_run(plan, findings[-1], options=StepOptions(forecaster, KNOWN["v100-32gb"]))
+        dry_run(Request(plan, hardware=KNOWN["v100-32gb"]), findings[-1], forecaster)
     assert findings[0].exit_code == 2 and "param_dtype: v100-32gb has no" in findings[0].problems[0]
     assert findings[1].exit_code == 0 and findings[1].step["hardware"] == "v100-32gb"
 
@@ -455,7 +456,7 @@ def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The events are those that a worker on a GPU writes; the forecast is real."""
-    monkeypatch.setattr(compare, "NICENESS", 0)
+    monkeypatch.setattr(measured, "NICENESS", 0)
     plan, rundir = gpu_plan(tmp_path), RunDir(tmp_path / "run")
     rundir.root.mkdir()
     load_config(plan, 512).save_pretrained(rundir.model)

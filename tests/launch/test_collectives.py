@@ -19,9 +19,8 @@ from support import TESTS
 
 from fsdptrain.folder.files import write_atomically
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.launch.collectives import waited_for
-from fsdptrain.launch.explain import explain_hang
-from fsdptrain.parallel.issued import SIDE, Issued, named
+from fsdptrain.launch.explain import explain_hang, waited_for
+from fsdptrain.parallel.patches import SIDE, Issued, named
 from fsdptrain.text import ranks_text
 from fsdptrain.train import watchdog
 from fsdptrain.train.patches import recorded_collectives

@@ -24,13 +24,15 @@ from fsdptrain.cli import _load_recipe
 from fsdptrain.errors import RecipeError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.requeue import LOST, REQUEUES, judge
-from fsdptrain.launch.sbatch import parse_options, take_stop_signal, time_limit_s
 from fsdptrain.launch.submit import (
     Job,
     gpus_of_node,
+    parse_options,
     prepare_job,
     slurm_script,
     submit_to_slurm,
+    take_stop_signal,
+    time_limit_s,
 )
 from fsdptrain.plan.hardware import parse_hardware
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from support import TINY, on_ranks, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdptrain.checkpoint.compare import Sample, differences
-from fsdptrain.checkpoint.export import Exported
+from fsdptrain.checkpoint.comparison import Sample, differences
+from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.reopen import logits_of, open_export, open_model
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model

@@ -14,19 +14,19 @@ from peft import PeftModel
 from reference import OPTIMIZERS, in_nf4, largest_difference
 from simulated import on_fake, plan_of
 from support import ROOT, TINY, events, on_ranks, write_recipe
-from test_adapter import BATCH, BF16, FULL, QLORA, STEPS, WORLDS, Case, Parity, every_strategy
+from test_peft import BATCH, BF16, FULL, QLORA, STEPS, WORLDS, Case, Parity, every_strategy
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.checkpoint.export import Exported
+from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak, traffic
 from fsdptrain.forecast.trace import HOST, Collective
 from fsdptrain.model import nf4
-from fsdptrain.model.adapter import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.config import load_config
+from fsdptrain.model.freeze import freeze, layers_in_nf4, quantised_ids, unquantised_note
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.skeleton import skeleton
@@ -34,7 +34,7 @@ from fsdptrain.parallel.patches import keeps_integers
 from fsdptrain.parallel.shard import check_dtypes
 from fsdptrain.plan.plan import Counts, make_plan, varied
 from fsdptrain.plan.topology import Topology
-from fsdptrain.simulate import step as simulate
+from fsdptrain.simulate import simulation as simulate
 from fsdptrain.simulate.server import Models
 
 bitsandbytes = import_quietly("bitsandbytes")

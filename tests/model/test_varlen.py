@@ -462,7 +462,7 @@ from fsdptrain.forecast import memory
 from fsdptrain.forecast.trace import Kernel, Synchronize
 from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.simulate.device import PRETEND
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 
 found = {}
 for recomputation in ("none", "selective"):

@@ -16,9 +16,10 @@ from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdptrain.checkpoint import export
-from fsdptrain.checkpoint.export import SafetensorsWriter, check_export, names_by_block, write_folder
+from fsdptrain.checkpoint import writer as writers
+from fsdptrain.checkpoint.exported import names_by_block
 from fsdptrain.checkpoint.verify import INDEX
+from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, write_folder
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import CheckpointError, RecipeError
 from fsdptrain.model.skeleton import skeleton
@@ -101,7 +102,7 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
     bare.config.save_pretrained(assets)
     bare.generation_config.save_pretrained(assets)
     tokenizer_of(tmp).save_pretrained(assets)
-    monkeypatch.setattr(export, "MAX_FILE_BYTES", limit)
+    monkeypatch.setattr(writers, "MAX_FILE_BYTES", limit)
     groups = names_by_block(bare)
     tensors = ({name: state[name].detach() for name in group} for group in groups)
     write_folder(bare, groups, tensors, assets, tmp / "out", "float32", lambda *_: None)
@@ -140,7 +141,7 @@ def test_an_incomplete_folder_is_never_reported_as_exported(tmp_path: Path, monk
 
 def test_files_hold_what_was_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of any shape and width, in any order, on several files; nothing else, and nothing less."""
-    monkeypatch.setattr(export, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(writers, "MAX_FILE_BYTES", 100)
     tensors = {
         "odd": torch.arange(7, dtype=torch.bfloat16), "wide": torch.randn(3, 5), "scalar": torch.tensor(3),
         "none": torch.zeros(0, 4), "transposed": torch.randn(4, 6).T, "flag": torch.tensor([True]),

@@ -17,7 +17,7 @@ from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 
 H100, A100 = KNOWN["h100-80gb"], KNOWN["a100-80gb"]
 ROWS, HEADS, GROUPS, LENGTH, SIZE = 2, 8, 2, 256, 64

@@ -30,7 +30,7 @@ from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.plan import Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate import server
-from fsdptrain.simulate import step as simulate
+from fsdptrain.simulate import simulation as simulate
 from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder, storage_of
@@ -208,7 +208,7 @@ import sys
 from transformers import AutoConfig
 from fsdptrain.plan.plan import Plan
 from fsdptrain.forecast.trace import Alloc, Free
-from fsdptrain.simulate.step import simulate
+from fsdptrain.simulate.simulation import simulate
 
 plan = Plan.from_json(sys.stdin.read())
 fields = dict(plan.recipe.model.config)

@@ -16,7 +16,7 @@ from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain.checkpoint.compare import available_memory
+from fsdptrain.checkpoint.comparison import available_memory
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus
@@ -36,6 +36,7 @@ from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import check_model
+from fsdptrain.validate.request import Request
 
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
 LONGROPE = {
@@ -76,7 +77,7 @@ def plan_of(tmp: Path, config: dict[str, Any], *overrides: str, **changes: Any) 
 def problems_of(plan: Plan) -> list[str]:
     """Return the problems of a dry run without its forecast."""
     found = Findings()
-    dry_run(plan, found)
+    dry_run(Request(plan), found)
     return found.problems
 
 
@@ -343,7 +344,7 @@ def test_a_mixture_from_scratch_and_a_warmup_longer_than_the_run_are_noted(tmp_p
     notes = {}
     for name in ("llama", "mixtral"):
         findings = Findings()
-        dry_run(plan_of(tmp_path, MODELS[name], schedule__warmup=100 if name == "mixtral" else 2), findings)
+        dry_run(Request(plan_of(tmp_path, MODELS[name], schedule__warmup=100 if name == "mixtral" else 2)), findings)
         notes[name] = findings.notes
         assert ("schedule.warmup: the warm-up has 100 steps and the run 4" in findings.verdict) == (name == "mixtral")
     balance = "model: a mixture of 4 experts from scratch. Nothing balances them"

@@ -15,16 +15,17 @@ import pytest
 from rich.console import Console
 from support import environment, fsdptrain, write_recipe
 
+from fsdptrain.checkpoint.agreement import file_to_see, sees, shared_folder
 from fsdptrain.config.reader import load
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.plan.network import LocalEnd
-from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import client
+from fsdptrain.validate import request as requests
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.summary import show_outcome
@@ -79,6 +80,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str, int, str]] = {  # what node 1 has â
     ),
     "clock": ({"clock_s": -3.0}, "clock", 2, "(gpu-1 by -3.0 s): let chrony"),
     "folder": ({"shares_output": False}, "output_dir", 2, "gpu-1 cannot see what gpu-0 writes there: set it to"),
+    "checkpoints": (
+        {"shares_output": False}, "checkpoint.path", 2, "checkpoint.path: gpu-1 cannot see what gpu-0 writes there",
+    ),
     "disk": ({"free": {"output_dir": 900 * GIB, "cache": 7}}, "disk", 6, "cache: no space: 7 bytes are free on gpu-1"),
     "loopback": (
         {"gloo": LocalEnd("lo", "127.0.1.1"), "own_address": "127.0.1.1"}, "gloo", 2,
@@ -100,7 +104,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str, int, str]] = {  # what node 1 has â
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_node_that_differs_is_named_with_the_way_out(fault: str) -> None:
     changes, word, code, message = FAULTS[fault]
-    findings = compared(node(0), node(1, **changes), node(2))
+    apart = {"free": {"output_dir": GIB, "checkpoint.path": GIB}} if word == "checkpoint.path" else {}
+    findings = compared(node(0, **apart), node(1, **changes), node(2))
     assert message in findings.problems[0], findings.problems
     assert (len(findings.problems), findings.exit_code, verdicts(findings)) == (1, code, ["ok", word, "ok"])
 
@@ -156,6 +161,30 @@ def test_nodes_may_differ_in_their_cores_and_in_their_cache(tmp_path: Path, outp
     other = dataclasses.replace(plan, threads=plan.threads + 1, run_dir="/another/folder")
     shared = [json.loads(each.shared().to_json()) for each in (plan, other)]
     assert (plan.digest() == other.digest()) == equal == (plan_differences(*shared) == [])
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "expected"),
+    [
+        (["output_dir=/runs"], 2, ("output_dir", "/runs")),
+        (["output_dir=/runs", "checkpoint.path=/disk"], 2, ("checkpoint.path", "/disk")),
+        (["output_dir=/runs"], 1, None),
+        (["output_dir=s3://bucket/run"], 2, None),
+        (["output_dir=/runs", "checkpoint.path=s3://bucket/run"], 2, None),
+    ],
+)
+def test_the_folder_that_the_nodes_share_is_that_of_the_checkpoints(
+    tmp_path: Path, words: list[str], nodes: int, expected: tuple[str, str] | None
+) -> None:
+    recipe = write_recipe(tmp_path, launch__rdzv_endpoint="gpu-0:29400" if nodes > 1 else None)
+    plan = draft_plan(load(recipe, [f"launch.nnodes={nodes}", *words]), Topology("cpu", nodes, 1), elsewhere=True)[0]
+    assert shared_folder(plan) == (expected and (expected[0], Path(expected[1])))
+
+
+def test_a_file_that_nodes_look_for_is_in_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    with file_to_see(tmp_path / "not" / "yet") as name:
+        assert Path(name).parent == tmp_path and sees(name)
+    assert [*tmp_path.iterdir()] == [] and sees("")
 
 
 LOGS = {  # of NCCL 2.19 and of 2.25
@@ -223,9 +252,9 @@ def test_a_first_node_whose_name_leads_to_another_node_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write_recipe(tmp_path, launch__nnodes=2, launch__rdzv_endpoint="gpu-0:29400")
-    monkeypatch.setattr(client, "address_of", lambda host: "127.0.1.1")
+    monkeypatch.setattr(requests, "address_of", lambda host: "127.0.1.1")
     with pytest.raises(RecipeError, match=r"launch.rdzv_endpoint: gpu-0 resolves to 127.0.1.1 on .*/etc/hosts"):
-        client.check_here(client.make_request(load(recipe), None, trust_remote_code=False), Screen())
+        requests.check_here(requests.make_request(load(recipe), None, trust_remote_code=False), Screen())
 
 
 def test_options_of_the_dry_run_do_not_go_with_the_check_of_the_nodes(tmp_path: Path) -> None:

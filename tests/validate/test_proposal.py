@@ -14,8 +14,9 @@ from fsdptrain.config.reader import load
 from fsdptrain.data.starter import read_starter
 from fsdptrain.data.tokenizer import train_bpe
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import client, proposal
+from fsdptrain.validate import proposal
 from fsdptrain.validate.findings import Outcome
+from fsdptrain.validate.request import INTERRUPTED
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, m
     write_rows(tmp_path / "a.jsonl", 4)
     best = {"fits": True, "overrides": {"fsdp.strategy": "NO_SHARD"}}
     facts = {"chosen": {"data.seq_len": 64}, "advice": {"options": [best]}}
-    outcome = Outcome("", [], [client.INTERRUPTED], [], [], [], 0, facts)
+    outcome = Outcome("", [], [INTERRUPTED], [], [], [], 0, facts)
     monkeypatch.setattr(proposal, "run_dry_run", lambda *_: outcome)
     starter = read_starter([str(tmp_path / "a.jsonl")], "org/name", tmp_path / "recipe.yaml")
     made = proposal.propose(starter, "2xh100", Screen())

@@ -23,6 +23,7 @@ from pseudo_terminal import Terminal
 from rich.console import Console
 from support import fsdptrain, write_recipe
 
+from fsdptrain import processes
 from fsdptrain.config.reader import load
 from fsdptrain.data import hub
 from fsdptrain.errors import DoesNotFit, RecipeError
@@ -32,9 +33,8 @@ from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import Interrupted, interrupt
 from fsdptrain.terminal.page import Page
 from fsdptrain.terminal.screen import Screen
-from fsdptrain.validate import client
-from fsdptrain.validate.client import Request, make_request
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request, make_request, run_dry_run
 from fsdptrain.validate.summary import show_outcome
 
 WIDTHS = [60, 80, 120]
@@ -161,9 +161,9 @@ def test_a_request_survives_its_json(tmp_path: Path) -> None:
     assert asked.notes == ["--hardware 8xA100: taken as a100-80gb, not a100-40gb"] and asked.hardware
     for price, plot, problems in ((None, None, []), (2.5, "step.svg", ["recipe.yaml:3: x", "y"])):
         changed = dataclasses.replace(asked, price=price, plot=plot, problems=problems, advise=True, build=False)
-        assert Request.from_json(changed.to_json()) == changed
+        assert Request.from_record(json.loads(json.dumps(changed.to_record()))) == changed
     here = dataclasses.replace(asked, hardware=None)
-    assert Request.from_json(here.to_json()) == here
+    assert Request.from_record(json.loads(json.dumps(here.to_record()))) == here
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_plan_without_gpus_has_no_price(tmp_path: Path) -> None:
 INTERRUPTED = """
 import dataclasses, json, os, signal, sys, time
 from fsdptrain.validate.findings import Findings
-sys.stdin.read()
+sys.stdin.readline()
 findings = Findings(lambda record: print(json.dumps(record), flush=True))
 findings.forecast = "fits"
 if "so far" in sys.argv:
@@ -241,13 +241,13 @@ def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
     request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt)))
     for argument in ("so far", "nothing yet"):
         command = [sys.executable, "-c", INTERRUPTED, argument]
-        monkeypatch.setattr(client, "child_command", lambda *_, command=command: command)
+        monkeypatch.setattr(processes, "child_command", lambda *_, command=command: command)
         with Screen() as screen:
             if argument == "nothing yet":
                 with pytest.raises(Interrupted):
-                    client.run_dry_run(asked, screen)
+                    run_dry_run(asked, screen)
                 continue
-            outcome = client.run_dry_run(asked, screen)
+            outcome = run_dry_run(asked, screen)
         assert outcome.verdict == "fits" and outcome.notes == outcome.facts["notes"]
         assert "Ctrl-C stopped the search for other plans" in outcome.notes[-1]
 

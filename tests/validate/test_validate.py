@@ -23,7 +23,7 @@ from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
 from fsdptrain.data.hub import hub_errors
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError, RecipeError, from_record, to_record
-from fsdptrain.forecast.client import Forecast
+from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.model.config import load_config
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
@@ -31,11 +31,11 @@ from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.client import make_request
 from fsdptrain.validate.data import length_facts
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.model import model_facts, parameters_by_unit
+from fsdptrain.validate.request import Request, make_request
 from fsdptrain.validate.summary import histogram_lines, show_outcome
 
 LLAMA = {"model_type": "llama", **TINY}
@@ -52,7 +52,7 @@ def validate(recipe: Path, *overrides: str, elsewhere: bool = False, gpus: str =
     """Run a dry run in this process. Return what it found and what it showed."""
     plan, problems = draft(recipe, *overrides, gpus=gpus)
     found = Findings(elsewhere=elsewhere)
-    dry_run(plan, found, problems)
+    dry_run(Request(plan, problems), found)
     return found, shown(found)
 
 

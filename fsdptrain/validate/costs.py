@@ -9,10 +9,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdptrain.errors import RecipeError
-from fsdptrain.forecast import advice as advice_table
-from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.forecast.render import (
+    ADVICE_HEADER,
+    ADVICE_TITLES,
     TRAFFIC_HEADER,
+    advice_commands,
+    advice_lines,
+    advice_rows,
+    cards_line,
     does_not_fit_error,
     memory_lines,
     time_lines,
@@ -25,6 +30,7 @@ from fsdptrain.plan.hardware import CPU, CUSTOM, Hardware, card
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted
 from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request
 
 MEMORY = "Memory of the worst rank"
 
@@ -35,32 +41,20 @@ COMMUNICATION = "Communication per step"
 ADVICE = "Other plans for the same job"
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """How to forecast a step. `hardware` is None for this machine; `price` is in dollars per GPU and hour."""
-
-    forecaster: Forecaster
-    hardware: Hardware | None = None
-    plot: str | None = None
-    advise: bool = False
-    price: float | None = None
-    count_cards: bool = True  # with `advise`: also those that each kind of training needs
-
-
 def check_step(
-    plan: Plan,
+    request: Request,
     config: PreTrainedConfig,
     vocab_size: int | None,
     steps: int | None,
     findings: Findings,
-    options: StepOptions,
+    forecaster: Forecaster,
 ) -> None:
     """Forecast a step, and add a problem if it does not fit.
 
     Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
     """
     # Without the figures of the card, or on a card that cannot compute in bf16, there is nothing to simulate.
-    hardware = options.hardware or hardware_here(plan)
+    plan, hardware = request.plan, request.hardware or hardware_here(request.plan)
     if hardware is None:
         findings.add_note(
             f"this GPU is unknown: describe it with --hardware {','.join(f'{name}=…' for name in CUSTOM)} to forecast "
@@ -73,32 +67,32 @@ def check_step(
         )
         return
     findings.send_busy("simulating a step")
-    forecast = options.forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=options.plot)
+    forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
     # The facts come first, because the verdict reads them; other plans last, because their search takes minutes.
-    cost = run_cost(forecast, plan, steps, options.price)
+    cost = run_cost(forecast, plan, steps, request.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
     if not forecast.fits:
-        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=options.advise))
-    check_least_nodes(plan, hardware, vocab_size, findings, options)
-    if options.plot:
-        findings.step["plot"] = options.plot
-        findings.add_lines(MEMORY, f"plotted over the step in {options.plot}")
+        findings.add_problem(does_not_fit_error(verdict(findings.step, plan), plan, searched=request.advise))
+    check_least_nodes(plan, hardware, vocab_size, findings, forecaster)
+    if request.plot:
+        findings.step["plot"] = request.plot
+        findings.add_lines(MEMORY, f"plotted over the step in {request.plot}")
     for note in forecast.notes:
         findings.add_note(note)
-    if options.advise:
+    if request.advise:
         findings.send_outcome("so far")
-        advise(plan, config, hardware, forecast, vocab_size, findings, options)
+        advise(request, config, hardware, forecast, vocab_size, findings, forecaster)
 
 
 def check_least_nodes(
-    plan: Plan, hardware: Hardware, vocab_size: int | None, findings: Findings, options: StepOptions
+    plan: Plan, hardware: Hardware, vocab_size: int | None, findings: Findings, forecaster: Forecaster
 ) -> None:
     """Forecast a step on the least number of nodes, which need the most memory; add a problem if it does not fit."""
     if plan.topology.least_nnodes is None:
         return
     fewest = plan.on_nodes(plan.topology.least_nnodes)
-    forecast = options.forecaster.forecast(fewest, hardware, vocab_size=vocab_size)
+    forecast = forecaster.forecast(fewest, hardware, vocab_size=vocab_size)
     step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes}
     findings.step["on_least_nodes"] = step
     nodes = counted(fewest.topology.nnodes, "node")
@@ -132,13 +126,13 @@ def show_forecast(forecast: Forecast, plan: Plan, cost: dict[str, Any], findings
 
 
 def advise(
-    plan: Plan,
+    request: Request,
     config: PreTrainedConfig,
     hardware: Hardware,
     own: Forecast,
     vocab_size: int | None,
     findings: Findings,
-    options: StepOptions,
+    forecaster: Forecaster,
 ) -> None:
     """Search other plans for the same job on the same ranks, and add those that fit, the fastest first."""
     model = findings.levels["model"]
@@ -152,9 +146,10 @@ def advise(
         findings.send_outcome("so far")
 
     with Forecaster() as second:  # two processes, so that two plans are forecast at a time
-        forecasters = [options.forecaster.forecast, second.forecast]
+        forecasters = [forecaster.forecast, second.forecast]
         advice = search(
-            plan, hardware, own, forecasters, counts, config.to_dict(), progress, count_cards=options.count_cards,
+            request.plan, hardware, own, forecasters, counts, config.to_dict(), progress,
+            count_cards=not request.choose,
             so_far=so_far, vocab_size=vocab_size,
         )  # fmt: skip
     show_advice(advice, hardware, findings)
@@ -164,12 +159,12 @@ def show_advice(advice: Advice, hardware: Hardware, findings: Findings) -> None:
     """Add the plans of a search in place of those that were known before."""
     findings.levels["advice"] = dataclasses.asdict(advice)
     findings.sections.pop(ADVICE, None)
-    findings.add_lines(ADVICE, *advice_table.lines(advice))
+    findings.add_lines(ADVICE, *advice_lines(advice))
     if advice.cards:
-        findings.add_lines(ADVICE, advice_table.cards_line(advice, hardware.name))
-    rows = advice_table.rows(advice.options)
-    findings.add_item(ADVICE, "table", header=advice_table.HEADER, rows=rows, titles=advice_table.TITLES)
-    commands = advice_table.commands(advice)
+        findings.add_lines(ADVICE, cards_line(advice, hardware.name))
+    rows = advice_rows(advice.options)
+    findings.add_item(ADVICE, "table", header=ADVICE_HEADER, rows=rows, titles=ADVICE_TITLES)
+    commands = advice_commands(advice)
     if commands:
         findings.add_lines(ADVICE, "append the overrides of a plan to the command:")
     for name, words in commands:

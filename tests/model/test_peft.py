@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from fsdptrain.attempts.attempts import EarlierAttempts
 from fsdptrain.attempts.manifest import BASE_KEY
-from fsdptrain.checkpoint.export import check_unchanged, checked, export_checkpoint, with_options
+from fsdptrain.checkpoint.export import check_unchanged, export_checkpoint, with_options
+from fsdptrain.checkpoint.exported import checked
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.reader import load
@@ -39,8 +40,9 @@ from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
-from fsdptrain.model.adapter import adapted_layers, freeze, save_config, saved_names, start_adapters
+from fsdptrain.model.freeze import freeze
 from fsdptrain.model.parameters import weights_of
+from fsdptrain.model.peft import adapted_layers, save_config, saved_names, start_adapters
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.plan import Counts, Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology

@@ -14,8 +14,18 @@ from safetensors.torch import load_file, save_file
 from support import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdptrain.checkpoint import compare, reopen
-from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, available_memory, differences
+from fsdptrain import processes
+from fsdptrain.checkpoint import comparison as comparisons
+from fsdptrain.checkpoint import reopen
+from fsdptrain.checkpoint.comparison import (
+    Comparison,
+    Sample,
+    Way,
+    available_memory,
+    differences,
+    fresh_process,
+    logits_from,
+)
 from fsdptrain.errors import CheckpointError, Stopped
 
 # Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
@@ -53,7 +63,7 @@ def test_a_fresh_process_computes_what_was_trained_or_the_export_fails(exports: 
     root, sample = exports
     ways = {"merged": way("merged"), "separate": way("separate", adapter=True), "broken": way("broken", adapter=True)}
     job = {"rows": ROWS, "trust_remote_code": False, "exports": {name: way.job(root) for name, way in ways.items()}}
-    answer = FreshProcess().run(job, lambda: None)
+    answer = logits_from(fresh_process(), job, lambda: None)
     assert not isinstance(answer, str)
     broken = ways.pop("broken")
     for found in differences(sample, ways, answer):
@@ -120,14 +130,14 @@ def test_an_export_that_cannot_be_opened_fails(
     with pytest.raises(ValueError, match=r"not every weight was found: .*layers\.2\.mlp\.up_proj"):
         reopen.open_export(way("merged").job(tmp_path))
     # What the process prints last is the error of the run, unless it is one of this machine.
-    script = "import sys; sys.stdin.read(); sys.exit('warning\\n\\nValueError: not every weight was found')"
-    monkeypatch.setattr(compare, "child_command", lambda module: [sys.executable, "-c", script])
+    script = "import sys; sys.stdin.readline(); sys.exit('warning\\n\\nValueError: not every weight was found')"
+    monkeypatch.setattr(processes, "child_command", lambda module: [sys.executable, "-c", script])
     with (
         Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison,
         pytest.raises(CheckpointError, match="cannot be opened in a fresh process: ValueError: not every weight was f"),
     ):
         comparison.check(tmp_path)
-    script = "import sys; sys.stdin.read(); sys.exit('RuntimeError: DefaultCPUAllocator: not enough memory')"
+    script = "import sys; sys.stdin.readline(); sys.exit('RuntimeError: DefaultCPUAllocator: not enough memory')"
     with Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(tmp_path)
     assert "not enough memory" in comparison.facts["not_opened"]
@@ -140,7 +150,7 @@ def test_a_stop_ends_the_other_process(exports: tuple[Path, Sample]) -> None:
     with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, stop) as comparison:
         with pytest.raises(Stopped):
             comparison.check(exports[0])
-        assert comparison._process and comparison._process._process.returncode == -9
+        assert comparison._child and comparison._child.code == -9
 
 
 def test_what_does_not_fit_or_takes_too_long_is_not_compared(
@@ -150,7 +160,7 @@ def test_what_does_not_fit_or_takes_too_long_is_not_compared(
     with Comparison(exports[1], huge, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
         assert comparison.facts["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
-    monkeypatch.setattr(compare, "LONGEST_S", 0.0)
+    monkeypatch.setattr(comparisons, "LONGEST_S", 0.0)
     with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
     assert comparison.facts == {"not_compared": "opening it took more than 0:00"}

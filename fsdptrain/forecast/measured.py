@@ -15,7 +15,7 @@ from typing import Any
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.folder.records import Tail, without_undone
 from fsdptrain.folder.rundir import RunDir
-from fsdptrain.forecast.client import Forecast, Forecaster
+from fsdptrain.forecast.forecaster import Forecast, Forecaster
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.plan import Plan
 from fsdptrain.terminal.screen import Screen

@@ -7,15 +7,10 @@ transformers takes seconds.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +20,9 @@ from safetensors.torch import load
 
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.dtypes import NF4_BYTES
-from fsdptrain.errors import CheckpointError, killed_by
+from fsdptrain.errors import CheckpointError
 from fsdptrain.folder.events import Progress
-from fsdptrain.processes import child_command, child_environment
+from fsdptrain.processes import Child, child_environment
 from fsdptrain.text import duration, size
 
 ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
@@ -93,51 +88,34 @@ class Way:
         return {"folder": str(root / self.folder), "dtype": self.dtype, **extra}
 
 
-class FreshProcess:
-    """The process that opens an export. It starts to import at once, before it gets its job."""
+def fresh_process() -> Child:
+    """Start the process that opens an export, on the CPU: the GPUs are full. It has all cores, because ranks wait."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
+    cores = str(len(os.sched_getaffinity(0)))
+    own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": cores}
+    return Child("fsdptrain.checkpoint.reopen", own, keep_errors=True)
 
-    def __init__(self) -> None:
-        # On the CPU, because the GPUs are full; on all cores, because the ranks wait.
-        ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        own = {k: v for k, v in child_environment().items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
-        cores = str(len(os.sched_getaffinity(0)))
-        own |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": cores}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = child_command("fsdptrain.checkpoint.reopen")
-        self._process = subprocess.Popen(command, env=own, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
-    def run(self, job: dict[str, Any], wait: Callable[[], None]) -> Tensors | str:
-        """Return the logits of a job, or why there are none; `wait` is called until they are there, and may raise.
+def logits_from(child: Child, job: dict[str, Any], wait: Callable[[], None]) -> Tensors | str:
+    """Return the logits of a job, or why there are none; `wait` is called until they are there, and may raise.
 
-        Raises CheckpointError if transformers or peft cannot open the export.
-        """
-        end = time.monotonic() + LONGEST_S
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                answer = pool.submit(self._process.communicate, json.dumps(job).encode())
-                while not answer.done():
-                    if time.monotonic() > end:
-                        return f"opening it took more than {duration(LONGEST_S)}"
-                    wait()
-                logits, errors = answer.result()
-            finally:
-                self.close()
-        text, code = errors.decode(errors="replace"), self._process.returncode
-        if code < 0:
-            return f"the process that opened it was {killed_by(signal.Signals(-code).name)}"
-        if code:
-            print(text, end="", file=sys.stderr, flush=True)
-            lines = [line.strip() for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
-            cause = next((line for line in reversed(lines) if "Error" in line), lines[-1])
-            if any(word in cause for word in OF_THE_MACHINE):
-                return f"a fresh process could not open it: {cause}"
-            raise CheckpointError(f"it cannot be opened in a fresh process: {cause}. {WAY_OUT}")
-        return load(logits)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+    Raises CheckpointError if transformers or peft cannot open the export.
+    """
+    with child:
+        try:
+            answer = child.ask(job, wait, LONGEST_S)
+        except TimeoutError:
+            return f"opening it took more than {duration(LONGEST_S)}"
+        if answer is not None:
+            return load(child.content(answer["bytes"]))
+        if child.killed:
+            return f"the process that opened it was {child.killed}"
+        print(child.errors(), end="", file=sys.stderr, flush=True)
+        cause = child.last_error() or f"exit code {child.code}"
+    if any(word in cause for word in OF_THE_MACHINE):
+        return f"a fresh process could not open it: {cause}"
+    raise CheckpointError(f"it cannot be opened in a fresh process: {cause}. {WAY_OUT}")
 
 
 class Comparison:
@@ -152,10 +130,10 @@ class Comparison:
         """
         self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
         self.facts: dict[str, Any] = {}
-        self._process = None
+        self._child = None
         try:
             obstacle = memory_obstacle(ways)
-            self._process = FreshProcess() if ways and not obstacle else None
+            self._child = fresh_process() if ways and not obstacle else None
         except OSError as error:
             obstacle = f"no process could be started: {error.strerror}"
         if obstacle:
@@ -168,13 +146,13 @@ class Comparison:
 
     def check(self, root: Path) -> None:
         """Compare a complete folder. Raises CheckpointError if it cannot be opened, or computes something else."""
-        if self._process is None:
+        if self._child is None:
             return
         sample = self._sample
         self._progress("comparing the export with the trained model" if sample else "opening the export", 0, 0)
         exports = {name: way.job(root) for name, way in self._ways.items()}
         job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
-        answer = self._process.run(job, self._wait)
+        answer = logits_from(self._child, job, self._wait)
         if isinstance(answer, str):
             self.facts[self._omission] = answer
         elif sample:
@@ -186,8 +164,8 @@ class Comparison:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process:
-            self._process.close()
+        if self._child:
+            self._child.close()
 
 
 def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[dict[str, Any]]:

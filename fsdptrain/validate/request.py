@@ -1,7 +1,7 @@
-"""Run a dry run in a child process, `dry_run`, and show its progress.
+"""Ask for a dry run, which a child process makes (`dry_run`), or for a look at the nodes (`here`), and show progress.
 
-This module imports no torch, so that progress is shown while the child imports it. The request is sent as one JSON
-object; the child answers with records of progress, one per line, and the outcome last.
+This module imports no torch, so that progress is shown while the child imports it. The child gets the request, and
+answers with records of progress and the outcome last.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.config.reader import COMMAND_LINE, LoadedRecipe
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError, killed_by
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, Stopped, WorkerError
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import nodes_allowed
 from fsdptrain.launch.launcher import Attempt
@@ -29,21 +28,21 @@ from fsdptrain.plan.network import address_of, is_loopback
 from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import check_endpoint, find_topology, host_of, topology_of
 from fsdptrain.plan.versions import untested_versions
-from fsdptrain.processes import Interrupted, StopRequest, child_command, child_environment
+from fsdptrain.processes import Child, Interrupted, StopRequest
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.validate.findings import Outcome
 
 
 @dataclass(frozen=True)
 class Request:
-    """The plan and the options of a `validate` command. `problems` are those of the plan, which is then only a draft.
+    """The plan and the options of a `validate` command. With `problems`, the plan is only a draft.
 
     `hardware` is None for this machine; `price` is in dollars per GPU and hour.
     """
 
     plan: Plan
-    problems: list[str]
-    notes: list[str]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     hardware: Hardware | None = None
     price: float | None = None
     plot: str | None = None
@@ -51,23 +50,22 @@ class Request:
     build: bool = True
     choose: bool = False  # sizes of a first recipe, from its data
 
-    def to_json(self) -> str:
-        """Return the request as JSON text."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    def to_record(self) -> dict[str, Any]:
+        """Return the request as JSON values."""
         hardware = dataclasses.asdict(self.hardware) if self.hardware else None
-        return json.dumps(fields | {"plan": self.plan.to_json(), "hardware": hardware})
+        return vars(self) | {"plan": self.plan.to_json(), "hardware": hardware}
 
     @classmethod
-    def from_json(cls, text: str) -> Request:
-        """Return the request that `to_json` wrote."""
-        fields = json.loads(text)
-        if fields["hardware"]:
-            fields["hardware"] = Hardware(**fields["hardware"])
-        return cls(**fields | {"plan": Plan.from_json(fields["plan"])})
+    def from_record(cls, record: dict[str, Any]) -> Request:
+        """Return the request that `to_record` described."""
+        hardware = Hardware(**record["hardware"]) if record["hardware"] else None
+        return cls(**record | {"plan": Plan.from_json(record["plan"]), "hardware": hardware})
 
 
-def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: bool) -> Request:
-    """Return the request to validate a recipe, on this machine or on the given `hardware`.
+def make_request(
+    loaded: LoadedRecipe, hardware: str | None, trust_remote_code: bool = False, **options: Any
+) -> Request:
+    """Return the request to validate a recipe, on this machine or on the given `hardware`, with fields of Request.
 
     Raise RecipeError for hardware that is unknown, or if the GPUs do not fill the nodes.
     """
@@ -79,7 +77,7 @@ def make_request(loaded: LoadedRecipe, hardware: str | None, trust_remote_code: 
         topology = find_topology(loaded.recipe, os.environ, elsewhere=True, explicit=loaded.where)
     plan, problems = draft_plan(loaded, topology, elsewhere=True, trust_remote_code=trust_remote_code)
     notes = ([target.note] if target and target.note else []) + untested_versions()
-    return Request(plan, [str(problem) for problem in problems], notes, target.hardware if target else None)
+    return Request(plan, [*map(str, problems)], notes, target.hardware if target else None, **options)
 
 
 INTERRUPTED = "Ctrl-C stopped the search for other plans: those listed were tried until then"
@@ -91,41 +89,31 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
     If Ctrl-C stops the search for other plans, which may take minutes, return what was found before it.
     """
     so_far: Outcome | None = None
-    process = subprocess.Popen(
-        child_command("fsdptrain.validate.dry_run"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
-        env=child_environment(), start_new_session=True,  # Ctrl-C reaches this process only, which kills the child
-    )  # fmt: skip
-    assert process.stdin and process.stdout
-    try:
-        with contextlib.ExitStack() as stage, contextlib.suppress(BrokenPipeError):
-            stage.enter_context(_busy(screen, "starting"))
-            with process.stdin:
-                process.stdin.write(request.to_json())
-            for record in map(json.loads, process.stdout):
-                match record.pop("event"):
-                    case "outcome":
-                        return Outcome(**record)
-                    case "so far":
-                        so_far = Outcome(**record)
-                    case "busy":
-                        stage.close()
-                        stage.enter_context(_busy(screen, record["what"]))
-                    case kind if screen.live:
-                        stage.close()
-                        screen.show({"event": kind, **record})
-        process.wait()
-    except Interrupted:
-        if so_far is None:
-            raise
-        notes = [*so_far.notes, INTERRUPTED]
-        return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    if process.returncode < 0:
-        raise WorkerError(f"the dry run was {killed_by(signal.Signals(-process.returncode).name)}")
-    raise FsdptrainError(f"the dry run ended with exit code {process.returncode} and no result; see its output above")
+    with Child("fsdptrain.validate.dry_run") as child:
+        try:
+            with contextlib.ExitStack() as stage:
+                stage.enter_context(_busy(screen, "starting"))
+                child.send(request.to_record())
+                for record in child.records():
+                    match record.pop("event"):
+                        case "outcome":
+                            return Outcome(**record)
+                        case "so far":
+                            so_far = Outcome(**record)
+                        case "busy":
+                            stage.close()
+                            stage.enter_context(_busy(screen, record["what"]))
+                        case kind if screen.live:
+                            stage.close()
+                            screen.show({"event": kind, **record})
+        except Interrupted:
+            if so_far is None:
+                raise
+            notes = [*so_far.notes, INTERRUPTED]
+            return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
+        if child.killed:
+            raise WorkerError(f"the dry run was {child.killed}")
+        raise FsdptrainError(f"the dry run ended with exit code {child.code} and no result; see its output above")
 
 
 REQUEST, OUTCOME = "request.json", "outcome.json"  # what `check_here` gives to the workers and gets from them
@@ -168,7 +156,7 @@ def _check_in(scratch: Path, request: Request, screen: Screen) -> Outcome:
     recipe = dataclasses.replace(request.plan.recipe, name="fsdptrain-validate")
     plan = dataclasses.replace(request.plan, recipe=recipe, run_dir=str(scratch))
     rundir.plan.write_text(plan.to_json(), encoding="utf-8")
-    (scratch / REQUEST).write_text(request.to_json(), encoding="utf-8")
+    (scratch / REQUEST).write_text(json.dumps(request.to_record()), encoding="utf-8")
     with StopRequest() as stop:
         try:
             Attempt(plan, rundir, screen, stop, worker="check").run()
