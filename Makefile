@@ -1,10 +1,10 @@
-# make demo · check · test · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · smoke · test · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.plan.gpus) # counted when needed: nvidia-smi may take seconds
 
-.PHONY: install demo check test versions soak cluster slurm bench profile gpu clean
+.PHONY: install demo check smoke test versions soak cluster slurm bench profile gpu clean
 
 install: .venv/installed
 
@@ -32,6 +32,10 @@ check: install
 # Two at a time, which start about two processes each; the tests of a file share what they train.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# In a minute: two gloo ranks train with every strategy as a plain loop does, and a run ends in an export that transformers reads.
+smoke: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m smoke tests/train/test_numerics.py tests/end_to_end/test_run.py
 
 # The core of the suite with each version of torch whose private functions were read, and the forecasts of the shipped
 # recipes, which are skipped with 2.11, where attention keeps more.

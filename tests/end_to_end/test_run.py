@@ -35,6 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     return tmp, fsdptrain("run", recipe)
 
 
+@pytest.mark.smoke
 def test_a_run_finishes_and_shows_how_to_load_the_model(finished: Any) -> None:
     tmp, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,6 +86,7 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
     assert [scalar.value for scalar in board.Scalars("step/loss")] == pytest.approx(losses)
 
 
+@pytest.mark.smoke
 def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
     from fsdptrain.data.corpus import prepare
     from fsdptrain.data.tokenizer import load_tokenizer
@@ -104,6 +106,7 @@ def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) ->
     assert last["tokens"] == int((batch["labels"] != -100).sum())
 
 
+@pytest.mark.smoke
 def test_plain_transformers_opens_the_export(finished: Any) -> None:
     folder = finished[0] / "run" / "export"
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -159,6 +162,7 @@ def test_a_longer_run_resumes_and_shows_what_was_changed(finished: Any, tmp_path
     assert json.loads((run / "export.json").read_text())["step"] == 8
 
 
+@pytest.mark.smoke
 def test_an_offline_export_is_the_same_folder(finished: Any, tmp_path: Path) -> None:
     done = fsdptrain("export", finished[0] / "run", "--out", tmp_path / "again")
     assert done.returncode == 0, done.stderr

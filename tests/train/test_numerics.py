@@ -109,7 +109,8 @@ def assert_curves_agree(
     assert not wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])  # 4 ranks: in test_resume, and in the soak test below
+# 4 ranks: in test_resume, and in the soak test below.
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_curves_agree_with_the_plain_loop(world: int, recipe: Path, reference: Curve, tmp_path: Path) -> None:
     assert_curves_agree(world, some_variants(world), recipe, reference, tmp_path)
 
