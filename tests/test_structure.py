@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,21 @@ def test_a_strategy_or_an_optimizer_is_known_by_name_in_one_module(kind: str) ->
     found = {module: members_mentioned(path, kind, words) for module, path in MODULES.items() if module != home}
     assert {module: names for module, names in found.items() if names} == {}
     assert members_mentioned(MODULES[home], kind, words)
+
+
+def names_compared(path: Path, attribute: str) -> list[str]:
+    """Return the words that a module compares `ANY.attribute` with."""
+    compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+    sides = [[node.left, *node.comparators] for node in compared]
+    found = [side for side in sides if any(isinstance(each, ast.Attribute) and each.attr == attribute for each in side)]
+    return [each.value for side in found for each in side if isinstance(each, ast.Constant)]
+
+
+def test_no_module_compares_a_format_with_its_name() -> None:
+    found = {module: names_compared(path, "format") for module, path in MODULES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
+    mentioned = {module for module, path in MODULES.items() if re.search(r"\bFormat\.[a-z]", path.read_text())}
+    assert mentioned == {"config.formats"}
 
 
 def test_the_document_shows_the_packages_as_they_are() -> None:

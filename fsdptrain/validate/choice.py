@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 from transformers import AutoConfig
 
-from fsdptrain.config.schema import FORMAT_FIELDS, long_row_treatment
 from fsdptrain.data.columns import read_all_rows
 from fsdptrain.data.corpus import open_rows
 from fsdptrain.data.hub import hub_arguments
@@ -33,7 +32,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), long_row_treatment(plan.recipe.data)
+    positions, treatment = _positions(plan), plan.recipe.data.long_rows
     rows = _rows(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
     findings.levels["chosen"] = sizes
@@ -75,7 +74,7 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
     available = sum(map(len, sources))
     for batch in read_all_rows(sources, data, MOST_ROWS):
         for row in batch:
-            texts = [str(row[field]) for field in FORMAT_FIELDS[data.format]]
+            texts = [str(row[field]) for field in data.format.fields]
             lengths.append(-(-sum(len(text.encode()) for text in texts) // BYTES_PER_TOKEN))
         findings.send_progress("read", len(lengths), min(available, MOST_ROWS))
     return RowLengths(np.array(lengths), available)
