@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from support import ROOT, environment
 
+from fsdptrain.config.formats import Format
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.plan.hardware import KNOWN
+
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
     "", "folder", "terminal", "config", "plan", "forecast", "data", "model", "parallel", "attempts", "checkpoint",
@@ -133,6 +137,22 @@ def test_the_document_shows_the_packages_as_they_are() -> None:
     rows = {line.split("|")[1].split()[0].strip("`"): line for line in text.splitlines() if line.startswith("| ")}
     for module in MODULES:
         assert f"`{module.rpartition('.')[2]}`" in rows[package(module) or "top"], module
+
+
+@pytest.mark.parametrize(
+    ("document", "place", "names"),
+    [
+        ("README.md", r"^- \*\*Optimizers\*\*: (.*)$", list(OptimizerKind)),
+        ("README.md", r"^  format: (.*) \(", list(Format)),
+        ("docs/memory.md", r"^\| `optim.name` \|[^\n]*\n[^\n]*\n((?:\|[^\n]*\n)*)", list(OptimizerKind)),
+        ("docs/validate.md", r"^\| `--hardware NAME` \|([^|]*?), in any", [*KNOWN, "cpu"]),
+    ],
+)
+def test_a_document_lists_every_row_of_a_table(document: str, place: str, names: list[str]) -> None:
+    found = re.search(place, (ROOT / document).read_text(), re.MULTILINE)
+    assert found, place
+    cells = re.findall(r"^\| `([^`]+)`", found[1], re.MULTILINE) or re.findall("`([^`]+)`", found[1])
+    assert sorted(cells or {*re.findall(r"\w+", found[1])} - {"or"}) == sorted(names)
 
 
 def test_no_module_is_in_an_import_cycle() -> None:
