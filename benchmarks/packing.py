@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.corpus import Batch, Corpus, open_rows, pack_rows
 from fsdptrain.data.pack import fill_blocks
@@ -83,7 +84,7 @@ def problems(_: Path) -> Case:
     """Return GSM8K's problems: many lengths, and three rows in a block."""
     path = SHIPPED / "gsm8k-train.jsonl"
     columns = {"prompt": "question", "completion": "answer"}
-    data = Data(seq_len=512, format="prompt_completion", columns=columns, separator="\n")
+    data = Data(seq_len=512, format=Format.prompt_completion, columns=columns, separator="\n")
     return _case("gsm8k", path, data, train_bpe(iter(path.read_text().splitlines()), 1024), (50, 100, 150))
 
 

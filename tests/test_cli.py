@@ -27,6 +27,7 @@ from pseudo_terminal import run_on_terminal
 from support import ROOT, environment, fsdptrain
 
 from fsdptrain.cli import app
+from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import peek
@@ -190,7 +191,8 @@ def test_init_reads_several_files_and_names_what_it_cannot_read(tmp_path: Path) 
         with pytest.raises(DataError, match="preference data") as refused:
             read_starter([str(odd)], "org/name", dest)
         assert keys in str(refused.value)
-        data = Data(**yaml.safe_load(keys))
+        read_as = yaml.safe_load(keys)
+        data = Data(**read_as | {"format": Format(read_as["format"])})
         assert len(peek(str(odd), data)[1]) == 1, "the data is read as the message says"
     for label, answer in (("label", "completion"), ("kto_tag", "answer")):
         odd.write_text("".join(json.dumps({"prompt": "a", answer: "b", label: good}) + "\n" for good in (True, False)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import pytest
 from support import ROOT, environment
+
+from fsdptrain.config.formats import Format
+from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.plan.hardware import KNOWN
 
 PACKAGE = ROOT / "fsdptrain"
 ORDER = (
@@ -117,6 +122,21 @@ def test_a_strategy_or_an_optimizer_is_known_by_name_in_one_module(kind: str) ->
     assert members_mentioned(MODULES[home], kind, words)
 
 
+def names_compared(path: Path, attribute: str) -> list[str]:
+    """Return the words that a module compares `ANY.attribute` with."""
+    compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+    sides = [[node.left, *node.comparators] for node in compared]
+    found = [side for side in sides if any(isinstance(each, ast.Attribute) and each.attr == attribute for each in side)]
+    return [each.value for side in found for each in side if isinstance(each, ast.Constant)]
+
+
+def test_no_module_compares_a_format_with_its_name() -> None:
+    found = {module: names_compared(path, "format") for module, path in MODULES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
+    mentioned = {module for module, path in MODULES.items() if re.search(r"\bFormat\.[a-z]", path.read_text())}
+    assert mentioned == {"config.formats"}
+
+
 def test_the_document_shows_the_packages_as_they_are() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     done = subprocess.run([sys.executable, ROOT / "docs" / "packages.py"], capture_output=True, text=True, check=True)
@@ -124,6 +144,22 @@ def test_the_document_shows_the_packages_as_they_are() -> None:
     rows = {line.split("|")[1].split()[0].strip("`"): line for line in text.splitlines() if line.startswith("| ")}
     for module in MODULES:
         assert f"`{module.rpartition('.')[2]}`" in rows[package(module) or "top"], module
+
+
+@pytest.mark.parametrize(
+    ("document", "place", "names"),
+    [
+        ("README.md", r"^- \*\*Optimizers\*\*: (.*)$", list(OptimizerKind)),
+        ("README.md", r"^  format: (.*) \(", list(Format)),
+        ("docs/memory.md", r"^\| `optim.name` \|[^\n]*\n[^\n]*\n((?:\|[^\n]*\n)*)", list(OptimizerKind)),
+        ("docs/validate.md", r"^\| `--hardware NAME` \|([^|]*?), in any", [*KNOWN, "cpu"]),
+    ],
+)
+def test_a_document_lists_every_row_of_a_table(document: str, place: str, names: list[str]) -> None:
+    found = re.search(place, (ROOT / document).read_text(), re.MULTILINE)
+    assert found, place
+    cells = re.findall(r"^\| `([^`]+)`", found[1], re.MULTILINE) or re.findall("`([^`]+)`", found[1])
+    assert sorted(cells or {*re.findall(r"\w+", found[1])} - {"or"}) == sorted(names)
 
 
 def test_no_module_is_in_an_import_cycle() -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import parse, read_recipe_text, root_node, value_of_node
-from fsdptrain.config.schema import FORMAT_FIELDS, Recipe, all_paths, value_at
+from fsdptrain.config.schema import Recipe, all_paths, value_at
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, IN_COPIES, Strategy
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.config.tools import ASSUMED_RANKS, NOTE, TOOLS, Settings, Tool
@@ -149,9 +150,7 @@ def _join_parts(done: Conversion) -> None:
         done.set({"data.eval": {"path": hub_path(str(values["data.path"]), part.get("_config"), part["_test_split"])}})
     if "data.path" in values:
         values["data.path"] = hub_path(str(values["data.path"]), part.get("_config"), part.get("_split"))
-    _join_columns(
-        done, {name: part[f"_{name}"] for names in FORMAT_FIELDS.values() for name in names if f"_{name}" in part}
-    )
+    _join_columns(done, {name: part[f"_{name}"] for form in Format for name in form.fields if f"_{name}" in part})
     if part.get("_copies", 1) > 1:
         strategy = Strategy[values.get("fsdp.strategy", DEFAULT_STRATEGY.value)]
         values["fsdp.strategy"] = IN_COPIES.get(strategy, strategy).value
@@ -167,9 +166,9 @@ def _join_columns(done: Conversion, columns: dict[str, str]) -> None:
     """Add the columns of fields to `data.columns`, and choose the format that has the fields if none is known."""
     if not columns:
         return
-    form = next(form for form, fields in FORMAT_FIELDS.items() if set(columns) & set(fields))
-    form = done.values.setdefault("data.format", form)
-    renamed = {name: column for name, column in columns.items() if name in FORMAT_FIELDS[form]}
+    form = next(form for form in Format if set(columns) & set(form.fields))
+    form = Format[done.values.setdefault("data.format", form.value)]
+    renamed = {name: column for name, column in columns.items() if name in form.fields}
     merged = done.values.pop("data.columns", {}) | renamed
     if merged := {name: column for name, column in merged.items() if name != column}:
         done.values["data.columns"] = merged

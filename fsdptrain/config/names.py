@@ -1,7 +1,7 @@
 """Keys and values of other training tools, and the recipe key that replaces each of them.
 
 The tools are FSDP1, Accelerate, DeepSpeed, the Hugging Face Trainer, TRL, Axolotl, torchtune and LLaMA-Factory.
-After a change, run `python docs/names.py`, which writes the tables of `docs/from-fsdp1.md`; a test compares the two.
+After a change, run `python docs/tables.py`, which writes the tables of `docs/from-fsdp1.md`; a test compares the two.
 """
 
 from __future__ import annotations

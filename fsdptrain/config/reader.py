@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.config.names import REPLACEMENTS, leading_key, nearest_foreign_name, replacement_message, replacement_of
-from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems
+from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
 from fsdptrain.config.schema import (
     Recipe,
     all_fields,
@@ -123,7 +123,7 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
     problems += [
         dataclasses.replace(p, where=where.get(p.field or "", name))
         for p in cross_field_problems(recipe, where)
-        if not faulty & {None, *_sections(p), *(["data"] if p.field == "eval.every" else [])}
+        if not faulty & {None, *sections_read(p.field or "")}
     ]
     if problems:
         raise RecipeError(_readable(problems))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
-from fsdptrain.config.optimizers import SETTINGS, OptimizerKind
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.schema import (
-    FORMAT_FIELDS,
     MAX_NODES,
-    OPTIONAL_FIELDS,
     Recipe,
+    all_fields,
+    choices_of,
     forms_of,
     matches_form,
+    needs_of,
     node_range,
     value_at,
 )
@@ -27,8 +27,18 @@ from fsdptrain.errors import Problem
 ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
+# Keys whose rules below also look at other sections, beside those that the schema says they need.
+SECTIONS_READ = {
+    "model.attn_implementation": ("data", "train"),
+    "model.trainable": ("adapter",),
+    "adapter.kind": ("model",),
+    "export.dtype": ("adapter",),
+}
+
+
 def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield a problem for each contradiction and each key without effect. `where` has the keys set explicitly."""
+    yield from _unmet_needs(recipe, where)
     yield from path_problems(recipe)
     if "/" in recipe.name or recipe.name in (".", ".."):
         yield Problem(
@@ -36,24 +46,40 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
         )
     yield from _model_problems(recipe, where)
     yield from _adapter_problems(recipe, where)
-    yield from _data_problems(recipe, where)
-    yield from _fsdp_problems(recipe, where)
-    yield from _optim_problems(recipe, where)
+    yield from _data_problems(recipe)
+    yield from _fsdp_problems(recipe)
+    yield from _optim_problems(recipe)
     if recipe.train.steps is not None and recipe.train.epochs is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
     if recipe.train.steps is None and recipe.train.epochs is None:
         yield Problem("is null, and so is train.steps: set one of the two", "train.epochs")
-    if recipe.train.on_nonfinite == "stop" and "train.max_skipped" in where:
-        yield Problem("has no effect with train.on_nonfinite: stop", "train.max_skipped")
-    if recipe.schedule.name == "constant" and "schedule.min_lr" in where:
-        yield Problem("has no effect with schedule.name: constant", "schedule.min_lr")
-    if recipe.eval.every is not None and recipe.data.eval is None:
-        yield Problem("has no effect without evaluation data: set data.eval", "eval.every")
-    if recipe.checkpoint.every is None and recipe.checkpoint.async_ and "checkpoint.async" in where:
-        yield Problem(
-            "has no effect without checkpoint.every: training waits for the last checkpoint", "checkpoint.async"
-        )
     yield from _launch_problems(recipe)
+
+
+def sections_read(path: str) -> set[str]:
+    """Return the sections that decide whether a key of the recipe is valid: its own, and those of what it needs."""
+    sections = {each.partition(".")[0] for each in (path, *needs_of(path))}
+    return {*sections, *SECTIONS_READ.get(path, ())}
+
+
+def _unmet_needs(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each key that is set and has no effect without another key, or with its value."""
+    for path, spec in all_fields():
+        own = value_at(recipe, path)
+        if path not in where or own is None or own is False or own in ("", [], spec.metadata.get("unset")):
+            continue  # a number 0 is a value
+        for other, values in needs_of(path).items():
+            value = value_at(recipe, other)
+            if values and value not in values:
+                shown = value if isinstance(value, str) else value_text(value)
+                message = f"has no effect with {other}: {shown}, only with {' or '.join(values)}"
+            elif not values and not value:
+                choices = f": {' or '.join(choices_of(other))}" if choices_of(other) else ""
+                message = f"has no effect without {other}: set {other}{choices}"
+            else:
+                continue
+            yield Problem(message, path)
+            break
 
 
 def _launch_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -82,8 +108,6 @@ def _model_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             )
         if model.init == "pretrained" and "model.init" in where:
             yield Problem("there are no weights to load without model.id: use init: random", "model.init")
-        if model.revision is not None:
-            yield Problem("has no effect without model.id", "model.revision")
     elif model.revision is not None and _exists(model.id):
         yield Problem("has no effect: model.id is a local folder", "model.revision")
     if model.id is not None and _exists(f"{model.id}/{ADAPTER_CONFIG}") and not _exists(f"{model.id}/config.json"):
@@ -105,12 +129,7 @@ LIBRARIES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # of a kind 
 def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
     """Yield the problems between the keys of `adapter`, `model.trainable` and `export`."""
     adapter, model = recipe.adapter, recipe.model
-    if adapter.kind is None:
-        keys = [path for path in where if path.startswith("adapter.") or path == "export.adapter"]
-        for path in keys:
-            if value_at(recipe, path) not in (None, False, [], 0.0):
-                yield Problem("has no effect without an adapter: set adapter.kind: lora", path)
-    elif model.trainable:
+    if adapter.kind and model.trainable:
         yield Problem(
             "has no effect with an adapter, which freezes the model: name whole modules to train in "
             "adapter.modules_to_save",
@@ -136,11 +155,6 @@ def _adapter_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem
             "has no effect with export.adapter: separate, which saves the adapter in model.dtype: use merged or both",
             "export.dtype",
         )
-    merges = adapter.kind == "qlora" and recipe.export.adapter != "separate"
-    if recipe.export.merge_base != "original" and not merges:
-        yield Problem(
-            "has no effect without adapter.kind: qlora and export.adapter: merged or both", "export.merge_base"
-        )
     for path, freezes in (("adapter.kind", adapter.kind is not None), ("model.trainable", bool(model.trainable))):
         if freezes and (model.id is None or model.init == "random"):
             yield Problem(
@@ -162,10 +176,10 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between keys of `data`."""
     data = recipe.data
-    fields = (*FORMAT_FIELDS[data.format], *OPTIONAL_FIELDS.get(data.format, ()))
+    fields = (*data.format.fields, *data.format.optional)
     if data.path is None:
         yield Problem("is not set: give a file, a glob, a folder, a list of them, or a Hub data set", "data.path")
     for name in data.columns:
@@ -173,26 +187,14 @@ def _data_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
             yield Problem(
                 f"`{name}` is not a field of format {data.format}; its fields: {', '.join(fields)}", "data.columns"
             )
-    for name in ("messages", "tools"):
+    for name in fields if data.format.is_chat else ():
         if isinstance(data.columns.get(name), list):
             yield Problem(f"`{name}` must be a single column: only text columns can be joined", "data.columns")
-    if data.format == "text" and data.train_on == "completion" and "data.train_on" in where:
-        yield Problem(
-            "has no effect with format text: it has no completions, and every token is trained", "data.train_on"
-        )
-    if data.separator and data.format != "prompt_completion":
-        yield Problem(f"has no effect with format {data.format}: only prompt_completion uses it", "data.separator")
 
 
-def _optim_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each key that the optimizer does not read, and one if its library is not installed."""
+def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if the optimizer's library is not installed."""
     kind = recipe.optim.name
-    for name in SETTINGS:
-        if name not in kind.facts.settings and f"optim.{name}" in where:
-            users = ", ".join(other for other in OptimizerKind if name in other.facts.settings)
-            yield Problem(f"has no effect with optim.name: {kind}; only {users} use it", f"optim.{name}")
-    if recipe.optim.nesterov and recipe.optim.momentum == 0 and "optim.nesterov" in where:
-        yield Problem("has no effect with optim.momentum: 0", "optim.nesterov")
     library = kind.facts.library
     if library is not None and importlib.util.find_spec(library) is None:
         yield Problem(
@@ -200,12 +202,9 @@ def _optim_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
         )
 
 
-def _fsdp_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
+def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems between keys of `fsdp`."""
     strategy = recipe.fsdp.strategy
-    for key in strategy.unused_keys():
-        if key.path in where and value_at(recipe, key.path) != key.unset:
-            yield Problem(f"has no effect with {strategy}: {key.reason}", key.path)
     if recipe.fsdp.accumulation == "hold_shards" and not may_hold_shards(strategy, recipe.fsdp.cpu_offload):
         yield Problem(
             f"hold_shards has no effect with {strategy} without fsdp.cpu_offload: each rank's shard of the gradients "

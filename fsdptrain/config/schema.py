@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptrain.config.dtypes import Dtype
+from fsdptrain.config.formats import DEFAULT_FORMAT, Format
 from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER, OptimizerKind, StateTensor, Weight
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
     """Declare a recipe key: its default, a sentence that describes it, and its limits.
+
+    `needs`, another key or {key: values}, says when the key has an effect: if that key is set, or has one of these
+    values. `unset` is the value with which it needs nothing, beside None, False, "" and [].
 
     The limits are `at_least`, `above`, `at_most`, `forms`, `values` and `any_text`. `forms` lists what a key of several
     types accepts: a string or None is that value, a type is any value of it, a pattern is any string that matches it,
@@ -36,7 +40,7 @@ class Model:
     """The model, where it comes from, and the dtype of its master weights."""
 
     id: str | None = key(None, "Hub id or local folder; null, with a whole `config`: a model from scratch")
-    revision: str | None = key(None, "branch, tag or commit of a model on the Hub")
+    revision: str | None = key(None, "branch, tag or commit of a model on the Hub", needs="model.id")
     tokenizer: Any = key(
         None,
         "folder or Hub id (default: model.id), or {train: N}: a byte-level BPE of N tokens trained on data.path",
@@ -69,28 +73,33 @@ class Adapter:
         "lora: train low-rank adapters and freeze the model's own weights; qlora: the same, with the frozen weights of "
         "linear layers in 4 bits (NF4); null: train the model itself",
     )
-    r: int = key(16, "rank of the adapters", at_least=1, at_most=2**14)
-    alpha: float = key(32, "an adapter's output is multiplied by alpha / r", above=0)
-    dropout: float = key(0.0, "share of an adapter's inputs that are set to 0 in training", at_least=0, at_most=0.9)
+    r: int = key(16, "rank of the adapters", needs="adapter.kind", at_least=1, at_most=2**14)
+    alpha: float = key(32, "an adapter's output is multiplied by alpha / r", needs="adapter.kind", above=0)
+    dropout: float = key(
+        0.0,
+        "share of an adapter's inputs that are set to 0 in training",
+        needs="adapter.kind",
+        unset=0.0,
+        at_least=0,
+        at_most=0.9,
+    )
     target: Any = key(
         "all-linear",
         "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`) "
         "and patterns (`*` matches any characters)",
+        needs="adapter.kind",
         forms=("all-linear", list[str]),
     )
-    modules_to_save: list[str] = key([], "modules that are trained as a whole beside the adapters, by name or its end")
-    use_dora: bool = key(False, "DoRA: also train the norm of every weight vector")
-    use_rslora: bool = key(False, "multiply by alpha / √r instead of alpha / r")
-    from_: str | None = key(
-        None, "folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`"
+    modules_to_save: list[str] = key(
+        [], "modules that are trained as a whole beside the adapters, by name or its end", needs="adapter.kind"
     )
-
-
-# Format → the fields that its rows have; `data.columns` maps them to the names of the columns.
-FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
-
-
-OPTIONAL_FIELDS = {"chat": ("tools",)}  # read if there is such a column
+    use_dora: bool = key(False, "DoRA: also train the norm of every weight vector", needs="adapter.kind")
+    use_rslora: bool = key(False, "multiply by alpha / √r instead of alpha / r", needs="adapter.kind")
+    from_: str | None = key(
+        None,
+        "folder of an adapter to continue from, as peft saves it; it determines the other keys but `dropout`",
+        needs="adapter.kind",
+    )
 
 
 @dataclass
@@ -106,8 +115,8 @@ class Data:
     revision: str | None = key(
         None, "branch, tag or commit of a Hub data set; a resumed run uses the commit of its first start"
     )
-    format: Literal["text", "chat", "prompt_completion"] = key(
-        "text", "what a row contains: plain text, a conversation, or a prompt with its completion"
+    format: Format = key(
+        DEFAULT_FORMAT, "what a row contains: plain text, a conversation, or a prompt with its completion"
     )
     columns: dict[str, Any] = key(
         {},
@@ -119,9 +128,17 @@ class Data:
         "bfd",
         "bfd: best fit of rows in random order; concat: one continuous stream of them; none: one row per sequence",
     )
-    train_on: Literal["all", "completion"] = key("completion", "which tokens count in the loss (format text: all)")
+    train_on: Literal["all", "completion"] = key(
+        "completion",
+        "which tokens count in the loss (format text: all)",
+        needs={"data.format": [form for form in Format if form.is_trained_in_part]},
+        unset="all",
+    )
     separator: str = key(
-        "", 'text between prompt and completion, as part of the prompt ("\\n": a line break)', any_text=True
+        "",
+        'text between prompt and completion, as part of the prompt ("\\n": a line break)',
+        needs={"data.format": [form for form in Format if form.has_prompt]},
+        any_text=True,
     )
     max_rows: int | None = key(None, "read at most this many rows", at_least=1)
     eval: Any = key(
@@ -130,12 +147,10 @@ class Data:
         forms=(None, {"path": str, "max_rows?": int}, {"fraction": float}),
     )
 
-
-def long_row_treatment(data: Data) -> Literal["split", "cut", "continued"]:
-    """Return what happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
-    if data.packing == "concat":
-        return "continued"
-    return "split" if data.format == "text" else "cut"
+    @property
+    def long_rows(self) -> Literal["split", "cut", "continued"]:
+        """What happens to a row of more than `seq_len` tokens; a stream continues it in the next sequence."""
+        return "continued" if self.packing == "concat" else self.format.long_rows
 
 
 @dataclass
@@ -154,11 +169,17 @@ class Fsdp:
     strategy: Strategy = key(
         DEFAULT_STRATEGY, "what is sharded over which ranks, and whether gathered weights are freed after forward"
     )
-    shard_size: int | None = key(None, "HYBRID_*: ranks that share one copy; default: the ranks of a node", at_least=1)
+    shard_size: int | None = key(
+        None,
+        "HYBRID_*: ranks that share one copy; default: the ranks of a node",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.in_groups]},
+        at_least=1,
+    )
     compare_copies_every: int | None = key(
         None,
         "HYBRID_*, NO_SHARD: steps between two comparisons of the copies of the model; null: only at the start and "
         "before each checkpoint",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.replicates]},
         at_least=1,
     )
     wrap: Any = key(
@@ -170,8 +191,17 @@ class Fsdp:
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] = key(
         "BACKWARD_PRE",
         "BACKWARD_PRE: gather the next unit before this unit's backward; BACKWARD_POST: after it; NONE: when needed",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.reshards]},
+        unset="NONE",
     )
-    forward_prefetch: int = key(0, "extra units to gather ahead in forward", at_least=0, at_most=16)
+    forward_prefetch: int = key(
+        0,
+        "extra units to gather ahead in forward",
+        needs={"fsdp.strategy": [strategy for strategy in Strategy if strategy.gathers]},
+        unset=0,
+        at_least=0,
+        at_most=16,
+    )
     accumulation: Literal["reduce", "hold", "hold_shards"] = key(
         "reduce",
         "reduce: reduce gradients in every micro-batch (least memory); hold: only in the last one (least traffic); "
@@ -184,6 +214,11 @@ class Fsdp:
         "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} blocks",
         forms=("none", "full", "selective", {"every": int}),
     )
+
+
+def _optimizers_with(setting: str) -> dict[str, Any]:
+    """Return the optimizers that read a key of `optim`, as what the key needs."""
+    return {"optim.name": [kind for kind in OptimizerKind if setting in kind.facts.settings]}
 
 
 @dataclass
@@ -199,13 +234,26 @@ class Optim:
         DEFAULT_OPTIMIZER.facts.settings["betas"],
         "decay of the first and second moments; lion: weights of its momentum in the update and in itself, by default "
         "[0.9, 0.99]",
+        needs=_optimizers_with("betas"),
     )
-    eps: float = key(DEFAULT_OPTIMIZER.facts.settings["eps"], "added to the root of the second moment", above=0)
+    eps: float = key(
+        DEFAULT_OPTIMIZER.facts.settings["eps"],
+        "added to the root of the second moment",
+        needs=_optimizers_with("eps"),
+        above=0,
+    )
     momentum: float = key(
-        0.9, "sgd and muon: decay of the momentum; muon: by default 0.95; sgd with 0 keeps no state", at_least=0,
+        0.9,
+        "sgd and muon: decay of the momentum; muon: by default 0.95; sgd with 0 keeps no state",
+        needs=_optimizers_with("momentum"),
+        at_least=0,
         at_most=0.9999,
-    )  # fmt: skip
-    nesterov: bool = key(False, "sgd and muon: Nesterov's momentum; muon: by default true")
+    )
+    nesterov: bool = key(
+        False,
+        "sgd and muon: Nesterov's momentum; muon: by default true",
+        needs=_optimizers_with("nesterov") | {"optim.momentum": ()},
+    )
     weight_decay: float = key(
         0.1,
         "decay of matrices and of all matrices of adapters, none for norms, biases and embeddings; decoupled, but sgd "
@@ -236,7 +284,13 @@ class Schedule:
         "run, the rate does not reach optim.lr",
         at_least=0,
     )
-    min_lr: float = key(0.1, "lowest learning rate, as a fraction of optim.lr", at_least=0, at_most=1)
+    min_lr: float = key(
+        0.1,
+        "lowest learning rate, as a fraction of optim.lr",
+        needs={"schedule.name": ["linear", "cosine", "wsd"]},
+        at_least=0,
+        at_most=1,
+    )
 
 
 @dataclass
@@ -258,7 +312,12 @@ class Train:
         "stop",
         "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights",
     )
-    max_skipped: int = key(3, "with on_nonfinite: skip, the most steps in a row that may be skipped", at_least=1)
+    max_skipped: int = key(
+        3,
+        "with on_nonfinite: skip, the most steps in a row that may be skipped",
+        needs={"train.on_nonfinite": ["skip"]},
+        at_least=1,
+    )
 
 
 @dataclass
@@ -266,7 +325,10 @@ class Eval:
     """Held-out evaluation."""
 
     every: int | None = key(
-        None, "steps between evaluations; the first weights and the last step are always evaluated", at_least=1
+        None,
+        "steps between evaluations; the first weights and the last step are always evaluated",
+        needs="data.eval",
+        at_least=1,
     )
 
 
@@ -281,7 +343,11 @@ class Checkpoint:
         "gs://, az://) for this run alone; null: the run folder",
     )
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
-    async_: bool = key(True, "write in the background; training waits only for the copy to host memory")
+    async_: bool = key(
+        True,
+        "write in the background; training waits only for the copy to host memory",
+        needs="checkpoint.every",
+    )
     verify: Literal["read-back", "checksum"] = key(
         "read-back",
         "read-back: compare each file with memory after it was written, by reading it from the disk, before older "
@@ -300,11 +366,14 @@ class Export:
         "separate",
         "with an adapter, separate: the adapter alone, in peft's format and model.dtype; merged: the model, with the "
         "adapter added to its weights; both: merged, with the adapter in the subfolder `adapter`",
+        needs="adapter.kind",
     )
     merge_base: Literal["original", "dequantized"] = key(
         "original",
         "with adapter.kind: qlora, the weights that the adapter is merged into. original: those of the files; "
         "dequantized: those that the adapter was trained with",
+        needs={"adapter.kind": ["qlora"], "export.adapter": ["merged", "both"]},
+        unset="original",
     )
     compare: bool = key(
         True,
@@ -487,8 +556,20 @@ _TYPE_WORDS: dict[Any, str] = {
 
 
 def limits_of(path: str) -> dict[str, Any]:
-    """Return the limits of a key (`at_least`, `above`, `at_most`, `forms`, `values`) and its description (`doc`)."""
+    """Return what `key` declares of a key: its limits, its description (`doc`), …"""
     return dict(_leaf(path)[0].metadata)
+
+
+def needs_of(path: str) -> dict[str, Sequence[str]]:
+    """Return what a key needs to have an effect: other key → the values that it must have, () for any that is set."""
+    needs = limits_of(path).get("needs", {})
+    return {needs: ()} if isinstance(needs, str) else dict(needs)
+
+
+def unused_with(other: str, value: Any) -> dict[str, Any]:
+    """Return the keys that have no effect if the key `other` has this value: path → the value that means unset."""
+    needed = ((path, spec.metadata.get("unset"), needs_of(path).get(other)) for path, spec in all_fields())
+    return {path: unset for path, unset, values in needed if values and value not in values}
 
 
 def forms_of(path: str) -> tuple[Any, ...]:

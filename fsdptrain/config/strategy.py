@@ -7,7 +7,6 @@ and, if its ranks form a new kind of mesh, the mesh to `parallel.world`.
 from __future__ import annotations
 
 from enum import Enum, StrEnum
-from typing import Any, NamedTuple
 
 
 class CopySpan(Enum):
@@ -16,14 +15,6 @@ class CopySpan(Enum):
     WORLD = "all ranks"
     GROUP = "groups of fsdp.shard_size ranks"
     RANK = "each rank alone"
-
-
-class UnusedKey(NamedTuple):
-    """A key of the recipe that has no effect with a strategy, the value that means it is not set, and the reason."""
-
-    path: str
-    unset: Any
-    reason: str
 
 
 class Strategy(StrEnum):
@@ -78,12 +69,17 @@ class Strategy(StrEnum):
         return self.span is not CopySpan.WORLD
 
     @property
+    def gathers(self) -> bool:
+        """Whether a rank gathers parameters from others."""
+        return self.span is not CopySpan.RANK
+
+    @property
     def gathers_once(self) -> bool:
         """Whether weights stay gathered until the last micro-batch of a step: the others then gather nothing.
 
         Without other ranks to gather from, this would save only a copy, and the peak would be higher.
         """
-        return not self.reshards and self.span is not CopySpan.RANK
+        return not self.reshards and self.gathers
 
     @property
     def in_groups(self) -> bool:
@@ -109,19 +105,6 @@ class Strategy(StrEnum):
         if self.span is CopySpan.GROUP:
             return [node * count for count in range(1, nodes) if nodes % count == 0 and node * count > 1]
         return [nodes * node] if self.reshards or nodes * node > 1 else []
-
-    def unused_keys(self) -> list[UnusedKey]:
-        """Return the keys of the recipe that have no effect with this strategy."""
-        unused = []
-        if not self.replicates:
-            unused.append(UnusedKey("fsdp.compare_copies_every", None, "there is one copy of the model"))
-        if not self.in_groups:
-            unused.append(UnusedKey("fsdp.shard_size", None, "only HYBRID_* strategies shard in groups"))
-        if self.span is CopySpan.RANK:
-            unused.append(UnusedKey("fsdp.forward_prefetch", 0, "no parameters are gathered"))
-        if not self.reshards:
-            unused.append(UnusedKey("fsdp.backward_prefetch", "NONE", "no parameters are gathered in backward"))
-        return unused
 
 
 DEFAULT_STRATEGY = Strategy.FULL_SHARD

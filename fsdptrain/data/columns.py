@@ -9,21 +9,13 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
+from fsdptrain.config.formats import Format, guess_format
 from fsdptrain.config.paths import DataPath
-from fsdptrain.config.schema import FORMAT_FIELDS, Data
+from fsdptrain.config.schema import Data
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.readers import BATCH_ROWS, READ_ON, Source, broken_rows_error, type_name
 from fsdptrain.data.sources import first_source
 from fsdptrain.errors import DataError, listed, shortened
-
-# What data sets call the fields of each format, the most specific name first. Alpaca's `input` belongs to its prompt.
-COMMON_NAMES = {
-    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
-    "prompt": ("prompt", "instruction", "question", "query", "problem", "input", "inputs"),
-    "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
-    "text": ("text", "content", "document", "body", "article", "code"),
-}
-
 
 # ShareGPT's values of `from` → the roles of chat templates.
 SHAREGPT_ROLES = {
@@ -80,13 +72,13 @@ def _checked_rows(source: Source, data: Data) -> Iterator[dict[str, Any] | DataE
         raise DataError(f"{source.name}: {_missing_column_message(missing[0], source.columns, data)}")
     if repeated := [name for name in wanted if source.columns.count(name) > 1]:
         raise DataError(f"{source.name}: more than one of its {len(source.columns)} columns is called {repeated[0]!r}")
-    if data.format == "prompt_completion" and (label := _label_of_answers(source)):
+    if data.format.has_prompt and (label := _label_of_answers(source)):
         raise DataError(
             f"{source.name}: This is preference data ({label}: whether the answer is good), and {NO_PREFERENCES}; to "
             f"fine-tune on the good answers, keep the rows in which {label} is true, without that column"
         )
     check: Callable[[dict[str, Any], str], dict[str, Any]] = partial(_text_fields, columns)
-    if data.format == "chat":
+    if data.format.is_chat:
         # Tools are optional: the first row, from which the columns of a JSON file are known, may have none.
         tools = str(data.columns.get("tools", "tools"))
         if "tools" in data.columns and tools not in source.columns:
@@ -117,7 +109,7 @@ def _until_broken(rows: Iterator[dict[str, Any] | DataError]) -> Iterator[dict[s
 
 def columns_of(data: Data) -> dict[str, list[str]]:
     """Return the columns behind each field of the recipe's format; several are joined."""
-    named = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
+    named = {field: data.columns.get(field, field) for field in data.format.fields}
     return {field: names if isinstance(names, list) else [names] for field, names in named.items()}
 
 
@@ -126,7 +118,7 @@ def describe_columns(path: DataPath, data: Data) -> str:
     parts = [
         field if names == [field] else f"{' + '.join(names)} as {field}" for field, names in columns_of(data).items()
     ]
-    if data.format == "chat":
+    if data.format.is_chat:
         source = first_source(path)
         [column] = columns_of(data)["messages"]
         rows = (row for _, row in source.rows([column]) if isinstance(row, dict) and column in source.columns)
@@ -137,27 +129,15 @@ def describe_columns(path: DataPath, data: Data) -> str:
     return ", ".join(parts) + (f", joined by {json.dumps(data.separator)}" if data.separator else "")
 
 
-def guess_format(available: list[str]) -> tuple[str, dict[str, Any]] | None:
-    """Return the format that columns of these names look like, with its `data.columns`; None when there is none."""
-    found = {
-        field: name
-        for field, names in COMMON_NAMES.items()
-        if (name := next((n for n in names if n in available), None))
-    }
-    for form in ("chat", "prompt_completion", "text"):
-        fields = FORMAT_FIELDS[form]
-        if set(fields) <= found.keys():
-            columns: dict[str, Any] = {field: found[field] for field in fields if found[field] != field}
-            if found.get("prompt") == "instruction" and form == "prompt_completion" and "input" in available:
-                columns["prompt"] = ["instruction", "input"]
-            return form, columns
-    return None
+def prompt_and_trained(row: dict[str, Any], data: Data) -> tuple[str, str]:
+    """Return the two parts of a row of texts: its prompt with the separators, empty without one, and its last field."""
+    *before, trained = data.format.fields
+    return "".join(row[field] + data.separator for field in before), row[trained]
 
 
-def seam_without_space(rows: list[dict[str, Any]], separator: str) -> str | None:
+def seam_without_space(rows: list[dict[str, Any]], data: Data) -> str | None:
     """Return the first place where no white space separates a prompt and its completion; None if there is none."""
-    for row in rows:
-        prompt, completion = row["prompt"] + separator, row["completion"]
+    for prompt, completion in (prompt_and_trained(row, data) for row in rows):
         if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
             return json.dumps(f"{prompt[-20:]}⟦{completion[:20]}⟧", ensure_ascii=False)
     return None
@@ -179,15 +159,13 @@ def is_preference(available: Iterable[str]) -> bool:
 
 def preference_advice(available: list[str], row: dict[str, Any]) -> str:
     """Return what preference data is, and how its chosen answers can be trained on; `row` is one of its rows."""
-    form, columns = "prompt_completion", {"completion": "chosen"}
-    if isinstance(row.get("chosen"), list):  # whole conversations
-        form, columns = "chat", {"messages": "chosen"}
-    elif "prompt" not in available:
-        form, columns = "text", {"text": "chosen"}
+    conversations = isinstance(row.get("chosen"), list)
+    fitting = [form for form in reversed(Format) if form.is_chat == conversations]
+    form = next(form for form in fitting if {*list(form.fields)[:-1]} <= {*available})
     return (
         f"This is preference data (chosen, rejected), and {NO_PREFERENCES}; to fine-tune on the chosen answers, read "
         "them as "
-        f"data: {{format: {form}, columns: {yaml_text(columns)}}}"
+        f"data: {{format: {form}, columns: {yaml_text({list(form.fields)[-1]: 'chosen'})}}}"
     )
 
 
@@ -200,9 +178,10 @@ def unknown_columns_error(path: DataPath) -> DataError:
         return DataError(f"{source.name}: {preference_advice(available, row)}")
     texts = [name for name in available if isinstance(row.get(name), str)]
     lists = [name for name in available if isinstance(row.get(name), list)]
-    form = "chat" if lists else "prompt_completion" if len(texts) > 1 else "text"
-    example = dict(zip(FORMAT_FIELDS[form], lists or texts, strict=False)) or {"text": "COLUMN"}
-    formats = "; ".join(f"{form}: {', '.join(fields)}" for form, fields in FORMAT_FIELDS.items())
+    fitting = [form for form in reversed(Format) if form.is_chat == bool(lists)]
+    form = next((form for form in fitting if len(form.fields) <= len(lists or texts)), fitting[-1])
+    example = dict(zip(form.fields, lists or texts, strict=False)) or dict.fromkeys(form.fields, "COLUMN")
+    formats = "; ".join(f"{form}: {', '.join(form.fields)}" for form in Format)
     return DataError(
         f"{source.name}: its columns match no format ({formats}); columns: {listed(available)}. Name those to read in "
         f"data.columns of a recipe, for example data: {{format: {form}, columns: {yaml_text(example)}}}"
@@ -216,7 +195,7 @@ def _missing_column_message(missing: str, available: list[str], data: Data) -> s
     if likely is None and is_preference(available):
         return f"{message}{preference_advice(available, {})}"
     if likely is None:
-        fields = FORMAT_FIELDS[data.format]
+        fields = [*data.format.fields]
         example = dict(zip(fields, available, strict=False)) if len(available) >= len(fields) else {fields[0]: "…"}
         return f"{message}Name the columns to read in data.columns, for example {yaml_text(example)}"
     form, columns = likely

@@ -289,7 +289,7 @@ def pack_rows(
     def write(folder: Path) -> None:
         starts, stops, held, divided = rows.ends[:-1], rows.ends[1:], np.zeros(len(rows.ends) - 1, bool), 0
         if fraction is not None:
-            starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format == "text")
+            starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format.long_rows == "split")
         for name, side in zip(names, (~held, held), strict=False):
             pieces, blocks, labels = cut_and_pack(
                 starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed

@@ -17,8 +17,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fsdptrain.config.schema import Data, long_row_treatment
+from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import ConversationRenderer
+from fsdptrain.data.columns import prompt_and_trained
 from fsdptrain.data.marks import Span
 from fsdptrain.errors import DataError
 
@@ -50,41 +51,37 @@ class Encoder:
         self.any_added = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         self.continuing = _without_prefix_space(self.backend) if self.backend is not None else None
         self.render_conversation = (
-            ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format == "chat" else None
+            ConversationRenderer(tokenizer, data.train_on == "all", day) if data.format.is_chat else None
         )
-        self.long_rows = long_row_treatment(data)
         self.lengths = array("I")  # tokens of each row, before it is cut
         self.counts = {"cut": 0, "dropped": 0, "split": 0}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode a batch of rows; rows without a trained token are dropped and counted."""
-        for ids, mask in getattr(self, f"_{self.data.format}")(rows):
+        for ids, mask in (self._conversations if self.data.format.is_chat else self._texts)(rows):
             self.lengths.append(len(ids))
-            if len(ids) > self.data.seq_len and self.long_rows != "continued":
-                self.counts[self.long_rows] += 1
-                if self.long_rows == "cut":
+            if len(ids) > self.data.seq_len and self.data.long_rows != "continued":
+                self.counts[self.data.long_rows] += 1
+                if self.data.long_rows == "cut":
                     ids, mask = ids[: self.data.seq_len], mask[: self.data.seq_len]
             if TRAINED in mask[1:]:
                 yield ids, mask
             else:
                 self.counts["dropped"] += 1
 
-    def _text(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        for ids in self._encode([row["text"] for row in rows]):
-            yield self._with_begin_and_end(ids, b"\1" * len(ids))
-
-    def _prompt_completion(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
-        prompts = [row["prompt"] + self.data.separator for row in rows]
-        texts = [prompt + row["completion"] for prompt, row in zip(prompts, rows, strict=True)]
-        if self.data.train_on == "all":
+    def _texts(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+        """Encode the fields of a row as one text, of which the last field, or all, is trained."""
+        parts = [prompt_and_trained(row, self.data) for row in rows]
+        texts = [prompt + trained for prompt, trained in parts]
+        if self.data.train_on == "all" or not self.data.format.has_prompt:
             for ids in self._encode(texts):
                 yield self._with_begin_and_end(ids, b"\1" * len(ids))
             return
-        spans = [[(len(prompt), len(text))] for prompt, text in zip(prompts, texts, strict=True)]
+        spans = [[(len(prompt), len(text))] for (prompt, _), text in zip(parts, texts, strict=True)]
         for ids, mask in self._encode_masked(texts, spans):
             yield self._with_begin_and_end(ids, mask)
 
-    def _chat(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
+    def _conversations(self, rows: list[dict[str, Any]]) -> Iterator[Row]:
         """Encode conversations as `apply_chat_template` does: the template decides what begins and ends them."""
         assert self.render_conversation is not None
         rendered = [self.render_conversation(row["messages"], row.get("tools"), row["place"]) for row in rows]

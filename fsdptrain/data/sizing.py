@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Treatment = Literal["split", "cut", "continued"]  # of rows that are longer than a sequence: `schema.long_row_treatment`
+Treatment = Literal["split", "cut", "continued"]  # of rows that are longer than a sequence: `Data.long_rows`
 
 
 COVERED = 0.99  # share of the rows that are not longer than a sequence

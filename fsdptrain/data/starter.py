@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.config.formats import guess_format
 from fsdptrain.config.paths import DataPath, find_all_data, is_folder, model_name_fault, path_fault
-from fsdptrain.config.schema import Data, long_row_treatment
+from fsdptrain.config.schema import Data
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, Strategy
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.data.columns import (
     column_names,
     describe_columns,
-    guess_format,
     peek,
     seam_without_space,
     unknown_columns_error,
@@ -91,7 +91,7 @@ class Starter:
             fields=_one_line(self.described),
             columns="".join(f"  {name}: {yaml_text(value)}\n" for name, value in extras.items() if value),
             seq_len=keys.get("data.seq_len", 2048),
-            long_rows=long_row_treatment(self.read_as),
+            long_rows=self.read_as.long_rows,
             held_out=held_out,
             forecast="".join(f"# {line}\n" for line in forecast),
             strategy=keys.get("fsdp.strategy", DEFAULT_STRATEGY),
@@ -124,9 +124,9 @@ def read_starter(data: Sequence[str], model: str, dest: Path) -> Starter:
     if likely is None:
         raise unknown_columns_error(found)
     form, columns = likely
-    read_as = Data(format=form, columns=columns)  # type: ignore[arg-type]
+    read_as = Data(format=form, columns=dict(columns))
     _, rows = peek(found, read_as)
-    if form == "prompt_completion" and seam_without_space(rows, ""):
+    if form.has_prompt and seam_without_space(rows, read_as):
         read_as.separator = "\n"
     places = [
         _path_from_recipe(a, b, dest) for a, b in zip(data, [found] if isinstance(found, str) else found, strict=True)

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdptrain import __version__
-from fsdptrain.config.schema import FORMAT_FIELDS
 from fsdptrain.data.cache import cached_folder
 from fsdptrain.data.chat import plain_template
 from fsdptrain.data.columns import read_all_rows
@@ -42,7 +41,7 @@ def load_tokenizer(plan: Plan, progress: Progress) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(plan, wanted))
     if not isinstance(tokenizer.chat_template, (str, type(None))):
         raise RecipeError("model.tokenizer: it has several chat templates: keep only the one to train with")
-    if tokenizer.chat_template is None and plan.recipe.data.format == "chat":
+    if tokenizer.chat_template is None and plan.recipe.data.format.is_chat:
         tokenizer.chat_template = plain_template("".join(tokenizer.convert_ids_to_tokens(prefix_tokens(tokenizer))))
     return tokenizer
 
@@ -86,7 +85,7 @@ def _training_texts(plan: Plan) -> Iterator[str]:
     data = plan.recipe.data
     for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
         for row in rows:
-            for value in (row[field] for field in FORMAT_FIELDS[data.format]):
+            for value in (row[field] for field in data.format.fields):
                 yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config.rules import may_hold_shards
-from fsdptrain.config.schema import Recipe, value_at
+from fsdptrain.config.schema import Recipe, unused_with, value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.folder.records import Record
@@ -93,8 +93,9 @@ def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, mic
         wanted["fsdp.shard_size"] = fsdp.shard_size if same else ranks
     if fsdp.accumulation == "hold_shards" and not may_hold_shards(ladder.strategy, ladder.offload):
         wanted["fsdp.accumulation"] = "reduce"
-    unused_before = fsdp.strategy.unused_keys()
-    wanted |= {key.path: key.unset for key in ladder.strategy.unused_keys() if key not in unused_before}
+    unused_before = unused_with("fsdp.strategy", fsdp.strategy)
+    unused = unused_with("fsdp.strategy", ladder.strategy)
+    wanted |= {path: unset for path, unset in unused.items() if path not in unused_before}
     return {path: value for path, value in wanted.items() if value_at(plan.recipe, path) != value}
 
 

@@ -77,12 +77,12 @@ def _snippet(plan: Plan, export: Path) -> list[str]:
         imports = ["from transformers import AutoModelForCausalLM as Model, AutoTokenizer"]
     trust = ", trust_remote_code=True" if plan.trust_remote_code else ""
     data = plan.recipe.data
-    if data.format == "chat":
+    if data.format.is_chat:
         prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         settings = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
         encode = f'tokenizer.apply_chat_template({prompt}, {settings})["input_ids"]'
     else:
-        text = QUESTION + data.separator if data.format == "prompt_completion" else "Once upon a time"
+        text = QUESTION + data.separator if data.format.has_prompt else "Once upon a time"
         encode = f'tokenizer({_literal(text)}, return_tensors="pt").input_ids'
     return [
         *imports,

@@ -12,7 +12,6 @@ import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fsdptrain.config.paths import is_hub_data
-from fsdptrain.config.schema import FORMAT_FIELDS, OPTIONAL_FIELDS, long_row_treatment
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
 from fsdptrain.data.columns import describe_columns, peek, read_all_rows, seam_without_space
 from fsdptrain.data.corpus import Stream, open_rows, prepare, row_notes
@@ -96,14 +95,14 @@ def check_rows(plan: Plan, findings: Findings) -> None:
     data = plan.recipe.data
     readable_files(plan.data_path, limit=1, progress=findings.send_progress)
     columns, first_rows = peek(plan.data_path, data)
-    needed = {field: data.columns.get(field, field) for field in FORMAT_FIELDS[data.format]}
-    optional = {field: data.columns.get(field, field) for field in OPTIONAL_FIELDS.get(data.format, ())}
+    needed = {field: data.columns.get(field, field) for field in data.format.fields}
+    optional = {field: data.columns.get(field, field) for field in data.format.optional}
     needed |= {field: column for field, column in optional.items() if column in columns}
     facts = {"path": plan.data_path, "files": count_files(plan.data_path), "columns": columns, "needed": needed}
     reads = describe_columns(plan.data_path, data)
     line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
     findings.add_facts("data", facts, HEADING, line)
-    if data.format == "prompt_completion" and (seam := seam_without_space(first_rows, data.separator)):
+    if data.format.has_prompt and (seam := seam_without_space(first_rows, data)):
         findings.add_note(
             f"no white space between prompt and completion, for example in {seam}; set data.separator to add some"
         )
@@ -120,7 +119,7 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         raise CheckpointError(f"no space left on the disk for the prepared data: {error.filename}") from None
     if day:
         findings.add_note(date_note(day))
-    is_chat = plan.recipe.data.format == "chat"
+    is_chat = plan.recipe.data.format.is_chat
     has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
     facts = sequence_facts(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary_size(tokenizer),
@@ -183,8 +182,9 @@ def length_facts(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
 def show_sequences(plan: Plan, facts: dict[str, Any], findings: Findings) -> None:
     """Add the lines of these facts: counts, a histogram of row lengths, and an example."""
     data, lengths = plan.recipe.data, facts["lengths"]
-    treatment = long_row_treatment(data)
-    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}"}.get(treatment, treatment)
+    beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split"}[
+        data.long_rows
+    ]
     longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], facts['rows'], 'row')}, {beyond}"
     findings.add_lines(
         HEADING,
@@ -217,7 +217,7 @@ def choose(plan: Plan, findings: Findings) -> Plan:
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """
-    positions, treatment = _positions(plan), long_row_treatment(plan.recipe.data)
+    positions, treatment = _positions(plan), plan.recipe.data.long_rows
     rows = _rows_to_choose_from(plan, min(positions or LONGEST[treatment], LONGEST[treatment]), findings)
     sizes = choose_sizes(rows, treatment, positions, plan.topology.world_size)
     findings.levels["chosen"] = sizes
@@ -259,7 +259,7 @@ def _estimated_rows(plan: Plan, findings: Findings) -> RowLengths:
     available = sum(map(len, sources))
     for batch in read_all_rows(sources, data, MOST_ROWS):
         for row in batch:
-            texts = [str(row[field]) for field in FORMAT_FIELDS[data.format]]
+            texts = [str(row[field]) for field in data.format.fields]
             lengths.append(-(-sum(len(text.encode()) for text in texts) // BYTES_PER_TOKEN))
         findings.send_progress("read", len(lengths), min(available, MOST_ROWS))
     return RowLengths(np.array(lengths), available)

@@ -18,6 +18,7 @@ from chat_templates import FAMILIES, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.columns import read_rows
 from fsdptrain.data.encode import Encoder
@@ -51,7 +52,7 @@ def tokenizer_with(template: str, tokens: tuple[str, ...], bos: str | None = Non
 
 def trained(tokenizer: Any, talk: Talk, tools: Any = None, **data: Any) -> list[str]:
     """Return the trained parts of a conversation, decoded; checks that its text is what the template renders."""
-    encoder = Encoder(tokenizer, Data(format="chat", seq_len=4096, **data))
+    encoder = Encoder(tokenizer, Data(format=Format.chat, seq_len=4096, **data))
     rows = list(encoder([{"messages": talk, "tools": tools, "place": "talks.jsonl:1"}]))
     if not rows:
         return []
@@ -286,7 +287,7 @@ def test_a_column_of_tools_is_read_and_rendered(tmp_path: Path, kind: str) -> No
         path = tmp_path / "talks.jsonl"
         path.write_text(path.read_text().replace('"functions"', '"tools"'))
         [source] = open_sources(str(path))
-    data = Data(format="chat", columns=columns, seq_len=4096)
+    data = Data(format=Format.chat, columns=columns, seq_len=4096)
     [[first, second]] = list(read_rows(source, data, None))
     assert second["tools"] == TOOLS and first.get("tools", [other]) == [other]
     assert second["messages"] == talk
@@ -303,6 +304,6 @@ def test_wrong_tools_are_refused(tmp_path: Path, tools: Any) -> None:
     path.write_text(json.dumps({"messages": talk_of("Hi", "Ho"), "tools": tools}) + "\n")
     [source] = open_sources(str(path))
     with pytest.raises(DataError, match=r"talks\.jsonl:1: 'tools' is"):
-        list(read_rows(source, Data(format="chat"), None))
+        list(read_rows(source, Data(format=Format.chat), None))
     with pytest.raises(DataError, match=r"no column 'functions', which data\.columns names"):
-        list(read_rows(source, Data(format="chat", columns={"tools": "functions"}), None))
+        list(read_rows(source, Data(format=Format.chat, columns={"tools": "functions"}), None))

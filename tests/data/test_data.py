@@ -30,6 +30,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import fsdptrain.data.corpus
+from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cache_dir, cached_folder
@@ -101,7 +102,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
 
 def corpus_of(path: Path, tokenizer: Any, **data: Any) -> Corpus:
     """Return the corpus of a file."""
-    settings = Data(**data)
+    settings = Data(**data | {"format": Format(data.get("format", "text"))})
     return pack_rows(open_rows(str(path), settings, tokenizer, settings.max_rows, quiet), settings, seed=0)[0]
 
 
@@ -1016,7 +1017,7 @@ def test_a_template_renders_the_day_of_the_run(marks: str, bpe: Any, tmp_path: P
     tokenizer = copy.deepcopy(bpe)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + (marks or PLAIN_CHAT_TEMPLATE)
     path = jsonl(tmp_path / "talks.jsonl", {"messages": TALKS["one turn"]})
-    data, days = Data(format="chat", seq_len=256), (date(2024, 7, 26), date(2024, 7, 27), date(2024, 7, 26))
+    data, days = Data(format=Format.chat, seq_len=256), (date(2024, 7, 26), date(2024, 7, 27), date(2024, 7, 26))
     first, second, again = (open_rows(str(path), data, tokenizer, None, quiet, day) for day in days)
     shown = [tokenizer.decode(each.tokens[: each.lengths[0]].tolist())[:11] for each in (first, second)]
     assert shown == ["26 Jul 2024", "27 Jul 2024"]
@@ -1043,7 +1044,8 @@ def test_every_change_of_the_tokens_makes_another_corpus(bpe: Any, tmp_path: Pat
     changes: list[tuple[Any, dict[str, Any]]] = [
         (bpe, {}), (bpe, {"seq_len": 17}), (bpe, {"packing": "none"}), (bpe, {"packing": "concat"}),
         (bpe, {"max_rows": 1}), (bpe, {"columns": {"text": "other"}}), (bpe, {"format": "prompt_completion"}),
-        (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}), (with_specials(bpe, bos="<s>"), {}),
+        (bpe, {"format": "prompt_completion", "train_on": "all"}), (template, {}),
+        (with_specials(bpe, bos="<s>"), {}),
         (bpe, {"format": "prompt_completion", "separator": " "}),
     ]  # fmt: skip
     for count, (tokenizer, change) in enumerate(changes, 1):
@@ -1201,10 +1203,11 @@ import json, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
 from fsdptrain.data.corpus import open_rows, pack_rows
+from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 folder, me = Path(sys.argv[1]), sys.argv[2]
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-data = Data(seq_len=256, format="prompt_completion", columns={"prompt": "question", "completion": "answer"})
+data = Data(seq_len=256, format=Format.prompt_completion, columns={"prompt": "question", "completion": "answer"})
 (folder / f"ready-{me}").touch()
 while len(list(folder.glob("ready-*"))) < 2:
     time.sleep(0.001)

@@ -24,6 +24,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.encode import Encoder, prefix_tokens
 from fsdptrain.data.tokenizer import tokenizer_digest
@@ -145,7 +146,7 @@ def by_offsets(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple
 def test_prompts_and_completions_are_the_tokenizers_own_tokens(tokenizer: Any, separator: str) -> None:
     rows = [{"prompt": p["question"] + ("" if separator else "\n"), "completion": p["answer"]} for p in PROBLEMS]
     for row, (ids, mask) in zip(
-        rows, encoded(tokenizer, rows, format="prompt_completion", separator=separator), strict=True
+        rows, encoded(tokenizer, rows, format=Format.prompt_completion, separator=separator), strict=True
     ):
         before = row["prompt"] + separator
         whole, labels = by_offsets(tokenizer, before + row["completion"], [(len(before), 10**9)])
@@ -158,14 +159,14 @@ def test_prompts_and_completions_are_the_tokenizers_own_tokens(tokenizer: Any, s
 
 def test_texts_are_the_tokenizers_own_tokens(tokenizer: Any) -> None:
     rows = [{"text": text} for text in texts()]
-    for row, (ids, _) in zip(rows, encoded(tokenizer, rows, format="text"), strict=True):
+    for row, (ids, _) in zip(rows, encoded(tokenizer, rows, format=Format.text), strict=True):
         own = tokenizer(row["text"]).input_ids
         assert ids == (own if own[-1] == tokenizer.eos_token_id else [*own, tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize(("prompt", "completion"), CODE)
 def test_the_decoded_row_is_the_text(tokenizer: Any, prompt: str, completion: str) -> None:
-    [(ids, mask)] = encoded(tokenizer, [{"prompt": prompt, "completion": completion}], format="prompt_completion")
+    [(ids, mask)] = encoded(tokenizer, [{"prompt": prompt, "completion": completion}], format=Format.prompt_completion)
     body = ids[:-1] if completion != "</s>" else ids
     whole = tokenizer(prompt + completion, add_special_tokens=False).input_ids
     assert tokenizer.decode(body) == tokenizer.decode(whole)
@@ -183,7 +184,9 @@ def test_a_completion_gets_no_added_space() -> None:
         made = MAKERS[name]()
         wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
         for prompt, completion in (("What is 2+2?\n", "4"), ("Q: ", "4"), ("def f():\n", "    return 1")):
-            [(ids, mask)] = encoded(wrapped, [{"prompt": prompt, "completion": completion}], format="prompt_completion")
+            [(ids, mask)] = encoded(
+                wrapped, [{"prompt": prompt, "completion": completion}], format=Format.prompt_completion
+            )
             trained = "".join(wrapped.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]))
             assert trained == completion.replace(" ", "▁") + "</s>", name
 
@@ -197,7 +200,7 @@ def test_conversations_are_the_templates_text(tokenizer: Any, template: str) -> 
     ]
     end = "<|im_end|>" if template == CHATML else "</s>"
     counts = [0, 0]
-    for row, (ids, mask) in zip(rows, encoded(tokenizer, rows, format="chat"), strict=True):
+    for row, (ids, mask) in zip(rows, encoded(tokenizer, rows, format=Format.chat), strict=True):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         answer, at, spans = row["messages"][1]["content"] + end, 0, []
         for _ in range(2):
@@ -225,7 +228,7 @@ def test_a_row_begins_as_the_tokenizer_begins_a_text(begin: list[str]) -> None:
     assert wrapped.convert_ids_to_tokens(prefix_tokens(wrapped)) == begin
     for text in ("Hello there", "".join(begin) + "Hello there"):
         [(ids, _)] = encoded(wrapped, [{"text": text}])
-        [(again, mask)] = encoded(wrapped, [{"prompt": text, "completion": " you"}], format="prompt_completion")
+        [(again, mask)] = encoded(wrapped, [{"prompt": text, "completion": " you"}], format=Format.prompt_completion)
         assert ids == [*wrapped("Hello there").input_ids, wrapped.eos_token_id]
         assert again == [*wrapped("Hello there you").input_ids, wrapped.eos_token_id]
         assert [wrapped.decode([t]) for t, flag in zip(again, mask, strict=True) if flag][-1] == "</s>"
@@ -277,12 +280,12 @@ def letters(folder: Path, *merges: str, **settings: Any) -> Letters:
 def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     tokenizer = letters(tmp_path, "ab")
     rows = [{"prompt": "xa", "completion": "by"}, {"prompt": "xa", "completion": "cy"}]
-    crossing, clean = encoded(tokenizer, rows, format="prompt_completion")
+    crossing, clean = encoded(tokenizer, rows, format=Format.prompt_completion)
     assert crossing[0] == [*tokenizer("xaby", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     assert [list(mask) for _, mask in (crossing, clean)] == [[0, 1, 1, 1], [0, 0, 1, 1, 1]]
     tokenizer.chat_template = ROLE_LINES
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    [(ids, mask)] = encoded(tokenizer, [{"messages": talk}], format="chat")
+    [(ids, mask)] = encoded(tokenizer, [{"messages": talk}], format=Format.chat)
     assert tokenizer.convert_ids_to_tokens([t for t, flag in zip(ids, mask, strict=True) if flag]) == ["h", "o", "</s>"]
 
 
@@ -291,8 +294,8 @@ def test_the_digest_covers_all_that_makes_tokens(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path / "fast")
     split = AutoTokenizer.from_pretrained(tmp_path / "fast", split_special_tokens=True)
     assert fast("a</s>").input_ids != split("a</s>").input_ids
-    [(plain, _), (parted, _)] = [encoded(each, [{"prompt": "x", "completion": "</s>a"}], format="prompt_completion")[0]
-                                 for each in (fast, split)]  # fmt: skip
+    rows = [{"prompt": "x", "completion": "</s>a"}]
+    [(plain, _)], [(parted, _)] = (encoded(each, rows, format=Format.prompt_completion) for each in (fast, split))
     assert plain == [*fast("x</s>a").input_ids, fast.eos_token_id]
     assert parted == [*split("x</s>a").input_ids, split.eos_token_id]
     each = [fast, split, letters(tmp_path, "ab"), letters(tmp_path, "bc")]

@@ -24,16 +24,17 @@ import yaml
 from datasets import Dataset
 from support import DATA, GSM8K, ROOT, SHAKESPEARE, environment
 
+from fsdptrain.config.formats import Format, guess_format
 from fsdptrain.config.paths import find_all_data, find_data
 from fsdptrain.config.schema import Data
 from fsdptrain.data import sources
-from fsdptrain.data.columns import describe_columns, guess_format, read_all_rows, read_rows
+from fsdptrain.data.columns import describe_columns, read_all_rows, read_rows
 from fsdptrain.data.hub_data import hub_commit
 from fsdptrain.data.sources import count_files, data_files, fingerprint, open_sources
 from fsdptrain.errors import DataError
 
-PC = {"format": "prompt_completion"}
-CHAT = {"format": "chat"}
+PC = {"format": Format.prompt_completion}
+CHAT = {"format": Format.chat}
 OK = {"text": "a"}
 OK_PC = {"prompt": "a", "completion": "b"}
 OK_CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -344,7 +345,7 @@ def test_columns_are_recognised_and_the_suggestion_reads_them(
         return
     advised = yaml.safe_load(message.partition("They fit ")[2])["data"]
     assert advised["format"] == expected[0] and advised.get("columns", {}) == expected[1]
-    assert len(rows_of(path, **advised)) == 1
+    assert len(rows_of(path, **advised | {"format": Format(advised["format"])})) == 1
 
 
 def test_the_message_for_thousands_of_columns_is_short(tmp_path: Path) -> None:

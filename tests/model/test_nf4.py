@@ -188,7 +188,7 @@ def test_no_import_of_bitsandbytes_uses_kernels(tmp_path: Path, monkeypatch: pyt
     ("words", "message"),
     [
         (["adapter.use_dora=true"], "adapter.use_dora: DoRA needs the norms of the unquantised weights"),
-        (["export.merge_base=dequantized"], "export.merge_base: has no effect without adapter.kind: qlora and"),
+        (["export.merge_base=dequantized"], "export.merge_base: has no effect with export.adapter: "),
         (
             ["adapter.kind=lora", "export.adapter=both", "export.merge_base=dequantized"],
             "export.merge_base: has no eff",

@@ -15,6 +15,7 @@ from support import ROOT, write_recipe
 
 from fsdptrain.attempts.attempts import EarlierAttempts
 from fsdptrain.config.reader import load
+from fsdptrain.folder.records import EVENTS
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
 from fsdptrain.plan.hardware import parse_hardware
@@ -246,3 +247,8 @@ def test_a_pipe_gets_no_escape_sequences_even_with_force_color(
         screen.show(STARTED)
         screen.show(step(40))
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_screen_handles_only_events_of_the_table() -> None:
+    handled = {name.removeprefix("_on_") for name in vars(Screen) if name.startswith("_on_")}
+    assert handled and handled <= EVENTS.keys()

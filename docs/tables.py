@@ -1,6 +1,6 @@
-"""Write the tables of docs/from-fsdp1.md, what replaces the names and values of other tools, from `config.names`.
+"""Write the tables that are made from the code: the names of other tools, and the events of a run.
 
-python docs/names.py             # replaces the document's end, from its heading "Names" on; a test compares the two
+python docs/tables.py            # replaces the end of each document in ENDS; a test compares them
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config.names import FOREIGN_NAMES, FOREIGN_VALUES, TABLES, leading_key
-
-DOCUMENT = Path(__file__).parent / "from-fsdp1.md"
-HEADING = "## Names"
+from fsdptrain.folder.records import EVENTS, EventKind
 
 
-def tables() -> str:
-    """Return the end of the document: names that have a key here, names that have none, and values."""
+def names() -> str:
+    """Return what replaces the names and values of other tools: names with a key here, those with none, and values."""
     with_key, without = [], []
     for text, names in FOREIGN_NAMES.items():
         key = leading_key(text)
@@ -25,7 +23,7 @@ def tables() -> str:
         row = f"| {quoted(names.split())} | {f'`{key}`' if key else ''}{here} |"
         (with_key if key else without).append(row)
     values = [f"| `{key}` | {'; '.join(value_pairs(pairs))} |" for key, pairs in FOREIGN_VALUES.items()]
-    return f"""{HEADING}
+    return f"""## Names
 
 {table("elsewhere | here", with_key)}
 
@@ -39,9 +37,24 @@ No key replaces these:
 """
 
 
+def events() -> str:
+    """Return the table of the events."""
+    rows = [
+        f"| `{kind}` | {event.says} | {fields_text(event)} | {'yes' * event.undone} | {'yes' * event.on_board} |"
+        for kind, event in EVENTS.items()
+    ]
+    head = "event | what it says | fields, in brackets those that may be missing | undone by a resume | in TensorBoard"
+    return f"## Events\n\n{table(head, rows)}\n"
+
+
+def fields_text(event: EventKind) -> str:
+    """Return the names of the fields of an event."""
+    return ", ".join([*(f"`{name}`" for name in event.fields), *(f"[`{name}`]" for name in event.optional)])
+
+
 def table(head: str, rows: list[str]) -> str:
-    """Return a table of two columns."""
-    return "\n".join([f"| {head} |", "| --- | --- |", *rows])
+    """Return a table with this head."""
+    return "\n".join([f"| {head} |", "|" + " --- |" * len(head.split(" | ")), *rows])
 
 
 def value_pairs(pairs: dict[Any, Any]) -> Iterator[str]:
@@ -60,6 +73,11 @@ def quoted(words: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in words)
 
 
+ENDS = {"from-fsdp1.md": names, "events.md": events}
+
+
 if __name__ == "__main__":
-    written = DOCUMENT.read_text(encoding="utf-8").partition(f"\n{HEADING}\n")[0]
-    DOCUMENT.write_text(f"{written}\n{tables()}", encoding="utf-8")
+    for name, end in ENDS.items():
+        document, made = Path(__file__).parent / name, end()
+        written = document.read_text(encoding="utf-8").partition(f"\n{made.splitlines()[0]}\n")[0]
+        document.write_text(f"{written}\n{made}", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""What a row of each data format has, and how it is read.
+
+No other module compares the names of formats: they read these properties. To add a format of texts, add a row to
+`Format`; one of another kind also needs its own check in `data.columns` and its own rendering in `data.encode`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+LongRows = Literal["split", "cut"]
+
+
+Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
+
+
+class Format(StrEnum):
+    """A data format; its value is the word in the recipe. The order is from the least to the most specific.
+
+    `fields`: field → what data sets usually call its column, the most specific name first. The last field is trained;
+    those before it are its prompt. `long_rows`: what happens to a row of more than `data.seq_len` tokens.
+    `is_chat`: a row is a conversation, which the tokenizer's chat template renders. `optional`: fields that are read if
+    there is such a column.
+    """
+
+    fields: dict[str, Names]
+    long_rows: LongRows
+    is_chat: bool
+    optional: tuple[str, ...]
+
+    text = "text", {"text": ("text", "content", "document", "body", "article", "code")}, "split"
+    prompt_completion = (
+        "prompt_completion",
+        {
+            "prompt": (
+                "prompt", ("instruction", "input"), "instruction", "question", "query", "problem", "input", "inputs",
+            ),
+            "completion": ("completion", "output", "response", "answer", "solution", "target", "targets"),
+        },
+        "cut",
+    )  # fmt: skip
+    chat = (
+        "chat", {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog")}, "cut",
+        True, ("tools",),
+    )  # fmt: skip
+
+    def __new__(
+        cls,
+        word: str,
+        fields: dict[str, Names],
+        long_rows: LongRows,
+        is_chat: bool = False,
+        optional: tuple[str, ...] = (),
+    ) -> Format:
+        """Make the member of a row."""
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.fields, member.long_rows, member.is_chat, member.optional = fields, long_rows, is_chat, optional
+        return member
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether a row has fields before the one that is trained, with `data.separator` between them."""
+        return len(self.fields) > 1
+
+    @property
+    def is_trained_in_part(self) -> bool:
+        """Whether `data.train_on` chooses what is trained of a row; otherwise all of it is."""
+        return self.has_prompt or self.is_chat
+
+
+DEFAULT_FORMAT = Format.text
+
+
+def guess_format(available: list[str]) -> tuple[Format, dict[str, str | list[str]]] | None:
+    """Return the format that columns of these names look like, with its `data.columns`; None if there is none."""
+    for form in reversed(Format):
+        found = {field: _column_named(names, available) for field, names in form.fields.items()}
+        columns = {field: column for field, column in found.items() if column is not None}
+        if len(columns) == len(found):
+            return form, {field: column for field, column in columns.items() if column != field}
+    return None
+
+
+def _column_named(names: Names, available: list[str]) -> str | list[str] | None:
+    """Return the first of these names of columns that is there."""
+    for name in names:
+        if {*([name] if isinstance(name, str) else name)} <= {*available}:
+            return name if isinstance(name, str) else list(name)
+    return None
