@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-HISTORIES = 100  # of `make test`
-EVENTS = 5  # of a history, at most
+HISTORIES = 200  # of `make test`
+EVENTS = 4  # of a history, at most, beside its start and its end
 BATCH = 50  # histories of one call of Hypothesis in the soak
 
 
