@@ -256,7 +256,9 @@ class Child:
     def _answers(self) -> bool:
         """Return whether something can be read by now: an answer, or that the process has ended."""
         assert self._process.stdout
-        return bool(select.select([self._process.stdout], [], [], ANSWER_POLL_S)[0])
+        ready = select.poll()  # `select` knows descriptors up to 1023: rank 0 may have more, one for each other rank
+        ready.register(self._process.stdout, select.POLLIN)
+        return bool(ready.poll(1000 * ANSWER_POLL_S))
 
     @property
     def code(self) -> int:
@@ -269,7 +271,7 @@ class Child:
         return killed_by(signal.Signals(-self.code).name) if self.code < 0 else ""
 
     def errors(self) -> str:
-        """Return what the process has written to standard error."""
+        """Return what a process that has ended has written to standard error."""
         assert self._errors
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")

@@ -325,9 +325,9 @@ def test_a_rank_that_leaves_before_the_first_step_does_not_wait_in_a_collective(
         monkeypatch.setattr(setup, name, lambda *_: None)
     monkeypatch.setattr(setup, "start_adapters", lambda *_: pytest.fail("this rank waits for the one that has left"))
     world = SimpleNamespace(device=torch.device("cpu"), any=lambda _: True)
-    session = SimpleNamespace(plan=plan, stop=SimpleNamespace(count=0), progress=None)
+    session = SimpleNamespace(stop=SimpleNamespace(count=0), progress=None)
     checkpointer = SimpleNamespace(world=world, newest_step=lambda: 0)
-    inputs = SimpleNamespace(prepared=SimpleNamespace(bare=None))
+    inputs = SimpleNamespace(plan=plan, prepared=SimpleNamespace(bare=None))
     with pytest.raises(Stopped):
         setup.load_state(None, session, inputs, checkpointer)  # type: ignore[arg-type]
 
