@@ -447,6 +447,25 @@ def test_reading_back_notices_every_change_and_the_checksum_shows_it_later(
     assert checkpoint_problems(folder) == [f"{path} is damaged: its checksum differs from the manifest's"]
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure only what was synced is certain: files, then their names, then the checkpoint's name."""
+    storage, sync, synced = open_storage(None, tmp_path), os.fsync, list[tuple[str, bool]]()
+
+    def noting(descriptor: int) -> None:
+        synced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), storage.checkpoint(3).exists()))
+        sync(descriptor)
+
+    storage.prepare(3)
+    scratch = storage.staging(3)
+    monkeypatch.setattr(os, "fsync", noting)
+    for rank in range(2):
+        write_shards(scratch / f"rank-{rank:05}.safetensors", different_tensors())
+    storage.publish(3, b"{}")
+    files = [f"{scratch}/{path.name}" for path in storage.checkpoint(3).iterdir()]
+    assert len(files) == 3 and sorted(synced[:3]) == [(file, False) for file in sorted(files)]
+    assert synced[3:] == [(str(scratch), False), (str(tmp_path), True)]
+
+
 def test_a_checkpoint_of_another_version_is_refused_and_not_renamed(run: RunDir, saves: Any) -> None:
     (newest(run) / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT_VERSION + 1, "whatever": "it has"}))
     done = fsdptrain("run", saves[0] / "recipe.yaml", f"output_dir={run.root}")

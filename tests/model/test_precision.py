@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from support import on_ranks, write_recipe
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.config.schema import Model
+from fsdptrain.model.skeleton import skeleton
+from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import takes_two_dtypes
 
 LISTED = ["deepseek_v3", "glm4_moe", "dots1", "hy_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
@@ -73,6 +76,13 @@ def test_every_architecture_computes_bf16_as_transformers_does(tmp_path: Path) -
     for kind, values in found.items():
         print(f"{kind:28} {values}")
     assert {kind for kind, values in found.items() if values[0] != 0 or not values[1] <= ROUNDED} == set(NOT_EQUAL)
+
+
+def test_buffers_are_cast_except_those_that_stay_in_float32() -> None:
+    model = skeleton(small_config("deepseek_v3"), Model(attn_implementation="eager"), "bfloat16")
+    place_buffers(model, torch.device("cpu"), "bfloat16")
+    dtypes = {name.rpartition(".")[2]: buffer.dtype for name, buffer in model.named_buffers()}
+    assert dtypes["e_score_correction_bias"] == torch.float32 and dtypes["inv_freq"] == torch.bfloat16
 
 
 @needs_groups

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import on_ranks, write_recipe
 
 from fsdptrain.train import stops
 from fsdptrain.train.stops import MOST, StopPoll, count_within
@@ -81,3 +83,16 @@ def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(monke
 def test_on_a_cpu_every_call_exchanges() -> None:
     ranks = made("cpu")
     assert ranks.exchanged == [[*range(1, 41)]] * RANKS and ranks.stopped_at == [40] * RANKS
+
+
+def test_a_stop_in_an_evaluation_is_followed_by_a_checkpoint(tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        data__eval={"fraction": 0.1},
+        eval__every=2,
+        checkpoint__every=100,
+        train__steps=6,
+        launch__nproc_per_node=1,
+    )
+    [found] = on_ranks(1, "stopped_in_evaluation", tmp_path / "ranks", recipe=str(recipe))
+    assert found == {"made": 2, "saved": [2]}
