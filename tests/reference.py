@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +14,20 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
-from fsdptrain.data.corpus import Corpus
+from fsdptrain.data.corpus import Corpus, Stream, prepare
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
+
+
+def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
+    """The data of a recipe (which rows are in which batch, and their tokens), and the blocks that are held out."""
+    written = load(recipe)
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+
 
 Documents = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, mask and labels [documents, longest]
 
@@ -32,6 +46,11 @@ def documents_of(corpus: Corpus, blocks: Sequence[int]) -> Documents:
         ids[row, :length], mask[row, :length] = tokens[:length], 1
         labels[row, : len(tokens) - 1] = tokens[1 : length + 1]
     return ids, mask, labels
+
+
+def batches_of(stream: Stream, size: int, steps: int) -> list[Documents]:
+    """The documents of the first batches of a run, whose blocks are in the order of its stream."""
+    return [documents_of(stream.corpus, stream.at(range(step * size, (step + 1) * size))) for step in range(steps)]
 
 
 def cosine_rates(lr: float, steps: int) -> list[float]:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from reference import cosine_rates, documents_of, largest_difference, plain_curve, plain_loss
+from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
 from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-from fsdptrain.config.reader import load
-from fsdptrain.data.corpus import Stream, prepare
-from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import find_topology
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
@@ -40,18 +33,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stream(recipe: Path) -> Stream:
-    """Return the data of the recipe: which rows are in which batch, and their tokens."""
-    written = load(recipe)
-    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)[0]
-
-
-@pytest.fixture(scope="module")
-def reference(recipe: Path, stream: Stream) -> Curve:
+def reference(recipe: Path) -> Curve:
     """Return the function that computes the curve of the plain loop, over documents that are not packed."""
-    blocks = [stream.at(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)]
-    batches = [documents_of(stream.corpus, numbers) for numbers in blocks]
+    batches = batches_of(stream_of(recipe)[0], BATCH, STEPS)
     assert all(len(labels) > BATCH for _, _, labels in batches), "no block has several documents"
     rates = cosine_rates(3e-4, STEPS)
     torch.set_num_threads(1)
@@ -131,15 +115,6 @@ def test_both_losses_agree_with_the_plain_loop(recipe: Path, reference: Curve, t
     assert_curves_agree(2, variants, recipe, reference, tmp_path)
 
 
-def test_an_evaluation_is_the_mean_over_all_label_tokens(recipe: Path, stream: Stream, tmp_path: Path) -> None:
-    """Of seven blocks, which neither the ranks nor the micro-batches divide."""
-    documents = documents_of(stream.corpus, range(7))
-    tokens, loss = int((documents[2] >= 0).sum()), plain_loss(str(recipe.parent / "model"), documents)
-    words = {"overrides": ["train.micro_batch_size=2"], "blocks": 7}
-    for found in on_ranks(2, "evaluates", tmp_path, recipe=str(recipe), **words):
-        assert found == [pytest.approx(loss, rel=1e-6), tokens]
-
-
 def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(tmp_path: Path) -> None:
     """The same micro-batch everywhere: only the masks differ."""
     found = []
@@ -151,7 +126,8 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
         first, second, again = rank["train"]
         assert first == again != second
         assert rank["evaluations"][0] == rank["evaluations"][1] and rank["logits"]
-    assert len({loss for rank in found for loss in rank["train"]}) == 2 * len(found), "two masks are the same"
+    for of_all in ("train", "drawn"):
+        assert len({number for rank in found for number in rank[of_all]}) == 2 * len(found), "two masks are the same"
 
 
 @pytest.mark.soak
