@@ -9,9 +9,11 @@ two lines above the diff, and `git checkout fsdptrain`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,8 +25,8 @@ from pathlib import Path
 MUTANTS = Path(__file__).parent
 ROOT = MUTANTS.parent.parent
 WANTED = 0.95  # of all mistakes
-PYTEST = (sys.executable, "-m", "pytest", "-x", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=")
-SUITE = ("-m", "not soak and not cluster")
+PYTEST = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-o", "addopts="]
+SUITE = ["-m", "not soak and not cluster"]
 LIMIT_S = 900.0  # a mistake that lets a test hang is noticed, too
 
 
@@ -47,15 +49,15 @@ class Mutant:
 
 def mutants(parts: Sequence[str] = ()) -> list[Mutant]:
     """Return all mutants whose names contain any of these parts, by name."""
-    found = [patch for patch in sorted(MUTANTS.glob("*.patch")) if not parts or any(p in patch.stem for p in parts)]
-    return [Mutant.read(patch) for patch in found]
+    found = sorted(MUTANTS.glob("*.patch"))
+    return [Mutant.read(patch) for patch in found if not parts or any(part in patch.stem for part in parts)]
 
 
 def apply(mutant: Mutant, tree: Path, *options: str) -> None:
     """Apply a patch to a tree. Raise ValueError, with the reason of git, if that is not possible."""
-    words = ["git", "apply", *options, str(mutant.patch)]
     # Inside the folder of another repository, git would skip all files that are not in its index.
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    words = ["git", "apply", *options, mutant.patch]
     done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{mutant.patch.name} does not apply, so it has to be planted again: {done.stderr.strip()}")
@@ -71,23 +73,23 @@ def copy_of_tree(folder: Path) -> Path:
     return tree
 
 
-def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
+def first_failure(tree: Path, tests: Sequence[str], limit_s: float | None = None) -> str | None:
     """Run tests in a tree until one fails. Return which, or None. Raise ValueError if they cannot be run."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    words = [*PYTEST, *SUITE, f"--basetemp={tree.parent / 'tmp'}", *tests]
-    try:
-        done = subprocess.run(
-            words, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"(no end within {LIMIT_S:.0f} s)"
-    if done.returncode == 0:
-        return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode != 1 and not failed:
-        raise ValueError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
-    return failed[1] if failed else "(unknown)"
+    words, output = [*PYTEST, *SUITE, f"--basetemp={tree.parent / 'tmp'}", *tests], tree.parent / "output"
+    options = {"cwd": tree, "env": env, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with output.open("w") as stream, subprocess.Popen(words, stdout=stream, **options) as pytest:
+        try:
+            code = pytest.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"(no end within {limit_s:.0f} s)"
+        finally:  # also after Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pytest.pid, signal.SIGKILL)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text := output.read_text(), re.MULTILINE)
+    if code and not failed:
+        raise ValueError(f"pytest ended with {code}:\n{text[-3000:]}")
+    return failed[1] if failed else None
 
 
 def main() -> int:
@@ -97,14 +99,13 @@ def main() -> int:
         tree = copy_of_tree(Path(scratch))
         for mutant in chosen:
             apply(mutant, tree, "--check")
-        every = dict.fromkeys(test for mutant in chosen for test in mutant.tests)
         print(f"{len(chosen)} mistakes; first, the tests that should notice them run without any", flush=True)
-        if failure := first_failure(tree, [*every]):
+        if failure := first_failure(tree, sorted({test for mutant in chosen for test in mutant.tests})):
             raise ValueError(f"{failure} fails without any mistake")
         for mutant in chosen:
             started = time.monotonic()
             apply(mutant, tree)
-            failure = first_failure(tree, mutant.tests)
+            failure = first_failure(tree, mutant.tests, LIMIT_S)
             apply(mutant, tree, "--reverse")
             noticed += failure is not None
             outcome = f"noticed by {failure.removeprefix('tests/')}" if failure else f"SURVIVED: {mutant.wrong}"
