@@ -43,8 +43,9 @@ def documents_of(corpus: Corpus, blocks: Sequence[int]) -> Documents:
     labels = torch.full(shape, -100)
     for row, (first, length, end) in enumerate(pieces):
         tokens = torch.from_numpy(corpus.tokens[first:end].astype("int64"))
+        following = tokens[1 : length + 1]  # of a piece of a row, its last token predicts the next one of the row
         ids[row, :length], mask[row, :length] = tokens[:length], 1
-        labels[row, : len(tokens) - 1] = tokens[1 : length + 1]
+        labels[row, : len(following)] = following
     return ids, mask, labels
 
 
