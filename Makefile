@@ -63,7 +63,14 @@ $(VERSIONS)/%/installed: pyproject.toml
 # HISTORIES (100000) and HISTORIES_S (600) limit the random histories of a run, of each place, in number and seconds.
 soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
+	$(MAKE) mutants
 	$(MAKE) versions
+
+# Mistakes of tests/mutants, planted one at a time in a copy of the tree: the default suite should notice 95% of them.
+# Only those with a part of a name: make mutants MUTANTS=dropout
+.PHONY: mutants
+mutants: install
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 # As root: a private Slurm of two nodes (Debian or Ubuntu), and up to four hosts as network namespaces with a switch
 # between them. Where one of them is not possible, its tests are skipped with the reason at the end, and the others run.

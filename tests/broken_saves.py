@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import safetensors.torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from fsdptrain.checkpoint import save as checkpoint
-from fsdptrain.folder import storage
+from fsdptrain.folder.storage import MANIFEST_NAME
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 
@@ -40,15 +41,25 @@ def taken_name(checkpointer: Any, step: int) -> Iterator[None]:
     yield
 
 
+def when_synced(act: Callable[[Path], None]) -> AbstractContextManager[Any]:
+    """Act on every file and folder after it was synced to the disk; what is raised seems to come from the system."""
+    sync = os.fsync
+
+    def syncing(descriptor: int) -> None:
+        sync(descriptor)
+        act(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    return patch.object(os, "fsync", syncing)
+
+
 def taken_meanwhile(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
     """Take the checkpoint's name while its files are written."""
-    write = checkpoint.write_shards
 
-    def taking(*arguments: Any) -> Any:
-        checkpointer.rundir.checkpoint(step).mkdir(exist_ok=True)
-        return write(*arguments)
+    def take(path: Path) -> None:
+        if path.name.startswith("rank-"):
+            checkpointer.rundir.checkpoint(step).mkdir(exist_ok=True)
 
-    return patch.object(checkpoint, "write_shards", taking)
+    return when_synced(take)
 
 
 def cut_short(error: BaseException) -> Callable[[Any, int], AbstractContextManager[Any]]:
@@ -56,10 +67,13 @@ def cut_short(error: BaseException) -> Callable[[Any, int], AbstractContextManag
 
     def writing(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
         def write(tensors: Any, path: Path, metadata: Any) -> None:
-            path.write_bytes(b"half a file")
+            Path(path).write_bytes(b"half a file")
             raise error
 
-        return patch.object(checkpoint, "save_file", write if checkpointer.world.rank == 1 else checkpoint.save_file)
+        library = safetensors.torch
+        return patch.object(
+            library, "serialize_file", write if checkpointer.world.rank == 1 else library.serialize_file
+        )
 
     return writing
 
@@ -75,26 +89,17 @@ def disk_is_full_already(*_: Any) -> AbstractContextManager[Any]:
 
 def disk_flips_a_bit(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
     """Flip a bit of rank 1's file after it was written."""
-    fsync = checkpoint.fsync
-
-    def flipping(path: Path) -> None:
-        fsync(path)
-        if path.name == "rank-00001.safetensors":
-            flip(path)
-
-    return patch.object(checkpoint, "fsync", flipping)
+    return when_synced(lambda path: flip(path) if path.name == "rank-00001.safetensors" else None)
 
 
 def commit_fails(checkpointer: Any, step: int) -> AbstractContextManager[Any]:
     """Let the disk fail between the manifest and the rename."""
-    fsync = storage.fsync
 
-    def failing(path: Path) -> None:
-        if path.name.endswith(".tmp"):
+    def fail(path: Path) -> None:
+        if path.name == MANIFEST_NAME:
             raise OSError(errno.EIO, "Input/output error")
-        fsync(path)
 
-    return patch.object(storage, "fsync", failing)
+    return when_synced(fail)
 
 
 def metrics_cannot_be_written(checkpointer: Any, step: int) -> AbstractContextManager[Any]:

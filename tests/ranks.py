@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
-from support import as_nobody
+from support import as_nobody, events
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -42,6 +43,7 @@ from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, Wo
 from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
+from fsdptrain.model.init import init_groups, initial_weights
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import skeleton
@@ -214,6 +216,50 @@ def masked_and_apart(recipe: str, variants: dict[str, list[str]], steps: int) ->
             made = curve(run, steps)
             found[name].append([*made, list(run.engine.evaluate(run.stream.corpus, range(7)) or ())])
     return found
+
+
+def dropout(recipe: str) -> dict[str, Any]:
+    """Return losses of one micro-batch, the same on all ranks: in training steps 0, 1 and 0, and in evaluations.
+
+    `logits` says whether those that an export is compared with are the same when they are computed again; `drawn` are
+    the first random numbers of steps 0 and 1.
+    """
+    run = build(recipe, [])
+    batch = run.stream.batch([0])
+    train = [run.engine.accumulate(step, [batch], 1).item() for step in (0, 1)]
+    evaluations = [run.engine.evaluate(run.stream.corpus, [0, 1]) for _ in range(2)]
+    logits = [run.sample().logits for _ in range(2)]
+    train.append(run.engine.accumulate(0, [batch], 1).item())
+    drawn = [(run.engine.seed(step), torch.rand(()).item())[1] for step in (0, 1)]
+    return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}
+
+
+def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> dict[str, Any]:
+    """Train until a signal comes in the evaluation after step 2; then go on with each of these overrides.
+
+    Returns the number of steps when it stopped, and the steps that have a checkpoint and an evaluation in the end.
+    """
+    run = build(recipe, [])
+    beat, rundir = run.engine.beat, run.session.rundir
+
+    def stopping() -> None:
+        beat()
+        if run.engine.model.training is False and run.totals.tokens and not run.session.stop.count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.engine.beat = stopping
+    with run.session.stop:
+        stopped = [run.train(), rundir.checkpoint_steps()]
+    for overrides in later:
+        assert build(recipe, overrides).train() is None
+    return {"stopped": stopped, "saved": rundir.checkpoint_steps(), "evaluated": events(rundir.root, "eval")}
+
+
+def flags(recipe: str) -> list[bool]:
+    """Return what every rank sees of a flag of the last rank, and of one that no rank has."""
+    written = load(Path(recipe))
+    world = World.start(make_plan(written, find_topology(written.recipe, dict(os.environ))), StopRequest())
+    return [world.any(world.rank == world.size - 1), world.any(0)]
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
@@ -535,7 +581,6 @@ def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eag
             "local_share": sum(p.to_local().numel() for p in model.parameters())
             / sum(p.numel() for p in model.parameters()),
             "names": sorted(name for name, _ in model.named_parameters()),
-            "undecayed": sorted(optimizer.param_groups[1]["param_names"]),
         }
     return found
 
@@ -572,7 +617,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Train with a NaN in the loss of step 3, on the last rank, reading each step at once, one step late, and 4 steps
-    together.
+    read together.
 
     Returns for each what was reported, how many steps were read together, and digests of weights and state at the end;
     and what is left by the step with the NaN and three steps after it when the run ends there.
@@ -604,15 +649,15 @@ def late(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def skips(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
-    """Train with a NaN in the loss of step 3, which is skipped; save after step `at`, go on, and resume from there.
+    """Skip steps 2 and 4, whose losses are NaN; save after step `at`, go on, and resume from there.
 
     Returns the steps that were skipped, and whether this rank's part of the weights is in the end, bit for bit, that of
     torch's AdamW that is given the gradients and rates of the other steps only (`plain`), and whether weights and state
     are those of the resumed run (`resumed`).
     """
-    overrides, events = [*overrides, "train.on_nonfinite=skip"], []
+    overrides, events = [*overrides, "train.on_nonfinite=skip", "train.max_skipped=1"], []  # in a row
     run = build(recipe, overrides)
-    watch(run, events, late=False)
+    watch(run, events, late=False, bad=(1, 3))
     optimizer = run.engine.optimizer
     groups = [{**group, "params": [part.clone() for part in group["params"]]} for group in optimizer.param_groups]
     update, updates = optimizer.step, []
@@ -680,10 +725,11 @@ def counted(recipe: str, overrides: list[str]) -> dict[str, Any]:
     return {"together": together, "waited": waited}
 
 
-def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1) -> list[int]:
-    """Collect the events of a trainer, and make the loss of step 3 NaN on the last rank, also when it is repeated.
+def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1, bad: tuple[int, ...] = (2,)) -> list[int]:
+    """Collect the events of a trainer, and make the losses of steps `bad` (from 0) NaN, on the last rank.
 
-    Returns a list to which the number of steps is added whenever some are read together.
+    They are NaN also when they are repeated. Returns a list to which the number of steps is added whenever some are
+    read together.
     """
     run.reads_late, run.most_unread, together = late, most_unread, []
     read, trainer.count_within = run.engine.read, lambda *_: most_unread
@@ -697,8 +743,8 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1) -> 
         seed(step)
 
     def loss(batch: Any, divisor: int) -> torch.Tensor:
-        bad = at[0] == 2 and run.world.rank == run.world.size - 1
-        return whole(batch, divisor) * (float("nan") if bad else 1.0)
+        spoilt = at[0] in bad and run.world.rank == run.world.size - 1
+        return whole(batch, divisor) * (float("nan") if spoilt else 1.0)
 
     run.engine.seed, run.engine.loss = seeded, loss  # type: ignore[method-assign]
     return together
@@ -741,14 +787,27 @@ def edge_cases(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
     return found | {name: norms(recipe, overrides) for name, overrides in variants.items()}
 
 
-def norms(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Return the gradient norm of the engine, and that of the gathered gradients (pytorch#170862)."""
-    run = build(recipe, [*overrides, "optim.lr=0", "optim.max_grad_norm=null"])
-    whole = [gradient.double() for gradient in gradients_of(run, 0).values()]
+def norms(recipe: str, overrides: list[str]) -> list[dict[str, float]]:
+    """Make a step of plain SGD that clips gradients to half their norm, and one that may have twice their norm.
+
+    Return for each the gradient norm of the engine (`engine`), that of the gathered gradients (`full`, pytorch#170862),
+    and how far the step is from that with the gathered gradients, relative to its length (`off`).
+    """
+    run = build(recipe, [*overrides, "optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0"])
+    params, found = dict(run.engine.model.named_parameters()), []
     batches = [run.stream.batch(m) for m in run.plan.micro_batches(0, run.world.rank)]
     tokens = run.stream.label_tokens(run.plan.step_positions(0))
-    [stats] = run.engine.read([run.engine.step(0, batches, tokens, 0.0)])
-    return {"engine": stats.grad_norm, "full": sum((g**2).sum() for g in whole).sqrt().item()}
+    for share in (0.5, 2.0):
+        before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
+        whole = gradients_of(run, 0)
+        norm = sum((gradient.double() ** 2).sum() for gradient in whole.values()).sqrt().item()
+        run.engine.plan = varied(run.plan, {"optim.max_grad_norm": share * norm})
+        [stats] = run.engine.read([run.engine.step(0, batches, tokens, 1.0)])
+        wanted = {name: -min(share, 1.0) * gradient for name, gradient in whole.items()}
+        off = [params[name].detach().full_tensor() - before[name] - update for name, update in wanted.items()]
+        lengths = [torch.nn.utils.get_total_norm(tensors).item() for tensors in (off, wanted.values())]
+        found.append({"engine": stats.grad_norm, "full": norm, "off": lengths[0] / lengths[1]})
+    return found
 
 
 def bytes_read(recipe: str, variants: dict[str, list[str]], resumed: list[str]) -> dict[str, dict[str, int]]:
@@ -963,6 +1022,9 @@ def parities(recipe: str, kinds: list[str]) -> dict[str, Any]:
 def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
     """See `parities`; through the files in `folder`."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    if torch.__version__ >= (2, 15):  # FSDP does not round a gradient that a product with float32 gives a bf16 weight
+        for param in reference.parameters():
+            param.grad_dtype = None
     config = AutoConfig.from_pretrained(folder)
     plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
     bare = skeleton(config, plan.recipe.model)
@@ -992,11 +1054,19 @@ def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
 
 
 def moments(recipe: str, variants: dict[str, list[str]]) -> dict[str, dict[str, list[float]]]:
-    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name."""
+    """Mean and standard deviation of every weight at the start, in memory that was NaN before; by variant and name.
+
+    All of them are compared with the whole ones that are drawn, bit for bit.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
     found = {}
     for name, overrides in variants.items():
-        weights = {n: p.detach().full_tensor() for n, p in build(recipe, overrides).engine.model.named_parameters()}
+        run = build(recipe, overrides)
+        weights = {n: p.detach().full_tensor() for n, p in run.engine.model.named_parameters()}
+        mirror, drawn = run.inputs.prepared.bare, {}
+        for group in initial_weights(mirror, init_groups(mirror), run.plan.recipe):
+            drawn |= group
+        assert all(torch.equal(weight, drawn[n]) for n, weight in weights.items()), name
         found[name] = {n: [w.mean().item(), w.std(correction=0).item()] for n, w in weights.items()}
     return found
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +14,55 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fsdptrain.config.optimizers import OptimizerKind
+from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Optim
+from fsdptrain.data.corpus import Corpus, Stream, prepare
+from fsdptrain.data.tokenizer import load_tokenizer
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
+
+
+def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
+    """The data of a recipe (which rows are in which batch, and their tokens), and the blocks that are held out."""
+    written = load(recipe)
+    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
+    return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
+
+
+Documents = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, mask and labels [documents, longest]
+
+
+def documents_of(corpus: Corpus, blocks: Sequence[int]) -> Documents:
+    """Return the documents of some blocks, each in a row of its own: nothing is packed, a mask hides the padding.
+
+    They are made from the tokens of the data alone: a label is the next token of the same row of the data.
+    """
+    pieces = [piece for block in blocks for piece in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]]
+    shape = (len(pieces), max(length for _, length, _ in pieces))
+    ids, mask = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+    labels = torch.full(shape, -100)
+    for row, (first, length, end) in enumerate(pieces):
+        tokens = torch.from_numpy(corpus.tokens[first:end].astype("int64"))
+        following = tokens[1 : length + 1]  # of a piece of a row, its last token predicts the next one of the row
+        ids[row, :length], mask[row, :length] = tokens[:length], 1
+        labels[row, : len(following)] = following
+    return ids, mask, labels
+
+
+def batches_of(stream: Stream, size: int, steps: int) -> list[Documents]:
+    """The documents of the first batches of a run, whose blocks are in the order of its stream."""
+    return [documents_of(stream.corpus, stream.at(range(step * size, (step + 1) * size))) for step in range(steps)]
+
+
+def cosine_rates(lr: float, steps: int) -> list[float]:
+    """Learning rates by the defaults: 3% of the steps to warm up, then a cosine that ends at a tenth of `lr`."""
+    warmup = round(0.03 * steps)
+    angles = [math.pi * (step - warmup) / (steps - 1 - warmup) for step in range(warmup, steps)]
+    return [lr * (step + 1) / warmup for step in range(warmup)] + [lr * (0.55 + 0.45 * math.cos(a)) for a in angles]
 
 
 def plain_curve(
-    folder: str, batches: Sequence[dict[str, torch.Tensor]], rates: Sequence[float], compute: torch.dtype
+    folder: str, batches: Sequence[Documents], rates: Sequence[float], compute: torch.dtype
 ) -> list[list[float]]:
     """[loss, gradient norm] a step: mean cross-entropy over the batch's labels, clip at 1, AdamW(0.9, 0.95), decay 0.1.
 
@@ -33,8 +80,7 @@ def plain_curve(
     )
     curve = []
     for batch, rate in zip(batches, rates, strict=True):
-        logits = _logits(model, params, batch, compute)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss = _mean_loss(model, params, batch, compute)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -45,11 +91,19 @@ def plain_curve(
     return curve
 
 
-def _logits(model: Any, params: dict[str, Any], batch: dict[str, torch.Tensor], compute: torch.dtype) -> torch.Tensor:
+@torch.no_grad()
+def plain_loss(folder: str, documents: Documents) -> float:
+    """Mean cross-entropy over the labels of some documents, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return _mean_loss(model, dict(model.named_parameters()), documents, torch.float32).item()
+
+
+def _mean_loss(model: Any, params: dict[str, Any], documents: Documents, compute: torch.dtype) -> torch.Tensor:
+    ids, mask, labels = documents
     cast = {name: param.to(compute) for name, param in params.items()}
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     logits: torch.Tensor = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
-    return logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def largest_difference(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def test_every_package_has_its_place() -> None:
 
 def test_the_tests_mirror_the_packages() -> None:
     folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    assert folders == {".", "end_to_end", "cluster", "histories", *ORDER} - {""}
+    assert folders == {".", "end_to_end", "cluster", "histories", "mutants", *ORDER} - {""}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
@@ -282,6 +283,30 @@ def test_a_folder_is_unlocked_when_its_process_is_killed(tmp_path: Path) -> None
         holder.wait()
     with claim(recipe):
         pass
+
+
+@pytest.mark.parametrize(("fresh", "message"), [(True, "is not empty"), (False, "model.config.* was .* in the run")])
+def test_a_folder_that_another_run_used_before_the_lock_is_refused(
+    fresh: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run starts, saves and ends after this one has looked, and before it locks."""
+    recipe, root, lock = write_recipe(tmp_path), tmp_path / "run", fcntl.flock
+    other = plan_of(recipe, "model.config.num_hidden_layers=2")
+
+    def late(descriptor: int, operation: int) -> None:
+        if not other.rundir.plan.exists():
+            other.rundir.plan.write_text(other.to_json())
+            checkpoint = other.rundir.checkpoint(1)
+            checkpoint.mkdir(parents=True)
+            files = {"rank-00000.safetensors": {"bytes": 1, "sha256": "0" * 64}}
+            manifest = Manifest(FORMAT_VERSION, 1, 2, other.digest(), other.identity(), files)
+            (checkpoint / MANIFEST_NAME).write_bytes(manifest.sealed())
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(RecipeError, match=message), claim(recipe, fresh=fresh):
+        pass
+    assert read_plan(root / "plan.json").digest() == other.digest()
 
 
 def test_every_attempt_keeps_its_plan(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_saves import flip
+from broken_saves import flip, when_synced
 from conftest import FaultTable
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,6 @@ from fsdptrain.attempts.manifest import (
     read_manifest,
     with_checksum,
 )
-from fsdptrain.checkpoint import save as save_module
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
@@ -424,27 +423,36 @@ def flipped(content: bytes, place: int) -> bytes:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_reading_back_notices_every_change_and_the_checksum_shows_it_later(
-    change: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    folder, sync = tmp_path / "step-00000001", save_module.fsync
+    folder = tmp_path / "step-00000001"
     folder.mkdir()
     path = folder / "rank-00000.safetensors"
-
-    def damaging(path: Path) -> None:
-        sync(path)
-        path.write_bytes(change(path.read_bytes()))
-
-    monkeypatch.setattr(save_module, "fsync", damaging)
-    with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
-        write_shards(path, different_tensors(), read_back=True)
-    if len(change(b"12345678" * 8)) != 64:  # another length is noticed without reading
+    with when_synced(lambda file: file.write_bytes(change(file.read_bytes())) and None):
         with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
-            write_shards(path, different_tensors(), read_back=False)
-        return
-    written = write_shards(path, different_tensors(), read_back=False)
+            write_shards(path, different_tensors(), read_back=True)
+        if len(change(b"12345678" * 8)) != 64:  # another length is noticed without reading
+            with pytest.raises(CheckpointError, match="the bytes read back are not those written"):
+                write_shards(path, different_tensors(), read_back=False)
+            return
+        written = write_shards(path, different_tensors(), read_back=False)
     assert written
     (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
     assert checkpoint_problems(folder) == [f"{path} is damaged: its checksum differs from the manifest's"]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path: Path) -> None:
+    """After a power failure only what was synced is certain: files, then their names, then the checkpoint's name."""
+    storage, synced = open_storage(None, tmp_path), list[tuple[str, bool]]()
+    storage.prepare(3)
+    scratch = storage.staging(3)
+    with when_synced(lambda path: synced.append((str(path), storage.checkpoint(3).exists()))):
+        for rank in range(2):
+            write_shards(scratch / f"rank-{rank:05}.safetensors", different_tensors())
+        storage.publish(3, b"{}")
+    files = [f"{scratch}/{path.name}" for path in storage.checkpoint(3).iterdir()]
+    assert len(files) == 3 and sorted(synced[:3]) == [(file, False) for file in sorted(files)]
+    assert synced[3:] == [(str(scratch), False), (str(tmp_path), True)]
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_not_renamed(run: RunDir, saves: Any) -> None:

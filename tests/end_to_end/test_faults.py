@@ -41,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "run"
 
 
-EVALUATED: Any = {"data__eval": {"fraction": 0.1}, "eval__every": 4}
+EVALUATED: Any = {"data__eval": {"fraction": 0.1}, "eval__every": 3}  # not a step with a checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -598,23 +598,21 @@ def test_a_node_that_is_lost_before_it_connects_ends_the_others(
 
 # --- stopped ---------------------------------------------------------------------------------------------------------
 
-STOPS: dict[
-    str, tuple[dict[str, Any], bool]
-] = {  # moment → (the call in which the signal comes, whether a checkpoint is saved)
-    "tokenising": ({"where": "fsdptrain.data.encode:Encoder.__call__"}, False),
-    "loading": ({"where": "fsdptrain.model.init:draw_weights"}, True),
-    "resuming": ({"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"}, True),
-    "forward": ({"where": LOSS, "call": 7}, True),
-    "evaluation": ({"where": "fsdptrain.train.step:Engine.evaluate"}, True),
-    "saving": ({"where": "fsdptrain.checkpoint.save:write_shards", "call": 2}, True),
-    "export": ({"where": "fsdptrain.checkpoint.exported:write_folder"}, True),
+STOPS: dict[str, dict[str, Any]] = {  # moment → the call in which the signal comes
+    "tokenising": {"where": "fsdptrain.data.encode:Encoder.__call__"},
+    "loading": {"where": "fsdptrain.model.init:draw_weights"},
+    "resuming": {"where": "fsdptrain.checkpoint.save:Checkpointer.load_newest"},
+    "forward": {"where": "fsdptrain.parallel.shard:begin_micro_batch", "call": 7},
+    "evaluation": {"where": "fsdptrain.train.step:Engine.evaluate", "call": 2},  # after some steps
+    "saving": {"where": "fsdptrain.checkpoint.save:write_shards", "call": 2},
+    "export": {"where": "fsdptrain.checkpoint.exported:write_folder"},
 }
 LONG_ENOUGH_S = 1.0  # for the signal to arrive through the command
 
 
 def stop_in(moment: str, name: str, mark: Path) -> list[dict[str, Any]]:
     """Return faults that send the command a signal at this moment, and sleep there until it has arrived."""
-    where = {**STOPS[moment][0], "rank": 0, "mark": str(mark)}
+    where = {**STOPS[moment], "rank": 0, "mark": str(mark)}
     return [
         {**where, "do": "sleep", "how": {"seconds": LONG_ENOUGH_S}, "mark": f"{mark}-held"},
         {**where, "do": "send", "how": {"name": name, "to": "command"}},
@@ -635,7 +633,12 @@ def test_a_stop_at_any_moment_loses_nothing(
         run_with(recipe, kill(UPDATE, rank=1, call=5))
     cache = tmp_path / "cache" if moment == "tokenising" else Path(os.environ["FSDPTRAIN_CACHE"])
     ended = run_with(recipe, *stop_in(moment, name, tmp_path / "stopped"), FSDPTRAIN_CACHE=str(cache))
-    problems = ended.problems(75, name, "run the same command to continue", within=15.0)
+    by = "Ctrl-C" if name == "SIGINT" else name
+    problems = ended.problems(75, f"stopped by {by}", "run the same command to continue", within=15.0)
+    saved, made = max(valid_steps(tmp_path / "run"), default=0), last_step(tmp_path / "run")
+    killed = moment == "resuming"  # a step after the newest checkpoint, before the stop
+    problems += [] if made - killed <= saved <= made else [f"of {made} steps, {saved} are in the newest checkpoint"]
+    problems += ["no step was made before the stop"] if not made and moment not in ("tokenising", "loading") else []
     problems += run_with(recipe).problems(0) + differences(tmp_path / "run", whole_with_evaluation)
     assert not record_try(fault_table, f"{name} in {moment}", problems, [ended.notice])
 

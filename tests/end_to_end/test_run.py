@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from injection import valid_steps
+from reference import documents_of, plain_loss, stream_of
 from safetensors.torch import load_file
 from support import TESTS, TINY, environment, events, fsdptrain, processes_using, wait_for_step, write_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -88,22 +89,12 @@ def test_tensorboard_reads_the_same_numbers(finished: Any) -> None:
 
 @pytest.mark.smoke
 def test_evaluation_is_the_plain_mean_over_all_held_out_tokens(finished: Any) -> None:
-    from fsdptrain.data.corpus import prepare
-    from fsdptrain.data.tokenizer import load_tokenizer
-    from fsdptrain.plan.plan import Plan
-
-    run = finished[0] / "run"
-    plan = Plan.from_json((run / "plan.json").read_text())
-    _, held_out, corpus = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
-    model = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
-    batch = corpus.batch(held_out)
-    with torch.no_grad():
-        # without a cache, because with one transformers ignores packed documents
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
-    last = events(run, "eval")[-1]
+    _, held_out, corpus = stream_of(finished[0] / "recipe.yaml")
+    documents = documents_of(corpus, held_out)
+    loss = plain_loss(str(finished[0] / "run" / "export"), documents)
+    last = events(finished[0] / "run", "eval")[-1]
     assert last["loss"] == pytest.approx(loss, rel=1e-5)
-    assert last["tokens"] == int((batch["labels"] != -100).sum())
+    assert last["tokens"] == int((documents[2] != -100).sum())
 
 
 @pytest.mark.smoke

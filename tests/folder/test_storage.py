@@ -141,6 +141,20 @@ def test_old_checkpoints_are_removed_and_damaged_ones_are_set_aside(run: RunDir)
     assert found["good"] and found["resume"] == 2 and found["set_aside"] == storage.other_names()[0]
 
 
+def test_what_an_interrupted_removal_leaves_in_a_store_is_no_checkpoint(remote: RunDir, server: ObjectStore) -> None:
+    save(remote.storage, 1)
+    removed = []
+
+    def only_one(method: str, path: str) -> Answer | None:  # then the store refuses, as if the process were killed
+        if method == "DELETE":
+            removed.append(path)
+        return FORBIDDEN if len(removed) > 1 else None
+
+    with server.failing(only_one), pytest.raises(StorageError):
+        remote.storage.remove(1)
+    assert len(removed) > 1 and remote.storage.steps() == []
+
+
 def test_any_number_of_ranks_reads_its_rows(run: RunDir) -> None:
     save(run.storage, 1)
     for rank, world in ((0, 1), (1, 2), (2, 4)):

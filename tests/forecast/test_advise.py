@@ -90,6 +90,14 @@ def tried(ask: FakeForecaster) -> Counter[tuple[str, int, str, int]]:
     )
 
 
+@pytest.mark.parametrize(
+    ("batch", "own", "sizes"), [(24, 2, [1, 2]), (48, 3, [1, 2, 3, 4]), (28, 1, [1]), (32, 1, [1, 2, 4, 8])]
+)
+def test_micro_batches_divide_the_share_of_a_rank(batch: int, own: int, sizes: list[int], tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, f"train.global_batch_size={batch}", f"train.micro_batch_size={own}")
+    assert advise.micro_batches(plan) == sizes
+
+
 def test_more_recomputation_is_tried_only_where_less_does_not_fit(tmp_path: Path) -> None:
     ask = FakeForecaster(activations=300)
     found = advice(plan_of(tmp_path), ask)

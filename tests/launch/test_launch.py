@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import dataclasses
 import errno
 import json
@@ -27,10 +28,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain import errors
+from fsdptrain.attempts.attempts import EarlierAttempts
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.reader import load
 from fsdptrain.folder.events import cut_partial_lines
 from fsdptrain.folder.rundir import RunDir
+from fsdptrain.launch import launcher
 from fsdptrain.launch.agent import Failure, first_failure
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks, silent_ranks
 from fsdptrain.launch.launcher import Attempt
@@ -227,6 +230,59 @@ def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None
     stop.count, stop.name = 1, "SIGINT"
     with pytest.raises(errors.Stopped, match="stopped by Ctrl-C; run the same command"):
         attempt._raise_failure(0, {})  # there is no record of the stop
+
+
+class Lost:
+    """Attempts whose workers are lost: each saves a checkpoint before, as far as `saves` says so."""
+
+    def __init__(self, saves: list[bool], error: type[errors.WorkerLost] = errors.WorkerLost) -> None:
+        self.saves, self.error, self.started = saves, error, 0
+
+    def __call__(self, plan: Plan, *_: Any, **__: Any) -> SimpleNamespace:
+        def run() -> None:
+            if self.started == len(self.saves):
+                return  # trained to the end
+            saves, self.started = self.saves[self.started], self.started + 1
+            if saves:
+                plan.rundir.checkpoint(self.started).mkdir(parents=True)
+            raise self.error("rank 0 was killed")
+
+        return SimpleNamespace(run=run)
+
+
+@pytest.mark.parametrize(
+    ("saves", "restarts"),
+    [
+        ([True] * 5, None),  # with a new checkpoint each time, up to launch.max_restarts
+        ([True] * 6, 5),
+        ([False] * 6, 2),
+        ([True, False, True, False, True], None),
+        ([True, False, False, True], 2),
+    ],
+)
+def test_a_run_is_given_up_after_two_restarts_without_a_new_checkpoint(
+    saves: list[bool], restarts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, lost = plan_for(tmp_path, 1, launch__max_restarts=5), Lost(saves)
+    plan.rundir.logs.mkdir()
+    monkeypatch.setattr(launcher, "Attempt", lost)
+    ends = (
+        contextlib.nullcontext() if restarts is None else pytest.raises(errors.WorkerError, match="rank 0 was killed")
+    )
+    with ends:
+        launcher.launch(plan, Screen(quiet=True), EarlierAttempts())
+    assert lost.started == (len(saves) if restarts is None else restarts + 1)
+
+
+def test_a_worker_that_is_killed_for_full_memory_is_restarted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, lost = plan_for(tmp_path, 1, launch__max_restarts=5), Lost([True] * 6, errors.KilledForMemory)
+    plan.rundir.logs.mkdir()
+    monkeypatch.setattr(launcher, "Attempt", lost)
+    with pytest.raises(errors.WorkerError, match="killed for full memory a second time"):
+        launcher.launch(plan, Screen(quiet=True), EarlierAttempts())
+    assert lost.started == 2
 
 
 def test_a_node_says_once_that_others_are_late(

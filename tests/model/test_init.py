@@ -48,6 +48,9 @@ def test_weights_are_drawn_as_transformers_draws_them(kind: str) -> None:
     assert all(torch.equal(buffers[name], first_buffers[name]) for name in buffers)
     for name in first:
         assert_of_one_distribution(name, found[name], first[name], second[name])
+    random = [name for name in first if not torch.equal(first[name], second[name])]
+    ends = {name: tuple(found[name].flatten()[-8:].tolist()) for name in random if found[name].numel() >= 8}
+    assert len(set(ends.values())) == len(ends), "two weights are drawn from the same random numbers"
 
 
 def assert_of_one_distribution(name: str, found: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:

@@ -85,6 +85,27 @@ def test_any_split_into_chunks_gives_the_plain_loss_and_gradients(
     assert masked != "all" or (found == 0 and all(g is None or not g.any() for g in got))
 
 
+def test_the_gradients_of_chunks_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 products are rounded, and their sum is rounded once: the weight's gradient is that, bit for bit."""
+    torch.manual_seed(0)
+    states, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((64, 8), (20, 8), (20,)))
+    inputs: list[torch.Tensor | None] = [states, weight.requires_grad_(), bias.requires_grad_()]
+    labels = torch.randint(0, 20, (64,))
+
+    def of(rows: slice) -> list[torch.Tensor]:
+        def chunked(states: torch.Tensor, *head: torch.Tensor) -> torch.Tensor:
+            return loss.cross_entropy(states[rows], *head, labels[rows], 64, lambda logits: logits * 1)
+
+        found: list[torch.Tensor] = gradients(chunked, inputs, 1.0)[1][1:]
+        return found
+
+    whole, parts = of(slice(None)), [of(slice(start, start + 4))[0] for start in range(0, 64, 4)]
+    monkeypatch.setattr(loss, "loss_chunks", lambda *_: len(parts))
+    in_chunks = of(slice(None))
+    assert torch.equal(in_chunks[0], torch.stack(parts).float().sum(0).bfloat16())
+    torch.testing.assert_close(in_chunks[1], whole[1], rtol=2**-8, atol=0.0)
+
+
 def tiny(kind: str) -> Any:
     own = dict(ARCHITECTURES[kind])
     config = AutoConfig.for_model(own.pop("model_type", kind), **(TINY if kind == "gpt2" else COMMON), **own)

@@ -1,11 +1,13 @@
-"""What gathering numbers of every rank costs, on ranks that are pretended."""
+"""What ranks learn of one another, and what gathering numbers costs on ranks that are pretended."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import on_ranks, write_recipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,3 +34,7 @@ def test_gathering_takes_as_many_operations_on_a_thousand_ranks_as_on_two() -> N
         dist.destroy_process_group()
         counts.append(operations.count)
     assert counts[0] == counts[1] < 10
+
+
+def test_a_flag_of_one_rank_is_seen_by_all(tmp_path: Path) -> None:
+    assert on_ranks(2, "flags", tmp_path, recipe=str(write_recipe(tmp_path))) == [[True, False]] * 2

@@ -33,7 +33,7 @@ from fsdptrain.simulate import server
 from fsdptrain.simulate import simulation as simulate
 from fsdptrain.simulate.device import DeviceEvent, PretendStream, pretend_world
 from fsdptrain.simulate.patches import fake_tensor_patches
-from fsdptrain.simulate.recorder import Recorder, storage_of
+from fsdptrain.simulate.recorder import LOSS_BACKWARD, Recorder, storage_of
 from fsdptrain.train.step import Engine
 
 
@@ -286,6 +286,18 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
             adding = changes["train__global_batch_size"] // 8 - 1 if changes["fsdp__accumulation"] == "reduce" else 0
             expected = {"backward": 1 + 12 * adding, "gradient": 1, "evaluation": 2}
         assert found == expected, (changes, found)
+
+
+def test_memory_that_is_freed_before_a_backward_pass_is_temporary() -> None:
+    with Recorder("cpu") as recorder:
+        for micro_batch in range(2):
+            recorder.begin(f"forward {micro_batch}")
+            torch.zeros(10)
+            kept = torch.zeros(20)
+            recorder.begin(LOSS_BACKWARD)
+            del kept
+    freed = [(event.storage.category, event.size) for event in recorder.trace.events if isinstance(event, Alloc)]
+    assert freed == [("temporaries", 40), ("saved activations", 80)] * 2
 
 
 def test_the_pretended_stream_and_event_have_what_those_of_torch_have() -> None:

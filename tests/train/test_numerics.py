@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from reference import largest_difference, plain_curve
+from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
 from support import STRATEGIES, TINY, on_ranks, strategies, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-from fsdptrain.config.reader import load
-from fsdptrain.config.schedule import learning_rate
-from fsdptrain.data.corpus import prepare
-from fsdptrain.data.tokenizer import load_tokenizer
-from fsdptrain.plan.plan import make_plan
-from fsdptrain.plan.topology import find_topology
 
 STEPS, BATCH = 20, 16
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-3}
@@ -42,12 +34,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(recipe: Path) -> Curve:
-    """Return the function that computes the curve of the plain loop."""
-    written = load(recipe)
-    plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
-    stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
-    batches = [stream.batch(plan.step_positions(step)) for step in range(STEPS)]
-    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(STEPS)]
+    """Return the function that computes the curve of the plain loop, over documents that are not packed."""
+    batches = batches_of(stream_of(recipe)[0], BATCH, STEPS)
+    assert all(len(labels) > BATCH for _, _, labels in batches), "no block has several documents"
+    rates = cosine_rates(3e-4, STEPS)
     torch.set_num_threads(1)
 
     @functools.cache
@@ -124,6 +114,21 @@ def test_both_losses_agree_with_the_plain_loop(recipe: Path, reference: Curve, t
         f"tied {tied}": [*others, f"model.id={recipe.parent / 'tied'}"],
     }
     assert_curves_agree(2, variants, recipe, reference, tmp_path)
+
+
+def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(tmp_path: Path) -> None:
+    """The same micro-batch everywhere: only the masks differ."""
+    found = []
+    for seed in (1, 2):
+        words = {"seed": seed, "model__config": {"model_type": "llama", **TINY, "attention_dropout": 0.5}}
+        recipe = write_recipe(tmp_path, output_dir=str(tmp_path / str(seed)), **words)
+        found += on_ranks(2, "dropout", tmp_path / f"ranks-{seed}", recipe=str(recipe))
+    for rank in found:
+        first, second, again = rank["train"]
+        assert first == again != second
+        assert rank["evaluations"][0] == rank["evaluations"][1] and rank["logits"]
+    for of_all in ("train", "drawn"):
+        assert len({number for rank in found for number in rank[of_all]}) == 2 * len(found), "two masks are the same"
 
 
 @pytest.mark.soak

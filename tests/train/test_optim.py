@@ -44,11 +44,19 @@ TABLES = {  # kind → its keys, and its parameters of two and more dimensions t
 @pytest.mark.parametrize("kind", TABLES)
 def test_weight_decay_depends_on_what_a_parameter_is(kind: str) -> None:
     own, tables = TABLES[kind]
-    model = skeleton(small_config(kind, **own), Model(attn_implementation="eager"))
-    decayed = set(make_optimizer(model, OPTIM).param_groups[0]["param_names"])
-    undecayed = {name for name, param in model.named_parameters() if name not in decayed and param.ndim > 1}
-    assert {".".join(name.split(".")[-2:]) for name in undecayed} == tables
-    assert not any(param.ndim < 2 for name, param in model.named_parameters() if name in decayed)
+    model = skeleton(small_config(kind, **own), Model(attn_implementation="eager")).to_empty(device="cpu")
+    params = dict(model.named_parameters())
+    for param in params.values():
+        param.data.fill_(1.0)
+    optimizer = make_optimizer(model, dataclasses.replace(OPTIM, lr=0.5, weight_decay=0.5))
+    start_state(optimizer)
+    for part in named_parts(optimizer).values():
+        part.grad = torch.zeros_like(part)
+    optimizer.step()  # without gradients, only decay changes weights: by lr times weight decay
+    assert {float(value) for param in params.values() for value in param.unique()} == {0.75, 1.0}
+    undecayed = {name: param.ndim for name, param in params.items() if (param == 1.0).all()}
+    assert {".".join(name.split(".")[-2:]) for name, ndim in undecayed.items() if ndim > 1} == tables
+    assert {name for name, param in params.items() if param.ndim < 2} <= undecayed.keys()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

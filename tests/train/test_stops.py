@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import on_ranks, write_recipe
 
 from fsdptrain.train import stops
 from fsdptrain.train.stops import MOST, StopPoll, count_within
@@ -81,3 +83,15 @@ def test_all_ranks_exchange_at_the_same_calls_however_fast_each_of_them_is(monke
 def test_on_a_cpu_every_call_exchanges() -> None:
     ranks = made("cpu")
     assert ranks.exchanged == [[*range(1, 41)]] * RANKS and ranks.stopped_at == [40] * RANKS
+
+
+def test_each_step_is_evaluated_and_saved_once_however_a_run_is_stopped(tmp_path: Path) -> None:
+    """A stop in the evaluation after step 2 is followed by a checkpoint; a resume evaluates what the stop prevented."""
+    recipe = write_recipe(
+        tmp_path, data__eval={"fraction": 0.1}, eval__every=2, checkpoint__every=100, train__steps=3,
+        launch__nproc_per_node=1,
+    )  # fmt: skip
+    later = [[], ["train.steps=6", "eval.every=3"]]  # the rest, then more steps: step 3 is evaluated already
+    [found] = on_ranks(1, "stopped_in_evaluation", tmp_path / "ranks", recipe=str(recipe), later=later)
+    assert found["stopped"] == [2, [2]] and found["saved"] == [2, 3, 6]
+    assert [event["step"] for event in found["evaluated"]] == [0, 2, 3, 6]
