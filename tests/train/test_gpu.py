@@ -68,7 +68,7 @@ def test_every_optimizer_learns_on_a_gpu_as_on_the_cpu(tmp_path: Path, kind: Opt
 
 RECORD = """
 import json, sys, torch, torch.distributed as dist
-from fsdptrain.parallel.issued import ISSUED, named
+from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.patches import NamedComm
 from fsdptrain.train.patches import recorded_collectives
 device, backend = torch.device(sys.argv[2]), sys.argv[3]
