@@ -235,8 +235,11 @@ def test_a_host_without_the_shared_folder_is_stopped_too(tmp_path: Path) -> None
 class Lost:
     """Attempts whose workers are lost: each saves a checkpoint before, as far as `saves` says so."""
 
-    def __init__(self, saves: list[bool], error: type[errors.WorkerLost] = errors.WorkerLost) -> None:
-        self.saves, self.error, self.started = saves, error, 0
+    def __init__(
+        self, saves: list[bool], error: type[errors.WorkerLost] = errors.WorkerLost, asked: bool = False
+    ) -> None:
+        """`asked`: the run is asked to stop before its workers are lost."""
+        self.saves, self.error, self.asked, self.started = saves, error, asked, 0
 
     def __call__(self, plan: Plan, *_: Any, **__: Any) -> SimpleNamespace:
         def run() -> None:
@@ -245,6 +248,8 @@ class Lost:
             saves, self.started = self.saves[self.started], self.started + 1
             if saves:
                 plan.rundir.checkpoint(self.started).mkdir(parents=True)
+            if self.asked:
+                os.kill(os.getpid(), signal.SIGTERM)
             raise self.error("rank 0 was killed")
 
         return SimpleNamespace(run=run)
@@ -274,15 +279,23 @@ def test_a_run_is_given_up_after_two_restarts_without_a_new_checkpoint(
     assert lost.started == (len(saves) if restarts is None else restarts + 1)
 
 
-def test_a_worker_that_is_killed_for_full_memory_is_restarted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lost", "started", "message"),
+    [
+        (Lost([True] * 6, errors.KilledForMemory), 2, "killed for full memory a second time"),
+        (Lost([True] * 6, asked=True), 1, "rank 0 was killed"),
+    ],
+    ids=["twice for full memory", "after a stop signal"],
+)
+def test_lost_workers_are_not_started_again(
+    lost: Lost, started: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, lost = plan_for(tmp_path, 1, launch__max_restarts=5), Lost([True] * 6, errors.KilledForMemory)
+    plan = plan_for(tmp_path, 1, launch__max_restarts=5)
     plan.rundir.logs.mkdir()
     monkeypatch.setattr(launcher, "Attempt", lost)
-    with pytest.raises(errors.WorkerError, match="killed for full memory a second time"):
+    with pytest.raises(errors.WorkerError, match=message):
         launcher.launch(plan, Screen(quiet=True), EarlierAttempts())
-    assert lost.started == 2
+    assert lost.started == started
 
 
 def test_a_node_says_once_that_others_are_late(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_saves import when_synced
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, write_recipe
 from test_architectures import random_model
@@ -191,6 +192,18 @@ def test_a_full_disk_leaves_the_old_export_alone(tmp_path: Path, monkeypatch: py
         write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
     assert (out / "model.safetensors").read_bytes() == before
     assert not out.with_name("out.tmp").exists()
+
+
+def test_an_export_that_the_disk_has_damaged_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, out = tiny_export(tmp_path, monkeypatch, limit=10**9)
+    before = (out / "model.safetensors").read_bytes()
+    tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
+    with (
+        when_synced(lambda path: path.write_bytes(path.read_bytes()[:-1]) and None),
+        pytest.raises(CheckpointError, match=r"cannot write .*out: "),
+    ):
+        write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)
+    assert (out / "model.safetensors").read_bytes() == before
 
 
 BLOOM = "model.config={model_type:\\ bloom,hidden_size:\\ 64,n_layer:\\ 2,n_head:\\ 4,vocab_size:\\ 512}"

@@ -108,8 +108,8 @@ def main() -> int:
             failure = first_failure(tree, mutant.tests, LIMIT_S)
             apply(mutant, tree, "--reverse")
             noticed += failure is not None
-            outcome = f"noticed by {failure.removeprefix('tests/')}" if failure else f"SURVIVED: {mutant.wrong}"
-            print(f"{time.monotonic() - started:4.0f} s  {mutant.patch.stem:44} {outcome}", flush=True)
+            outcome = f"noticed by {failure.rpartition('::')[2]}" if failure else f"SURVIVED: {mutant.wrong}"
+            print(f"{time.monotonic() - started:4.0f} s  {mutant.patch.stem:50} {outcome}", flush=True)
     print(f"{noticed} of {len(chosen)} mistakes were noticed: {noticed / max(1, len(chosen)):.0%}, wanted {WANTED:.0%}")
     return int(noticed < WANTED * len(chosen))
 

@@ -177,6 +177,19 @@ def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("kind", "times"), zip(RECOMPUTATION, ([1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 1, 2]), strict=True)
+)
+def test_blocks_are_computed_again_in_backward_as_the_recipe_says(kind: Any, times: list[int]) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    blocks, found = [block for _, block in blocks_of(model)], [0, 0, 0]
+    for number, block in enumerate(blocks):
+        block.mlp.register_forward_pre_hook(lambda *_, n=number: found.__setitem__(n, found[n] + 1))
+    recompute(blocks, kind)
+    model(input_ids=torch.arange(16)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
+    assert found == times
+
+
+@pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.soak if i % 2 else ()) for i, kind in enumerate(RECOMPUTATION)],
     ids=str,
