@@ -33,9 +33,9 @@ check: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# In a minute: two gloo ranks train with every strategy as a plain loop does, and a run ends in an export that transformers reads.
+# In a minute: two gloo ranks train with every strategy as a plain loop does, and transformers reads the export of a run.
 smoke: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m smoke tests/train/test_numerics.py tests/end_to_end/test_run.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m smoke tests/train/test_numerics.py tests/end_to_end/test_run.py
 
 # The core of the suite with each version of torch whose private functions were read, and the forecasts of the shipped
 # recipes, which are skipped with 2.11, where attention keeps more.
