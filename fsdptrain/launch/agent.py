@@ -23,9 +23,9 @@ from typing import NamedTuple, NoReturn
 
 from fsdptrain.errors import RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
-from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
+from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end
 from fsdptrain.plan.plan import Plan, read_plan

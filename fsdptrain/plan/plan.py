@@ -464,12 +464,6 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
 
 
-def seed_of(*parts: object) -> int:
-    """Return a 63-bit seed for any values; different values give unrelated seeds."""
-    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
     """Check that the run can go on with every number of nodes that it may have; [] if that number is fixed.
 

@@ -15,8 +15,9 @@ from support import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.checkpoint import compare, reopen
-from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, available_memory, differences
+from fsdptrain.checkpoint.compare import Comparison, FreshProcess, Sample, Way, differences
 from fsdptrain.errors import CheckpointError, Stopped
+from fsdptrain.plan.limits import available_memory
 
 # Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
