@@ -621,7 +621,7 @@ def verify(
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
-    from fsdptrain.config.schema import json_schema
+    from fsdptrain.config.reflection import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config.optimizers import Weight
+from fsdptrain.config.reflection import unused_with, value_at
 from fsdptrain.config.rules import cross_field_problems, may_hold_shards
-from fsdptrain.config.schema import unused_with, value_at
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.forecast.client import Forecast

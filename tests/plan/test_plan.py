@@ -12,7 +12,7 @@ from support import ROOT, SHAKESPEARE, write_recipe
 from fsdptrain.attempts.claim import check_inputs
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import all_paths
+from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.model.config import load_config
 from fsdptrain.model.init import seed_of
