@@ -305,8 +305,7 @@ class Train:
     )
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(
-        "stop",
-        "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights",
+        "stop", "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights"
     )
     max_skipped: int = key(
         3,
@@ -340,9 +339,7 @@ class Checkpoint:
     )
     keep: int = key(2, "number of verified checkpoints to keep", at_least=1)
     async_: bool = key(
-        True,
-        "write in the background; training waits only for the copy to host memory",
-        needs="checkpoint.every",
+        True, "write in the background; training waits only for the copy to host memory", needs="checkpoint.every"
     )
     verify: Literal["read-back", "checksum"] = key(
         "read-back",
