@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from common import ROOT, last_line, run_ranks
 
-from fsdptrain.forecast.allocator import default_settings
+from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.hardware import Hardware, card
 from fsdptrain.text import GIB
 

@@ -214,13 +214,13 @@ def run(
             tell_other_nodes(error, written.recipe if written else None)
             sys.exit(error.exit_code)
         from fsdptrain.folder.events import cut_partial_lines
-        from fsdptrain.forecast.allocator import default_settings
         from fsdptrain.forecast.changes import relief_lines
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, upload_export
         from fsdptrain.launch.next_steps import next_steps
+        from fsdptrain.plan.gpus import default_settings
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits
         from fsdptrain.plan.versions import untested_versions
@@ -620,7 +620,7 @@ def verify(
 @app.command(epilog="Example: fsdptrain schema > recipe.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a recipe. Editors use it for completion."""
-    from fsdptrain.config.schema import json_schema
+    from fsdptrain.config.reflection import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

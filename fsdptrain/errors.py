@@ -191,6 +191,22 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+CUSTOM_CODE = (
+    "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "
+    "model.revision to a full commit)"
+)
+
+
+def error_summary(error: BaseException) -> str:
+    """Return the message of an error in one line; for custom code, the message of fsdptrain."""
+    if "trust_remote_code" in str(error):
+        return f"it {CUSTOM_CODE}"
+    lines = str(error).strip().splitlines()
+    message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    plain = isinstance(error, (OSError, ValueError, ImportError)) and message
+    return message[:300] if plain else f"{type(error).__name__}: {message[:300]}"
+
+
 def shortened(text: str, max_chars: int = 200) -> str:
     """Return a text, its middle replaced by `[…]` if it has more than `max_chars` characters."""
     if len(text) <= max_chars:

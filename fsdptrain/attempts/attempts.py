@@ -25,7 +25,7 @@ from fsdptrain.attempts.manifest import (
     read_manifest,
     resume_problems,
 )
-from fsdptrain.config.schema import all_paths
+from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import CheckpointError, Problem, RecipeError, StorageError, Unreadable, listed
 from fsdptrain.folder.files import NOTHING_THERE, is_there, set_aside, write_atomically
 from fsdptrain.folder.ownership import ExportRecord, export_has, read_export_record

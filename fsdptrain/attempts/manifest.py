@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.config.schema import Recipe, flat
+from fsdptrain.config.reflection import flat
+from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageError, listed
 from fsdptrain.folder.files import NOTHING_THERE, regular_file_status, system_errors
 from fsdptrain.folder.rundir import RunDir

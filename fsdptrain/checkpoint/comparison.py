@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.config.dtypes import NF4_BYTES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.folder.events import Progress
+from fsdptrain.plan.limits import available_memory
 from fsdptrain.processes import Child, child_environment
 from fsdptrain.text import duration, size
 
@@ -211,46 +212,6 @@ def memory_obstacle(ways: dict[str, Way]) -> str | None:
     if needed <= available:
         return None
     return f"opening it needs {size(needed)} of host memory, of which {size(available)} are available"
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that a new process can use: of the machine, or of the job's or container's limit.
-
-    `root` holds /proc and /sys.
-    """
-    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) * 1024
-    for group, limit, used, cache in _memory_groups(root):
-        try:
-            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
-            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            available = min(available, most - now + int(counts[cache]))
-        except (OSError, ValueError, KeyError):  # no limit, or not to be read
-            continue
-    return available
-
-
-def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the folder of every control group whose memory limit holds for this process, and three names.
-
-    They are the files of its limit and of what is used, and in its memory.stat the files' cache, which can be freed.
-    """
-    folder = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            top, names = folder, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = folder / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = Path(name.lstrip("/"))
-        for part in (group, *group.parents):
-            yield (top / part, *names)
 
 
 def weights_memory(model: Any, dtype: str, quantised: Collection[str] = ()) -> int:

@@ -162,7 +162,7 @@ def _name_layers_once(found: dict[str, Any]) -> None:
 
 def _can_continue(name: str, value: Any) -> bool:
     """Return whether an adapter with this value in peft's configuration is trained here as peft would train it."""
-    if "${" in str(value):  # OmegaConf would resolve it
+    if "${" in str(value):  # no plan may have a reference
         return False
     if name in ONLY:
         return value in ONLY[name]

@@ -16,7 +16,8 @@ from typing import Any
 
 from fsdptrain.config.formats import Format
 from fsdptrain.config.reader import parse, read_recipe_text, root_node, value_of_node
-from fsdptrain.config.schema import Recipe, all_paths, value_at
+from fsdptrain.config.reflection import all_paths, value_at
+from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import DEFAULT_STRATEGY, IN_COPIES, Strategy
 from fsdptrain.config.syntax import yaml_text
 from fsdptrain.config.tools import ASSUMED_RANKS, NOTE, TOOLS, Settings, Tool

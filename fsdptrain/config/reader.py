@@ -1,7 +1,7 @@
 """Read a recipe strictly: YAML and overrides → `Recipe`, with a line number for every problem.
 
-The stages: YAML text → nodes (for the line numbers) → values → an OmegaConf structured config (for the types and the
-`${name}` references) → `Recipe`. All problems are collected on the way and reported together.
+The stages: YAML text → nodes (for the line numbers) → values, checked by the schema → `${name}` references, resolved by
+OmegaConf → `Recipe`. All problems are collected on the way and reported together.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from typing import Any
 from unicodedata import category
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fsdptrain.config.names import REPLACEMENTS, leading_key, nearest_foreign_name, replacement_message, replacement_of
-from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
-from fsdptrain.config.schema import (
-    Recipe,
+from fsdptrain.config.reflection import (
     all_fields,
     all_paths,
-    attribute,
+    annotation_of,
     canonical_spelling,
+    flat,
     key_of,
     section_of,
     type_words,
 )
+from fsdptrain.config.rules import ALTERNATIVES, cross_field_problems, sections_read
+from fsdptrain.config.schema import Recipe
 from fsdptrain.config.syntax import MAX_DEPTH, RecipeLoader, unsupported_yaml, yaml_text
 from fsdptrain.config.tools import MEANINGS
 from fsdptrain.config.values import (
     accepts,
     below_open_mapping,
-    default_config,
     range_problems,
-    same_kind,
+    recipe_of,
+    typed,
     value_text,
     wrong_type_message,
 )
@@ -361,42 +360,85 @@ def _unknown_key_message(word: str, prefix: str, siblings: list[str]) -> str:
 
 
 def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
-    """Return the `Recipe` of these values: check types with OmegaConf, resolve references, build the dataclass."""
-    config = default_config()
+    """Return the `Recipe` of these values: check their types, resolve references, build the dataclass."""
+    tree: dict[str, Any] = {}
     accepted: dict[str, Leaf] = {}
     wrong: list[Leaf] = []
-    # Set every value; OmegaConf refuses values of a wrong type.
     for leaf in leaves:
         if message := _not_json_message(leaf.value, any_text=leaf.path in _ANY_TEXT):
             problems.append(Problem(message, leaf.path, leaf.where))
-            continue
-        try:
-            OmegaConf.update(
-                config, attribute(leaf.path), leaf.value, merge=False, force_add=below_open_mapping(leaf.path)
-            )
+        elif not (_has_reference(leaf.value) or _has_type(leaf.path, leaf.value)) or not _put(tree, leaf):
+            wrong.append(leaf)
+        else:
             accepted[leaf.path] = leaf
-        except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
-            wrong.append(leaf)
-    # Read every value back, now that all are set: a reference may point further down, and an override replaces a value.
-    for leaf in accepted.values():
-        try:
-            read = OmegaConf.select(config, attribute(leaf.path), throw_on_missing=False)
-            valid = same_kind(leaf.value, read)
-        except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
-            valid = False
-        if not valid:
-            wrong.append(leaf)
+    # References are resolved when all values are set: one may point further down, and an override replaces a value.
+    if any(_has_reference(leaf.value) for leaf in accepted.values()):
+        tree, unresolved = _with_references(tree, accepted)
+        wrong += unresolved
     problems += [Problem(wrong_type_message(leaf.path, leaf.value), leaf.path, leaf.where) for leaf in wrong]
     if wrong:  # start again without them: the other values are then checked beside defaults
         return _assemble([leaf for leaf in leaves if leaf not in wrong], [])
-    by_path = {leaf.path: leaf.where for leaf in leaves}
-    try:
-        OmegaConf.resolve(config)
-        return OmegaConf.to_object(config)  # type: ignore[return-value]
-    except (OmegaConfBaseException, RecursionError) as error:
-        path = str(getattr(error, "full_key", "") or "")
-        problems.append(Problem(first_line(error), path or None, by_path.get(path)))
-        return Recipe()
+    recipe: Recipe = recipe_of(tree)
+    return dataclasses.replace(recipe, output_dir=recipe.output_dir.replace("${name}", recipe.name))  # of the default
+
+
+def _has_type(path: str, value: Any) -> bool:
+    """Return whether a value has the type of its key; below an open mapping every value has it."""
+    if not below_open_mapping(path):
+        try:
+            typed(value, annotation_of(path))
+        except (ValueError, OverflowError):
+            return False
+    return True
+
+
+def _has_reference(value: Any) -> bool:
+    return any(isinstance(item, str) and "${" in item for item in _within(value))
+
+
+def _put(tree: dict[str, Any], leaf: Leaf) -> bool:
+    """Set a value in a tree of sections; return whether there is such a place."""
+    *parents, last = leaf.path.split(".")
+    place: Any = tree
+    for word in parents:
+        if isinstance(place, dict):
+            place = place.setdefault(word, {})
+        else:  # in a value of an open mapping
+            place = place[int(word)] if _is_index(place, word) else None
+    if not isinstance(place, dict) and not _is_index(place, last):
+        return False
+    place[last if isinstance(place, dict) else int(last)] = copy.deepcopy(leaf.value)
+    return True
+
+
+def _is_index(value: Any, word: str) -> bool:
+    return isinstance(value, list) and word.isdigit() and int(word) < len(value)
+
+
+def _with_references(tree: dict[str, Any], accepted: dict[str, Leaf]) -> tuple[dict[str, Any], list[Leaf]]:
+    """Return the tree with its references resolved, and the values with references that cannot be."""
+    from omegaconf import OmegaConf  # takes 0.1 s to import, and few recipes have references
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole: dict[str, Any] = {}
+    for path, value in flat(Recipe()).items():
+        _put(whole, Leaf(path, value, ""))
+    for leaf in accepted.values():
+        _put(whole, leaf)
+    config, unresolved = OmegaConf.create(whole), []
+    for leaf in accepted.values():
+        if _has_reference(leaf.value):
+            try:
+                value = OmegaConf.select(config, leaf.path, throw_on_missing=True)
+                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except (OmegaConfBaseException, ValueError, TypeError, RecursionError):
+                unresolved.append(leaf)
+                continue
+            if _has_type(leaf.path, value):
+                _put(tree, dataclasses.replace(leaf, value=value))
+            else:
+                unresolved.append(leaf)
+    return tree, unresolved
 
 
 _ANY_TEXT = {path for path, spec in all_fields() if spec.metadata.get("any_text")}
@@ -409,6 +451,8 @@ def _not_json_message(value: Any, any_text: bool) -> str | None:
             return f"{item} is not a finite number"
         if isinstance(item, dict) and not all(isinstance(name, str) for name in item):
             return f"{value_text(item)} has keys that are not strings: put quotes around them"
+        if item == "???":  # to OmegaConf and Hydra
+            return "??? stands for a value that is missing: replace it"
         if isinstance(item, str) and _bad_reference(item):
             return "only plain ${key} references are allowed; resolvers are refused"
         refused = ("Cs",) if any_text else ("Cc", "Cs")

@@ -8,17 +8,8 @@ from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
 from fsdptrain.config.paths import expanded, path_problems
-from fsdptrain.config.schema import (
-    MAX_NODES,
-    Recipe,
-    all_fields,
-    choices_of,
-    forms_of,
-    matches_form,
-    needs_of,
-    node_range,
-    value_at,
-)
+from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
+from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.config.values import value_text
 from fsdptrain.errors import Problem

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdptrain.config.names import FOREIGN_VALUES, leading_key, replacement_of
 from fsdptrain.config.reader import SECRET
-from fsdptrain.config.schema import all_paths, canonical_spelling
+from fsdptrain.config.reflection import all_paths, canonical_spelling
 from fsdptrain.config.tools import COPIED, COUNTED_OTHERWISE, KINDS, MEANINGS, NOTE, PART_TYPES, Settings
 from fsdptrain.config.values import accepts, value_text, wrong_type_message
 from fsdptrain.errors import listed

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
+
+
+NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval")  # keys of `data` that say which rows are read
 
 
 class Batch(TypedDict):
@@ -176,19 +179,6 @@ def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
 def _power_of_two(number: int) -> int:
     """Return the least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on `device`. The host does not wait for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch whose tensors are on `device`."""
-    moved = {name: send(x, device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-    return cast(Batch, moved)
 
 
 @dataclass(frozen=True)
@@ -354,7 +344,7 @@ def open_rows(
     key = {
         "version": [__version__, LAYOUT], "content": content, "tokenizer": tokenizer_digest(tokenizer),
         "max_rows": max_rows, "day": day and day.isoformat(),
-        "keys": [data.format, data.columns, data.seq_len, data.packing, data.train_on, data.separator],
+        "keys": [value for name, value in vars(data).items() if name not in NOT_OF_TOKENS],
     }  # fmt: skip
 
     def write(folder: Path) -> None:

@@ -21,15 +21,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fsdptrain.config.paths import is_folder, model_name_fault
 from fsdptrain.data.hub_data import HUB_TIMEOUT_S
 from fsdptrain.data.patches import cached_file_or_none, go_offline
-from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes
+from fsdptrain.errors import HUB_UNREACHABLE, FsdptrainError, NoModel, RecipeError, causes, error_summary
 from fsdptrain.folder.events import Progress
 from fsdptrain.folder.files import openable
 from fsdptrain.plan.plan import Plan
-
-CUSTOM_CODE = (
-    "has custom code, which is not run: read the code, then pass --trust-remote-code (for a Hub id, also set "
-    "model.revision to a full commit)"
-)
 
 
 def hub_arguments(plan: Plan, tokenizer: str | None) -> dict[str, Any]:
@@ -83,16 +78,6 @@ def recipe_errors(message: str) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged or hostile file may raise any class
         raise RecipeError(f"{message}: {error_summary(error)}") from None
-
-
-def error_summary(error: BaseException) -> str:
-    """Return the message of an error in one line; for custom code, the message of fsdptrain."""
-    if "trust_remote_code" in str(error):
-        return f"it {CUSTOM_CODE}"
-    lines = str(error).strip().splitlines()
-    message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
-    plain = isinstance(error, (OSError, ValueError, ImportError)) and message
-    return message[:300] if plain else f"{type(error).__name__}: {message[:300]}"
 
 
 @contextlib.contextmanager

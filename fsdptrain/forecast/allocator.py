@@ -9,29 +9,11 @@ graphs, private pools, and the settings that are off by default (`max_split_size
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
 
 MIB = 2**20
-
-
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment: torch's settings, new and old name
-
-
-EXPANDABLE = "expandable_segments:True"
-
-
-def default_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what workers on GPUs add to this environment: expandable segments, unless the user has set anything."""
-    return {} if any(name in env for name in VARIABLES) else {VARIABLES[0]: EXPANDABLE}
-
-
-def is_expandable(env: Mapping[str, str]) -> bool:
-    """Return whether workers that start in this environment use expandable segments."""
-    settings = {**env, **default_settings(env)}
-    return any(EXPANDABLE in settings.get(name, "") for name in VARIABLES)
 
 
 GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)

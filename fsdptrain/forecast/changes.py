@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptrain.config.reflection import unused_with, value_at
 from fsdptrain.config.rules import may_hold_shards
-from fsdptrain.config.schema import Recipe, unused_with, value_at
+from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.folder.records import Record

@@ -40,10 +40,10 @@ from fsdptrain.folder.ownership import FolderWatch
 from fsdptrain.folder.records import EVENTS, Record, Tail
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import EXPORT, RunStore
-from fsdptrain.forecast.allocator import default_settings
 from fsdptrain.launch.explain import explain, explain_hang, hung_ranks
 from fsdptrain.launch.heading import heading, nodes_allowed, nodes_text
 from fsdptrain.launch.refusal import refused_elsewhere
+from fsdptrain.plan.gpus import default_settings
 from fsdptrain.plan.plan import PLAN_DIGEST, Plan
 from fsdptrain.processes import STOP_SIGNALS, StopRequest, child_command, child_environment
 from fsdptrain.terminal.screen import Screen

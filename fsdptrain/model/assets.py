@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from fsdptrain.data.hub import error_summary, model_revision
-from fsdptrain.errors import RecipeError
+from fsdptrain.data.hub import model_revision
+from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.folder.ownership import install_assets
 from fsdptrain.model.skeleton import set_special_token

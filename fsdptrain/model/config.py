@@ -16,8 +16,8 @@ from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdptrain.data.hub import CUSTOM_CODE, hub_arguments, hub_errors, read_json, recipe_errors
-from fsdptrain.errors import NoModel, Problem, RecipeError
+from fsdptrain.data.hub import hub_arguments, hub_errors, read_json, recipe_errors
+from fsdptrain.errors import CUSTOM_CODE, NoModel, Problem, RecipeError
 from fsdptrain.model.skeleton import layer_values, set_special_token
 from fsdptrain.plan.plan import Plan, varied
 

@@ -18,7 +18,7 @@ from torch.nn import attention
 from transformers import AttentionInterface
 
 from fsdptrain.data.corpus import document_bounds
-from fsdptrain.data.hub import error_summary
+from fsdptrain.errors import error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.probe import Probe
 

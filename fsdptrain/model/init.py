@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,12 @@ from fsdptrain.folder.events import Progress
 from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.skeleton import parameters_on_meta, skeleton
 from fsdptrain.model.units import blocks_of
-from fsdptrain.plan.plan import seed_of
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 63-bit seed for any values; different values give unrelated seeds."""
+    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def draw_weights(

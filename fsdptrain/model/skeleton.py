@@ -21,8 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
-from fsdptrain.data.hub import error_summary
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.units import saved_state
 from fsdptrain.plan.plan import Plan, varied

@@ -21,8 +21,7 @@ from torch.nn.attention import varlen as of_torch
 from transformers import AttentionInterface
 
 from fsdptrain.data.corpus import document_bounds
-from fsdptrain.data.hub import error_summary
-from fsdptrain.errors import RecipeError
+from fsdptrain.errors import RecipeError, error_summary
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD
 from fsdptrain.model.probe import TOLERANCE, Probe
 from fsdptrain.plan.plan import Plan

@@ -7,7 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdptrain.data.corpus import send
+from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.parallel.patches import SIDE
 from fsdptrain.plan.hardware import card
@@ -319,3 +319,16 @@ def _listens(port: int) -> bool:
 
 def _stopped(stop: StopRequest) -> Stopped:
     return Stopped(f"stopped by {stop.name} before the first step; nothing was lost")
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on `device`. The host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a micro-batch whose tensors are on `device`."""
+    moved = {name: send(x, device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    return cast(Batch, moved)

@@ -19,6 +19,23 @@ SMI_S = 10.0  # nvidia-smi may take seconds to wake a GPU; if the driver hangs, 
 WSL_TOOLS = "usr/lib/wsl/lib"  # where WSL2 keeps nvidia-smi, often outside of PATH
 
 
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment: torch's settings, new and old name
+
+
+EXPANDABLE = "expandable_segments:True"
+
+
+def default_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what workers on GPUs add to this environment: expandable segments, unless the user has set anything."""
+    return {} if any(name in env for name in VARIABLES) else {VARIABLES[0]: EXPANDABLE}
+
+
+def is_expandable(env: Mapping[str, str]) -> bool:
+    """Return whether workers that start in this environment use expandable segments."""
+    settings = {**env, **default_settings(env)}
+    return any(EXPANDABLE in settings.get(name, "") for name in VARIABLES)
+
+
 def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """Count the GPUs that a process with this environment may use. `root` is the folder that holds /dev and /proc.
 

@@ -121,3 +121,43 @@ def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:
             f"a process may lock {size(limits.locked_bytes)} of memory, too little for NCCL over InfiniBand or RoCE: "
             "ulimit -l unlimited, docker run --ulimit memlock=-1, in Kubernetes the capability IPC_LOCK"
         )
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of host memory that a new process can use: of the machine, or of the job's or container's limit.
+
+    `root` holds /proc and /sys.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) * 1024
+    for group, limit, used, cache in _memory_groups(root):
+        try:
+            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            available = min(available, most - now + int(counts[cache]))
+        except (OSError, ValueError, KeyError):  # no limit, or not to be read
+            continue
+    return available
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the folder of every control group whose memory limit holds for this process, and three names.
+
+    They are the files of its limit and of what is used, and in its memory.stat the files' cache, which can be freed.
+    """
+    folder = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            top, names = folder, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = folder / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = Path(name.lstrip("/"))
+        for part in (group, *group.parents):
+            yield (top / part, *names)

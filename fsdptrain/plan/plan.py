@@ -19,8 +19,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fsdptrain import __version__
 from fsdptrain.config.adapter import with_adapter_of_folder
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
@@ -36,8 +34,9 @@ from fsdptrain.config.paths import (
     working_folder,
 )
 from fsdptrain.config.reader import LoadedRecipe
-from fsdptrain.config.schema import Recipe, all_paths, flat, node_range
-from fsdptrain.config.values import default_config, range_problems
+from fsdptrain.config.reflection import all_paths, flat
+from fsdptrain.config.schema import Recipe, node_range
+from fsdptrain.config.values import range_problems, recipe_of
 from fsdptrain.errors import Problem, RecipeError, StorageError, Unreadable, first_line, shortened
 from fsdptrain.folder.files import NOTHING_THERE
 from fsdptrain.folder.records import json_object, read_text
@@ -309,17 +308,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`).
 
-        Any other text raises: JSON, OmegaConf and dataclasses raise many types of errors (see `open_plan`).
+        Any other text raises: JSON and dataclasses raise many types of errors (see `open_plan`).
         """
-        if "${" in text:  # OmegaConf would resolve it, from the environment too; fsdptrain writes none
+        if "${" in text:  # it has another origin: fsdptrain writes none
             raise ValueError("it contains a ${reference}")
         fields = json_object(text)
-        for section, keyword in (("checkpoint", "async"), ("adapter", "from")):
-            values = fields["recipe"].get(section, {})
-            if keyword in values:
-                values[f"{keyword}_"] = values.pop(keyword)
-        recipe = OmegaConf.to_object(OmegaConf.merge(default_config(), fields.pop("recipe")))
-        plan = cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)  # type: ignore[arg-type]
+        recipe: Recipe = recipe_of(fields.pop("recipe"))
+        plan = cls(recipe=recipe, topology=Topology(**fields.pop("topology")), **fields)
         wrong = [*_wrong_types(plan), *_wrong_types(plan.topology)]
         if wrong or plan.topology.device not in ("cpu", "cuda"):
             raise ValueError(f"it has other values for {', '.join(wrong) or 'device'}")
@@ -462,12 +457,6 @@ def fastest_on_one_gpu(plan: Plan, weights: Collection[Weight], memory: int) -> 
     if strategy is fsdp.strategy or needed > ROOM * memory:
         return plan
     return varied(plan, {"fsdp.strategy": strategy, "fsdp.accumulation": "hold"})
-
-
-def seed_of(*parts: object) -> int:
-    """Return a 63-bit seed for any values; different values give unrelated seeds."""
-    digest = hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:

@@ -26,6 +26,7 @@ from fsdptrain.model.freeze import freeze, quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.skeleton import choose_attention, flash_fits, skeleton
 from fsdptrain.parallel.world import matrix_rate
+from fsdptrain.plan.gpus import is_expandable
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu, varied
 from fsdptrain.processes import answer_parent, records_of_parent
@@ -119,7 +120,7 @@ def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     available = hardware.memory - overhead
     reserved, tight = top.allocated, False
     if not hardware.is_cpu:
-        expandable = allocator.is_expandable(os.environ)
+        expandable = is_expandable(os.environ)
         reserved = allocator.replay_allocations(trace, device, expandable=expandable).peak_reserved
         tight = reserved > available > 0 and allocator.replay_allocations(trace, device, available, expandable).fits
     return {

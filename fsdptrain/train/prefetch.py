@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdptrain.data.corpus import Batch, Stream, to_device
+from fsdptrain.data.corpus import Batch, Stream
+from fsdptrain.parallel.world import to_device
 from fsdptrain.plan.plan import Plan
 
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdptrain.checkpoint.comparison import available_memory
 from fsdptrain.config.optimizers import Weight
-from fsdptrain.data.hub import error_summary, safetensors_files
+from fsdptrain.data.hub import safetensors_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
-from fsdptrain.errors import FsdptrainError, Problem, RecipeError
+from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
@@ -33,6 +32,7 @@ from fsdptrain.model.units import Unit, saved_state, units_of
 from fsdptrain.model.varlen import mask_note
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
+from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import memory_limited_to
 from fsdptrain.text import size

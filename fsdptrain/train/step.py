@@ -25,13 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from fsdptrain.checkpoint.shards import named_parts
-from fsdptrain.data.corpus import IGNORED, Batch, Corpus, send, to_device
-from fsdptrain.data.hub import error_summary
-from fsdptrain.errors import NonFiniteError, RecipeError
+from fsdptrain.data.corpus import IGNORED, Batch, Corpus
+from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
+from fsdptrain.model.init import seed_of
 from fsdptrain.parallel.shard import begin_micro_batch
-from fsdptrain.parallel.world import HostCopy, World
-from fsdptrain.plan.plan import Plan, seed_of
+from fsdptrain.parallel.world import HostCopy, World, send, to_device
+from fsdptrain.plan.plan import Plan
 from fsdptrain.train.optim import assert_dtypes, part_of
 from fsdptrain.train.patches import reductions_watched
 from fsdptrain.train.stragglers import BlockClock

@@ -21,12 +21,12 @@ from fsdptrain.checkpoint.comparison import (
     Comparison,
     Sample,
     Way,
-    available_memory,
     differences,
     fresh_process,
     logits_from,
 )
 from fsdptrain.errors import CheckpointError, Stopped
+from fsdptrain.plan.limits import available_memory
 
 # Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -13,7 +13,7 @@ from support import fsdptrain
 from fsdptrain.config.convert import Conversion, convert
 from fsdptrain.config.names import REPLACEMENTS, leading_key, replacement_of
 from fsdptrain.config.reader import MAX_RECIPE_BYTES, load
-from fsdptrain.config.schema import all_paths, flat
+from fsdptrain.config.reflection import all_paths, flat
 from fsdptrain.config.tools import COPIED, COUNTED_OTHERWISE, KINDS, MEANINGS, NOTE, PART_TYPES, TOOLS
 from fsdptrain.config.translate import RULES, Entry, is_empty, reason_for, settings_of
 from fsdptrain.config.values import accepts

@@ -26,7 +26,7 @@ from support import ROOT
 
 from fsdptrain.config.names import REPLACEMENTS
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import all_paths, flat
+from fsdptrain.config.reflection import all_paths, flat
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan
 from fsdptrain.plan.topology import find_topology

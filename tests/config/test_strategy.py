@@ -7,7 +7,7 @@ import re
 import pytest
 from support import ROOT
 
-from fsdptrain.config.schema import json_schema, unused_with
+from fsdptrain.config.reflection import json_schema, unused_with
 from fsdptrain.config.strategy import Strategy
 
 DOCUMENT = ROOT / "docs" / "from-fsdp1.md"

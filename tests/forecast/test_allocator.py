@@ -21,12 +21,11 @@ from fsdptrain.forecast.allocator import (
     CachingAllocator,
     ExpandableAllocator,
     Reserved,
-    default_settings,
-    is_expandable,
     replay_allocations,
     round_up,
 )
 from fsdptrain.forecast.trace import HOST, Alloc, Free, Moment, Storage, Trace
+from fsdptrain.plan.gpus import default_settings, is_expandable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GPU = "cuda"

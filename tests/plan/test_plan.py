@@ -12,12 +12,13 @@ from support import ROOT, SHAKESPEARE, write_recipe
 from fsdptrain.attempts.claim import check_inputs
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.reader import load
-from fsdptrain.config.schema import all_paths
+from fsdptrain.config.reflection import all_paths
 from fsdptrain.errors import DataError, RecipeError
 from fsdptrain.model.config import load_config
+from fsdptrain.model.init import seed_of
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
-from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, make_plan, seed_of
+from fsdptrain.plan.plan import Plan, fastest_on_one_gpu, make_plan
 from fsdptrain.plan.topology import Topology, find_topology
 
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -16,7 +16,6 @@ from architectures import small_config
 from support import TINY, environment, fsdptrain, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdptrain.checkpoint.comparison import available_memory
 from fsdptrain.config.reader import load
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import Corpus
@@ -28,6 +27,7 @@ from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.parallel import patches
 from fsdptrain.plan.hardware import parse_hardware
+from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Plan, draft_plan, make_plan, varied
 from fsdptrain.plan.topology import Topology, find_topology, topology_of
 from fsdptrain.processes import memory_limited_to
