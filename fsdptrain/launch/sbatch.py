@@ -12,7 +12,7 @@ from fsdptrain.errors import RecipeError
 STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written meanwhile
 
 
-EARLY_S = 60  # Slurm may send the signal so much earlier
+EARLY_S = 60  # by which Slurm may send the signal too early
 
 
 INSTEAD = {  # options that a job sets itself → what to do instead

@@ -124,7 +124,7 @@ def gpus_of_node(choice: HardwareChoice | None, given: int | None) -> int:
 
 
 def prepare_job(recipe: str, written: LoadedRecipe, overrides: Sequence[str], nodes: int | None, gpus: int) -> Job:
-    """Return the job of a recipe on `nodes` nodes (None: `launch.nnodes`) with so many GPUs each.
+    """Return the job of a recipe on `nodes` nodes (None: `launch.nnodes`) with `gpus` GPUs each.
 
     Raises RecipeError for keys that contradict the job, and for what `run` would refuse before it starts workers.
     """
