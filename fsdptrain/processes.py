@@ -112,7 +112,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def memory_limited_to(more: int) -> Iterator[None]:
-    """Let allocations fail inside the context when this process uses so many bytes more than before."""
+    """Let allocations fail inside the context when this process uses `more` bytes more than before."""
     in_use = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = min(each for each in (in_use + more, soft, hard) if each != resource.RLIM_INFINITY)

@@ -122,7 +122,7 @@ def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 # Every optimizer with its own defaults, by the words that follow `optim.name=`.
-OPTIMIZERS = {str(kind): Optim(name=kind, lr=1e-2, **kind.facts.settings) for kind in OptimizerKind}
+OPTIMIZERS = {str(kind): Optim(name=kind, lr=1e-2, **kind.traits.settings) for kind in OptimizerKind}
 OPTIMIZERS["sgd optim.momentum=0"] = dataclasses.replace(OPTIMIZERS["sgd"], momentum=0.0)
 
 

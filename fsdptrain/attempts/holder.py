@@ -28,7 +28,7 @@ from fsdptrain.plan.plan import Plan
 REFRESH_S = 20.0
 
 
-STALE_S = 90.0  # a claim that has not changed for so long is of a process that is dead or cut off
+STALE_S = 90.0  # without a change, after which a claim is of a process that is dead or cut off
 
 
 POLL_S = 2.0

@@ -25,7 +25,7 @@ from fsdptrain.errors import CheckpointError, OtherVersion, Problem, StorageErro
 from fsdptrain.folder.files import NOTHING_THERE, regular_file_status, system_errors
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.storage import MANIFEST_NAME, Location, checkpoint_name
-from fsdptrain.plan.plan import KEPT, LAYOUT_KEY
+from fsdptrain.plan.plan import KEEPS_STATE, LAYOUT_KEY
 
 FORMAT_VERSION = 2
 
@@ -325,7 +325,7 @@ def recipe_key(path: str) -> str:
     if path.startswith(SETTLED):
         return f"model.config.{path.removeprefix(SETTLED)}"
     fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
-    return fields.get(path) or path.removesuffix(".content").removesuffix(KEPT)
+    return fields.get(path) or path.removesuffix(".content").removesuffix(KEEPS_STATE)
 
 
 def _changed(path: str, before: Any, now: Any) -> Problem:
@@ -340,7 +340,7 @@ def _changed(path: str, before: Any, now: Any) -> Problem:
     elif path in DIFFERENT:
         digests = f"(digest {now[:DIGITS]}, was {before[:DIGITS]})"
         message = DIFFERENT[path].format(digests=digests, another_run=ANOTHER_RUN)
-    elif path.endswith(KEPT):
+    elif path.endswith(KEEPS_STATE):
         was, what = ("not 0", "0") if before else ("0", "not 0")
         message = f"was {was} in the run to resume, is {what} now; {ANOTHER_RUN}"
     else:

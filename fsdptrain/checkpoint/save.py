@@ -73,9 +73,9 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._staging: dict[str, torch.Tensor] = {}
 
-    def claim(self) -> None:
+    def remove_leftovers(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
-        self._on_rank_zero(f"write checkpoints to {self.storage}", self._if_writer(self.storage.claim))
+        self._on_rank_zero(f"write checkpoints to {self.storage}", self._if_writer(self.storage.remove_leftovers))
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, wait: bool) -> None:
         """Save the state after `step` steps; return when it is copied or, with `wait`, when it is committed.

@@ -340,7 +340,7 @@ FOREIGN_VALUES: dict[str, dict[Any, Any]] = {
         "alpaca": "prompt_completion", "instruction": "prompt_completion", "completion": "text",
     },
     "data.train_on": {"assistant": "completion", "assistant_only": "completion", "prompt": "all", True: "all"},
-    "optim.name": {alias: kind.value for kind in OptimizerKind for alias in kind.facts.aliases},
+    "optim.name": {alias: kind.value for kind in OptimizerKind for alias in kind.traits.aliases},
     "schedule.name": {
         "constant_with_warmup": "constant", "cosine_with_warmup": "cosine", "cosine_with_min_lr": "cosine",
         "linear_with_warmup": "linear", "warmup_stable_decay": "wsd",

@@ -124,7 +124,7 @@ def is_orthogonalised(weight: Weight) -> bool:
 
 
 @dataclass(frozen=True)
-class Facts:
+class OptimizerTraits:
     """What the engine knows of an optimizer.
 
     `torch_class` is called with the parameter groups, with `lr` and the values of the keys `settings` of the recipe's
@@ -156,11 +156,11 @@ ADAM_SETTINGS: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8}
 class OptimizerKind(StrEnum):
     """An optimizer; its name and value are the word in the recipe."""
 
-    facts: Facts
+    traits: OptimizerTraits
 
     adamw = (
         "adamw",
-        Facts(
+        OptimizerTraits(
             "torch.optim.AdamW",
             ADAM_SETTINGS,
             _moments,
@@ -172,7 +172,7 @@ class OptimizerKind(StrEnum):
     )
     adamw_8bit = (
         "adamw_8bit",
-        Facts(
+        OptimizerTraits(
             "fsdptrain.train.blockwise.RowwiseAdamW8bit",
             ADAM_SETTINGS,
             _moments_in_8_bits,
@@ -182,11 +182,11 @@ class OptimizerKind(StrEnum):
     )
     adafactor = (
         "adafactor",
-        Facts("fsdptrain.train.sharded_optimizers.ShardedAdafactor", {}, _factors, needs_ranks=True),
+        OptimizerTraits("fsdptrain.train.sharded_optimizers.ShardedAdafactor", {}, _factors, needs_ranks=True),
     )
     muon = (
         "muon",
-        Facts(
+        OptimizerTraits(
             "fsdptrain.train.sharded_optimizers.ShardedMuon",
             ADAM_SETTINGS | {"momentum": 0.95, "nesterov": True},
             _momentum_of_matrices,
@@ -196,7 +196,7 @@ class OptimizerKind(StrEnum):
     )
     lion = (
         "lion",
-        Facts(
+        OptimizerTraits(
             "fsdptrain.train.blockwise.RowwiseLion",
             {"betas": [0.9, 0.99]},
             _moment_in_float32,
@@ -206,7 +206,7 @@ class OptimizerKind(StrEnum):
     )
     sgd = (
         "sgd",
-        Facts(
+        OptimizerTraits(
             "torch.optim.SGD",
             {"momentum": 0.9, "nesterov": False},
             _momentum,
@@ -216,17 +216,17 @@ class OptimizerKind(StrEnum):
         ),
     )
 
-    def __new__(cls, word: str, facts: Facts) -> OptimizerKind:
+    def __new__(cls, word: str, traits: OptimizerTraits) -> OptimizerKind:
         """Make the member of a row."""
         member = str.__new__(cls, word)
         member._value_ = word
-        member.facts = facts
+        member.traits = traits
         return member
 
     @property
     def leaner(self) -> OptimizerKind | None:
         """The optimizer with the same update, but a smaller state of lower precision; None if there is none."""
-        return OptimizerKind[self.facts.leaner] if self.facts.leaner else None
+        return OptimizerKind[self.traits.leaner] if self.traits.leaner else None
 
 
 DEFAULT_OPTIMIZER = OptimizerKind.adamw

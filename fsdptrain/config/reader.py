@@ -131,7 +131,7 @@ def parse(text: str, name: str, folder: Path, overrides: list[str]) -> LoadedRec
 
 def _with_optimizer_defaults(recipe: Recipe, where: dict[str, str]) -> Recipe:
     """Return the recipe with the defaults of its optimizer in place of those of the schema."""
-    unset = {name: value for name, value in recipe.optim.name.facts.settings.items() if f"optim.{name}" not in where}
+    unset = {name: value for name, value in recipe.optim.name.traits.settings.items() if f"optim.{name}" not in where}
     return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, **copy.deepcopy(unset)))
 
 
@@ -370,6 +370,7 @@ def _assemble(leaves: list[Leaf], problems: list[Problem]) -> Recipe:
         elif not (_has_reference(leaf.value) or _has_type(leaf.path, leaf.value)) or not _put(tree, leaf):
             wrong.append(leaf)
         else:
+            accepted.pop(leaf.path, None)  # so that the values are in the order in which they were set
             accepted[leaf.path] = leaf
     # References are resolved when all values are set: one may point further down, and an override replaces a value.
     if any(_has_reference(leaf.value) for leaf in accepted.values()):

@@ -186,7 +186,7 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if the optimizer's library is not installed."""
     kind = recipe.optim.name
-    library = kind.facts.library
+    library = kind.traits.library
     if library is not None and importlib.util.find_spec(library) is None:
         yield Problem(
             f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"

@@ -214,7 +214,7 @@ class Fsdp:
 
 def _optimizers_with(setting: str) -> dict[str, Any]:
     """Return the optimizers that read a key of `optim`, as what the key needs."""
-    return {"optim.name": [kind for kind in OptimizerKind if setting in kind.facts.settings]}
+    return {"optim.name": [kind for kind in OptimizerKind if setting in kind.traits.settings]}
 
 
 @dataclass
@@ -227,13 +227,13 @@ class Optim:
     )
     lr: float = key(2e-5, "peak learning rate", at_least=0)
     betas: list[float] = key(
-        DEFAULT_OPTIMIZER.facts.settings["betas"],
+        DEFAULT_OPTIMIZER.traits.settings["betas"],
         "decay of the first and second moments; lion: weights of its momentum in the update and in itself, by default "
         "[0.9, 0.99]",
         needs=_optimizers_with("betas"),
     )
     eps: float = key(
-        DEFAULT_OPTIMIZER.facts.settings["eps"],
+        DEFAULT_OPTIMIZER.traits.settings["eps"],
         "added to the root of the second moment",
         needs=_optimizers_with("eps"),
         above=0,
@@ -260,8 +260,8 @@ class Optim:
 
     def state(self, weight: Weight, master: Dtype) -> list[StateTensor]:
         """Return what the optimizer keeps for a parameter with master weights in `master`."""
-        facts = self.name.facts
-        return [] if facts.keeps_if and not getattr(self, facts.keeps_if) else facts.state(weight, master)
+        traits = self.name.traits
+        return [] if traits.keeps_if and not getattr(self, traits.keeps_if) else traits.state(weight, master)
 
     def state_bytes(self, weights: Iterable[Weight], master: Dtype, ranks: int = 1) -> float:
         """Return the bytes of the state of these parameters on each of `ranks`, with master weights in `master`."""

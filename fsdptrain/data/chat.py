@@ -17,9 +17,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdptrain.data.marks import BEGIN, END, Message, Span, called_tools
 from fsdptrain.data.patches import templates_on
-from fsdptrain.data.turns import TurnFinder, cannot_locate, check_order
+from fsdptrain.data.turns import BEGIN, END, Message, Span, TurnFinder, called_tools, cannot_locate, check_order
 from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from fsdptrain.config.schema import Data
 from fsdptrain.data.chat import ConversationRenderer
 from fsdptrain.data.columns import prompt_and_trained
-from fsdptrain.data.marks import Span
+from fsdptrain.data.turns import Span
 from fsdptrain.errors import DataError
 
 TRAINED = 1  # in the flags of a row

@@ -33,7 +33,7 @@ MAX_DEPTH = 16  # of lists and objects inside each other; a plan has six
 SHOWN_FAULTS = 3  # faults of one file that are described; the others are counted
 
 
-ETA_STEPS = 32  # the ETA uses the mean time of so many steps
+ETA_STEPS = 32  # of which the mean time gives the ETA
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class CheckpointStorage(ABC):
         """Bring a file from the staging folder to where it stays until `publish`; return that place."""
 
     @abstractmethod
-    def claim(self) -> None:
+    def remove_leftovers(self) -> None:
         """Make sure that checkpoints can be written, and remove what an interrupted save or removal left."""
 
     @abstractmethod
@@ -303,7 +303,7 @@ class _LocalStorage(CheckpointStorage):
     def deliver(self, step: int, path: Path) -> Path:
         return path
 
-    def claim(self) -> None:
+    def remove_leftovers(self) -> None:
         self._make_root()
         for path in self.root.glob("step-*"):
             if UNFINISHED.fullmatch(path.name):
@@ -408,7 +408,7 @@ class _ObjectStorage(CheckpointStorage):
             path.unlink(missing_ok=True)
         return target
 
-    def claim(self) -> None:
+    def remove_leftovers(self) -> None:
         try_writing(self.root)  # a store that refuses is reported before the first step
         for path in self.local.glob("*"):  # of ranks that were killed in a save
             if CHECKPOINT_FILE.fullmatch(path.name):

@@ -252,7 +252,7 @@ def _cards_needed(
 
 
 def _on_cards(plan: Plan, cards: int, node: int) -> Plan:
-    """Return the plan that needs the least memory on so many cards; its global batch is rounded up to a multiple."""
+    """Return the plan that needs the least memory on `cards` cards; its global batch is rounded up to a multiple."""
     ranks = min(cards, node)
     plan = dataclasses.replace(plan, topology=Topology("cuda", cards // ranks, ranks))
     ladder = ladders_of(plan, False)[0]

@@ -69,10 +69,10 @@ HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the r
 FOLDER_S = 1.0  # between two looks whether the run folder is still there
 
 
-LATE_S = 60.0  # so long a node waits for the others before it says so
+LATE_S = 60.0  # that a node waits for the others before it reports it
 
 
-MEET_S = 600.0  # with a range of nodes: a node gives up if it hears nothing of the others for so long, as torchrun does
+MEET_S = 600.0  # with a range of nodes: without news of the others, a node then gives up, as torchrun does
 
 
 def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:

@@ -41,7 +41,7 @@ LOCKS = Path("/proc/locks")  # every lock on this machine that this process may 
 CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has caught up
 
 
-LATE_STEPS, LATE_S = 10, 5.0  # a run is late if its next record is overdue by so many steps, and at least so long
+LATE_STEPS, LATE_S = 10, 5.0  # by which the next record of a late run is overdue: steps, and seconds at least
 
 
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt

@@ -74,7 +74,7 @@ fi
 exit "$code"
 """
 STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written meanwhile
-EARLY_S = 60  # Slurm may send the signal so much earlier
+EARLY_S = 60  # by which Slurm may send the signal too early
 INSTEAD = {  # options that a job sets itself → what to do instead
     ("--nodes", "-N"): "use --nodes",
     ("--time", "-t"): "use --time",
@@ -176,7 +176,7 @@ def gpus_of_node(choice: HardwareChoice | None, given: int | None) -> int:
 
 
 def prepare_job(recipe: str, written: LoadedRecipe, overrides: Sequence[str], nodes: int | None, gpus: int) -> Job:
-    """Return the job of a recipe on `nodes` nodes (None: `launch.nnodes`) with so many GPUs each.
+    """Return the job of a recipe on `nodes` nodes (None: `launch.nnodes`) with `gpus` GPUs each.
 
     Raises RecipeError for keys that contradict the job, and for what `run` would refuse before it starts workers.
     """

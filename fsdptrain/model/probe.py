@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import blocks_of
 
-SMALL = 2**16  # products with weights of up to so many elements are computed
+SMALL = 2**16  # elements of a weight; products with larger ones are not computed
 
 
 TOLERANCE = 1e-3  # of the largest logit: above rounding, and far below the effect of another document

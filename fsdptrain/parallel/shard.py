@@ -50,7 +50,7 @@ aten = torch.ops.aten
 GRAPHS = 64  # of all kinds of blocks that share a `forward`: with and without gradients, with and without a mask
 
 
-KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
+SAVED = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -198,7 +198,7 @@ def recompute(blocks: list[nn.Module], kind: Any) -> None:
     if kind == "none":
         return
     for block in blocks[::every]:
-        context = functools.partial(create_selective_checkpoint_contexts, KEPT) if kind == "selective" else None
+        context = functools.partial(create_selective_checkpoint_contexts, SAVED) if kind == "selective" else None
         block.forward = _recomputed(block.forward, context)
 
 

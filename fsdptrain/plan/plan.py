@@ -178,7 +178,7 @@ class Plan:
         return BYTES[master] * parameters + int(self.recipe.optim.state_bytes(trained, master))
 
     def gathered_bytes(self, counts: Counts) -> int:
-        """Return the bytes of so many parameters as FSDP gathers them: in the compute dtype, or quantised.
+        """Return the bytes of a number of parameters as FSDP gathers them: in the compute dtype, or quantised.
 
         Frozen parameters are sharded in the same form.
         """
@@ -279,8 +279,8 @@ class Plan:
         held_out = recipe["data.eval"] or {}
         fixed["data.eval.fraction"] = held_out.get("fraction")  # held-out rows are taken from the training data
         same = {path: recipe[path] for path in ("seed", "train.global_batch_size", "optim.name")}
-        if keeps_if := self.recipe.optim.name.facts.keeps_if:
-            same[f"optim.{keeps_if}{KEPT}"] = bool(recipe[f"optim.{keeps_if}"])
+        if keeps_if := self.recipe.optim.name.traits.keeps_if:
+            same[f"optim.{keeps_if}{KEEPS_STATE}"] = bool(recipe[f"optim.{keeps_if}"])
         return fixed | same | {LAYOUT_KEY: self.layout}
 
     def shared(self) -> Plan:
@@ -541,6 +541,5 @@ def _trust_problems(recipe: Recipe) -> list[Problem]:
 LAYOUT_KEY = "layout"  # key of LAYOUT in an identity
 
 
-KEPT = (
-    ".kept"  # after a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it
-)
+# After a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it.
+KEEPS_STATE = ".kept"

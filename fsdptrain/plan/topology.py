@@ -234,7 +234,7 @@ def _check_overrides(recipe: Recipe, count: int, hardware: Hardware, overridden:
 
 
 def topology_of_job(recipe: Recipe, nnodes: int, gpus_per_node: int) -> Topology:
-    """Return the processes of a run as a job on `nnodes` nodes with so many GPUs each (0: on the CPU)."""
+    """Return the processes of a run as a job on `nnodes` nodes with `gpus_per_node` GPUs each (0: on the CPU)."""
     device: Literal["cpu", "cuda"] = "cuda" if gpus_per_node else "cpu"
     return Topology(device, nnodes, _workers(recipe, nnodes, gpus_per_node or 2))
 

@@ -66,9 +66,9 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     useful_flops = model_flops(model, tokens, plan.recipe.data.seq_len)
     notes += accumulation_notes(plan, trace, Counts.of(weights).trained)
     return Forecast(
-        **memory(trace, device, hardware),
+        **memory_of(trace, device, hardware),
         **communication(plan, trace, Counts.of(weights)),
-        **time(plan, trace, hardware, tokens, useful_flops),
+        **time_of(plan, trace, hardware, tokens, useful_flops),
         model_flops=useful_flops,
         hardware=hardware.name,
         method="pretended accelerator" if pretend else "fake CPU",
@@ -111,7 +111,7 @@ def block_bytes(hardware: Hardware) -> int:
     return 1 if hardware.is_cpu else allocator.GRANULARITY
 
 
-def memory(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
+def memory_of(trace: Trace, device: str, hardware: Hardware) -> dict[str, Any]:
     """Return the peak and its parts, and whether it fits together with the memory that torch does not allocate."""
     granularity = block_bytes(hardware)
     top = ledger.peak(trace, device, granularity)
@@ -148,7 +148,7 @@ def communication(plan: Plan, trace: Trace, parameters: Counts) -> dict[str, Any
     }
 
 
-def time(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
+def time_of(plan: Plan, trace: Trace, hardware: Hardware, tokens: int, useful_flops: float) -> dict[str, Any]:
     """Return seconds and rates. MFU counts the model's own FLOPs, as the run does, without recomputation."""
     half = plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16"
     recompute_s = timing.recomputation_s(plan.recipe.fsdp.activation_checkpointing)

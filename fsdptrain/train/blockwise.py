@@ -80,5 +80,5 @@ class RowwiseAdamW8bit(_Rowwise, AdamW8bit):
 
 
 def with_columns(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return a tensor, detached, with so many columns: zeros are added if it has fewer."""
+    """Return a tensor, detached, with `columns` columns: zeros are added if it has fewer."""
     return pad(tensor.detach(), (0, columns - tensor.shape[-1]))

@@ -26,14 +26,14 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     # FSDP2 takes the parameters that were set since it sharded the model. Else it does so in the first forward, where
     # it may replace a rank's memory by a padded or a pinned copy: too late for an optimizer that has that memory.
     model.load_state_dict({}, strict=False)
-    facts, weights = optim.name.facts, weights_of(model)
+    traits, weights = optim.name.traits, weights_of(model)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     groups: dict[tuple[bool, bool], list[str]] = {}  # (treated otherwise by this optimizer, decays) → names
     for name in trained:
         weight = weights[name]
-        groups.setdefault((bool(facts.splits and facts.splits(weight)), weight.decays), []).append(name)
-    settings = {key: getattr(optim, key) for key in ("lr", *facts.settings)}
-    if facts.needs_ranks:
+        groups.setdefault((bool(traits.splits and traits.splits(weight)), weight.decays), []).append(name)
+    settings = {key: getattr(optim, key) for key in ("lr", *traits.settings)}
+    if traits.needs_ranks:
         settings["ranks"] = ranks_of_shards(next(iter(trained.values())))
     return optimizer_class(optim.name)(
         [
@@ -46,13 +46,13 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
             for (split, decays), names in sorted(groups.items(), reverse=True)
         ],
         **settings,
-        **facts.options,
+        **traits.options,
     )
 
 
 def optimizer_class(kind: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:
     """Return the class of an optimizer. Its module is imported now, because it may need a library of its own."""
-    return cast(Callable[..., torch.optim.Optimizer], pkgutil.resolve_name(kind.facts.torch_class))
+    return cast(Callable[..., torch.optim.Optimizer], pkgutil.resolve_name(kind.traits.torch_class))
 
 
 def ranks_of_shards(param: torch.Tensor) -> DeviceMesh | None:

@@ -274,7 +274,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, session.asked, world, content, session.reporter.event)
-    checkpointer.claim()
+    checkpointer.remove_leftovers()
     checkpointer.reject_another_run()
     if world.rank == 0:
         for number in rundir.attempt_numbers()[:-KEPT_ATTEMPTS]:

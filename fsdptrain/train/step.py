@@ -1,8 +1,8 @@
 """One optimizer step: accumulate, normalise, reduce, clip, check, update; the same on every strategy and world size.
 
 The host does not wait for the device in a step: it queues the work, and the device itself computes how much to clip and
-whether to update (an optimizer without `Facts.found_inf` makes the host wait for that). `Engine.read` waits for the
-numbers of a step. On an accelerator this is done after the next step was queued. So the next step does not change
+whether to update (an optimizer without `found_inf` makes the host wait for that). `Engine.read` waits for the numbers
+of a step. On an accelerator this is done after the next step was queued. So the next step does not change
 anything either if a step was not finite.
 
 After a step that was not finite, `find_sources` names what caused it.
@@ -94,7 +94,7 @@ class Engine:
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
         self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
-        self._found_inf = plan.recipe.optim.name.facts.found_inf
+        self._found_inf = plan.recipe.optim.name.traits.found_inf
         # 1.0 as long as a step that was not finite has not been read: until then no step changes weights or moments.
         self._blocked = torch.zeros((), device=self._home)
         self._read_at = 0.0  # when a step was last read

@@ -43,7 +43,7 @@ SLOWEST_DISK = 20e6  # bytes per second; a slower disk counts as a hang
 PAUSE_S = 3.0  # a longer gap between two polls means that the whole process was not scheduled
 
 
-ALARM_S = 1.0, 2.0  # the alarm is so long after the deadline, at least and at most: most beats need not move it
+ALARM_S = 1.0, 2.0  # from the deadline to the alarm, at least and at most: most beats need not move it
 
 
 EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher did it before

@@ -858,7 +858,7 @@ def test_only_leftovers_of_a_save_are_removed(tmp_path: Path) -> None:
     for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003", "step-00000004.damaged"):
         checkpoint(rundir.checkpoints / name)
     fill(rundir.checkpoints, "notes.tmp", "mine.old/x", "step-00000005.tmp/mine")
-    rundir.storage.claim()
+    rundir.storage.remove_leftovers()
     there = {"step-00000003", "step-00000004.damaged", "notes.tmp", "mine.old", "step-00000005.tmp.kept"}
     assert {path.name for path in rundir.checkpoints.iterdir()} == there
     assert (rundir.checkpoints / "mine.old" / "x").exists()

@@ -181,7 +181,7 @@ def test_the_tested_versions_are_those_that_are_installed() -> None:
 def test_the_schema_has_the_designs_keys_and_defaults(tmp_path: Path) -> None:
     # `format: text` with an explicit `train_on: completion` is refused, so the format is checked separately below.
     designed = read(tmp_path, DESIGN, "data.format=chat")
-    others = {f"optim.{name}" for name in SETTINGS if name not in designed.recipe.optim.name.facts.settings}
+    others = {f"optim.{name}" for name in SETTINGS if name not in designed.recipe.optim.name.traits.settings}
     assert set(designed.where) == set(all_paths()) - others
     values, defaults = flat(designed.recipe), flat(Recipe())
     for path in set(all_paths()) - EXAMPLES - {"data.format"}:
@@ -656,10 +656,10 @@ def test_a_wrong_value_gets_the_likely_one(tmp_path: Path, path: str, value: str
 def test_an_optimizer_has_its_own_defaults_and_refuses_the_keys_that_it_does_not_read(tmp_path: Path) -> None:
     for kind in OptimizerKind:
         optim = read(tmp_path, BASE, f"optim.name={kind}").recipe.optim
-        assert {key: getattr(optim, key) for key in kind.facts.settings} == kind.facts.settings
+        assert {key: getattr(optim, key) for key in kind.traits.settings} == kind.traits.settings
         for name in SETTINGS:
             value = {"betas": "[0.8,0.9]", "nesterov": "true"}.get(name, "0.5")
-            if name in kind.facts.settings:
+            if name in kind.traits.settings:
                 written = read(tmp_path, BASE, f"optim.name={kind}", f"optim.{name}={value}").recipe.optim
                 assert str(getattr(written, name)).replace(" ", "").lower() == value
             else:

@@ -99,7 +99,7 @@ def save(storage: CheckpointStorage, step: int, seed: int = 0, world: int = 2) -
 def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     storage = run.storage
     assert storage.steps() == []
-    storage.claim()
+    storage.remove_leftovers()
     files = write(storage, 3)
     assert storage.steps() == [] and storage.other_names()[0] == []
     storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
@@ -116,11 +116,11 @@ def manifest(storage: CheckpointStorage, step: int) -> bytes:
 
 def test_an_interrupted_save_is_removed_and_others_files_stay(run: RunDir) -> None:
     storage = run.storage
-    storage.claim()
+    storage.remove_leftovers()
     save(storage, 1)
     write(storage, 2)
     assert RunDir(run.root, run.checkpoint_path).storage.other_names()[1]
-    RunDir(run.root, run.checkpoint_path).storage.claim()  # the next start
+    RunDir(run.root, run.checkpoint_path).storage.remove_leftovers()  # the next start
     assert storage.other_names() == ([], []) and storage.steps() == [1]
     write(storage, 2)
     storage.discard(2)
@@ -297,14 +297,14 @@ def test_a_store_without_an_answer_is_an_error_after_some_tries(
 def test_a_bucket_that_does_not_exist_is_reported_at_the_start(tmp_path: Path, server: ObjectStore) -> None:
     run = RunDir(tmp_path, "s3://no-such-bucket/run")
     with pytest.raises(StorageError, match=r"no such bucket: create it, or correct the URL"):
-        run.storage.claim()
+        run.storage.remove_leftovers()
 
 
 def test_abandoned_uploads_are_aborted_at_the_next_start(remote: RunDir) -> None:
     fs, prefix = remote.storage.root.fs, remote.storage.root.key.partition("/")[2]  # type: ignore[attr-defined]
     for key in (f"{prefix}/step-00000001/rank-00000.safetensors", "elsewhere"):
         fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
-    remote.storage.claim()
+    remote.storage.remove_leftovers()
     left = fs.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
     assert [upload["Key"] for upload in left] == ["elsewhere"]
     fs.clear_multipart_uploads(BUCKET)
@@ -354,7 +354,7 @@ def test_the_checkpoints_of_another_run_in_a_store_are_not_continued(tmp_path: P
     first = plan("a", 3e-4)
     store, storage = first.rundir.checkpoint_store, first.rundir.storage
     assert store and marked_run(store) == str(tmp_path / "a")
-    storage.claim()
+    storage.remove_leftovers()
     files = write(storage, 2)
     storage.publish(2, Manifest(FORMAT_VERSION, 2, 2, first.digest(), first.identity(), files).sealed())
     before = store.names()

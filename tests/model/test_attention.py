@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdptrain.model import attention
 from fsdptrain.model.attention import QUERIES, Tile, attend, tiles
-from fsdptrain.parallel.shard import KEPT
+from fsdptrain.parallel.shard import SAVED
 
 Made = list[torch.Tensor]  # an output, and the gradients of q, k and v
 op = torch.ops.fsdptrain.attention
@@ -307,7 +307,7 @@ def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 def test_recomputing_blocks_changes_no_gradient(kind: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(model_of("llama"))
     model = model_of("llama")
-    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
+    options = {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)} if kind == "selective" else {}
     for block in model.model.layers:
         block.forward = in_checkpoint(block.forward, options)
     times = []

@@ -29,7 +29,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
-from fsdptrain.parallel.shard import KEPT, compile_blocks, recompute
+from fsdptrain.parallel.shard import SAVED, compile_blocks, recompute
 from fsdptrain.plan.plan import Plan
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_recomputing_blocks_changes_no_gradient(kind: str, forwards: list[int]) 
     expected = trained(model_of("llama", varlen.NAME), **called(PACKED))
     assert len(forwards) == 3 + 3
     model = model_of("llama", varlen.NAME)
-    options = {"context_fn": lambda: create_selective_checkpoint_contexts(KEPT)} if kind == "selective" else {}
+    options = {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)} if kind == "selective" else {}
     for block in model.model.layers:
         block.forward = in_checkpoint(block.forward, options)
     forwards.clear()

@@ -94,7 +94,7 @@ def small_model() -> torch.nn.Module:
 
 def of_kind(kind: OptimizerKind, **settings: Any) -> Optim:
     """Return the settings of an optimizer, with its own defaults."""
-    return dataclasses.replace(OPTIM, name=kind, **(kind.facts.settings | settings))
+    return dataclasses.replace(OPTIM, name=kind, **(kind.traits.settings | settings))
 
 
 def test_state_of_another_dtype_than_the_registry_lists_is_refused() -> None:
@@ -107,7 +107,7 @@ def test_state_of_another_dtype_than_the_registry_lists_is_refused() -> None:
         assert_dtypes(model, optimizer, Recipe())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OptimizerKind if kind.facts.found_inf])
+@pytest.mark.parametrize("kind", [kind for kind in OptimizerKind if kind.traits.found_inf])
 def test_a_step_with_found_inf_changes_nothing_and_is_not_counted(kind: OptimizerKind) -> None:
     model = torch.nn.Linear(64, 3)
     optimizer = make_optimizer(model, of_kind(kind, weight_decay=0.5))
