@@ -10,8 +10,6 @@ from enum import StrEnum
 from typing import Literal
 
 LongRows = Literal["split", "cut"]
-
-
 Names = tuple[str | tuple[str, ...], ...]  # usual names of columns; several in one are joined
 
 

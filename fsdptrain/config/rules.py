@@ -17,7 +17,6 @@ from fsdptrain.errors import Problem
 # Keys that say the same thing in different ways. On the command line, one replaces the other one of the file.
 ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
-
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
     "model.attn_implementation": ("data", "train"),

@@ -387,7 +387,6 @@ class Log:
 # No cluster is larger, and what is done for each rank ends in seconds.
 MAX_NODES, MAX_WORKERS = 2**14, 2**10
 
-
 NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 
 

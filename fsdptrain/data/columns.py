@@ -25,13 +25,8 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
-
 PEEKED_ROWS = 8
-
-
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
-
-
 NO_PREFERENCES = "training on preferences (DPO, KTO, reward models) is not supported (yet)"
 
 

@@ -40,8 +40,6 @@ from fsdptrain.plan.plan import BY_LENGTH, LAYOUT, Plan
 from fsdptrain.text import counted, share
 
 IGNORED = -100  # the label of a position that carries no loss
-
-
 NOT_OF_TOKENS = ("path", "revision", "max_rows", "eval")  # keys of `data` that say which rows are read
 
 

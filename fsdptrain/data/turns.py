@@ -20,13 +20,8 @@ from typing import Any
 from fsdptrain.errors import DataError
 
 Message = dict[str, Any]
-
-
 Span = tuple[int, int]
-
-
 LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
-
 
 # Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool.
 BEGIN, INNER, END, CALL = KINDS = range(4)
@@ -152,11 +147,7 @@ def called_tools(message: Message) -> list[str]:
 
 
 Render = Callable[[list[Message], list[Any] | None, bool], str]  # (messages, tools, with a generation prompt?) → text
-
-
 MAX_CACHED = 4096  # texts between two contents whose header or ending is remembered
-
-
 MAX_CACHED_LENGTH = 200  # characters of such a text
 
 

@@ -44,10 +44,7 @@ from fsdptrain.processes import (
 # What workers do → the module whose `main` they run.
 WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.here"}
 
-
 FORWARDED = (signal.SIGTERM, signal.SIGALRM)  # a stop request, and the timer that repeats it
-
-
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
 
 

@@ -51,27 +51,15 @@ from fsdptrain.text import counted
 
 POLL_S = 0.1  # between two checks of the agent
 
-
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
 
-
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
-
-
 LOOKS_PER_S = 100  # for ranks that hang, of the launchers of all nodes together: one file system may answer them all
-
-
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
-
-
 FOLDER_S = 1.0  # between two looks whether the run folder is still there
-
-
 LATE_S = 60.0  # that a node waits for the others before it reports it
-
-
 MEET_S = 600.0  # with a range of nodes: without news of the others, a node then gives up, as torchrun does
 
 

@@ -14,14 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMI_S = 10.0  # nvidia-smi may take seconds to wake a GPU; if the driver hangs, it never returns
-
-
 WSL_TOOLS = "usr/lib/wsl/lib"  # where WSL2 keeps nvidia-smi, often outside of PATH
-
-
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment: torch's settings, new and old name
-
-
 EXPANDABLE = "expandable_segments:True"
 
 
