@@ -51,7 +51,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-
 recipes_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
 
 
@@ -59,7 +58,6 @@ app.add_typer(recipes_app, name="recipes")
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
-
 
 Trust = Annotated[
     bool,
@@ -69,18 +67,10 @@ Trust = Annotated[
     ),
 ]
 
-
 RunDirArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="a run folder, or the URL that is output_dir")]
-
-
 CLUSTERS = "clusters"  # the folder of files for clusters and clouds, beside the shipped recipes
-
-
 WIDE = 111  # columns of a terminal on which names and what they are stand side by side
-
-
 ShippedName = Annotated[str, typer.Argument(metavar="NAME", help="the name of a shipped recipe")]
-
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="recipe keys to override, such as optim.lr=1e-5")

@@ -34,17 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-
-
 MAX_MESSAGE_CHARS = 8000  # of a message or a traceback that is sent to another process
-
-
 MAX_LISTED = 30  # names that a message lists before it says how many more there are
-
-
 HUB_UNREACHABLE = "the Hub cannot be reached"
-
-
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
 
 

@@ -32,14 +32,10 @@ from typing import Any, NoReturn
 from fsdptrain.errors import Stopped, killed_by
 
 STOP_SIGNAL = signal.SIGUSR1  # tells a worker to save a checkpoint and exit
-
-
 JOIN_SIGNAL = signal.SIGUSR2  # tells a worker to exit after its next checkpoint, because another node waits to join
-
 
 # A SIGTERM so soon after another is the same request: at a time limit, Slurm sends it to a step, and to its job.
 SAME_REQUEST_S = 0.7
-
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that the terminal or the system sends to a group
 
@@ -124,22 +120,11 @@ def memory_limited_to(more: int) -> Iterator[None]:
 
 
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that the kernel sends to this process when its parent dies
-
-
 PARENT_POLL_S = 0.25  # between checks whether the parent is alive, where the kernel sends no signal
-
-
 ANSWER_POLL_S = 0.05  # between two calls of what a parent does while it waits for an answer
-
-
 EXIT_ORPHANED = 5  # the exit code of a process whose parent is gone: that of WorkerLost
-
-
 EXIT_DISK_FULL = 6  # the exit code of a process that could not write its result: that of CheckpointError
-
-
 NO_READER_ERRNOS = (errno.EPIPE, errno.EBADF, errno.EIO)  # a closed pipe, a closed descriptor, a closed terminal
-
 
 # Replacements for the characters of fsdptrain's own output that an encoding lacks; other characters are escaped.
 ASCII_FORMS: dict[str, str] = {

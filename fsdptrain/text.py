@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import IO
 
 MIB = 2**20
-
-
 GIB = 2**30
 
 

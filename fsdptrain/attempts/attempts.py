@@ -51,7 +51,6 @@ WITHOUT_EFFECT = (
     "libraries.",
 )
 
-
 Changes = dict[str, list[Any]]  # key → [old, new]
 
 

@@ -61,8 +61,6 @@ DATA_LIKE_FILES: tuple[str, ...] = (
     "export/config.json", "checkpoints/step-00000001/manifest.json",
 )  # fmt: skip
 DATA_LIKE_CHECKPOINT: tuple[str, ...] = ("step-00000001/manifest.json",)  # below checkpoint.path
-
-
 POLL_S = 0.2  # between two checks of plan.json
 
 

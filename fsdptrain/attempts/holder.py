@@ -26,13 +26,8 @@ from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
 from fsdptrain.plan.plan import Plan
 
 REFRESH_S = 20.0
-
-
 STALE_S = 90.0  # a claim that has not changed for so long is of a process that is dead or cut off
-
-
 POLL_S = 2.0
-
 
 # Machines and containers may share a host name. The boot id identifies the machine, the PID namespace the container.
 BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")

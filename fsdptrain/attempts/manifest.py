@@ -27,46 +27,22 @@ from fsdptrain.folder.storage import MANIFEST_NAME, Location, checkpoint_name
 from fsdptrain.plan.plan import KEPT, LAYOUT_KEY
 
 FORMAT_VERSION = 2
-
-
 MAX_BYTES = 2**24  # of a manifest; one of a hundred thousand files is smaller
-
-
 CHECKSUM_PREFIX = ',\n  "sha256": "'
-
-
 FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
-
 
 # Keys of an identity beside those of the recipe. What they stand for is read or computed by the workers, who must all
 # find the same; a resume must find it again, except for MEASURED.
 BASE_KEY = "model.id.content"  # with frozen weights: the digest of the files that hold them
 
-
 DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files; the second with data.eval.path only
-
-
 TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
-
-
 TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
-
-
 CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
-
-
 SETTLED = "settled."  # before each key of the model's configuration that decides what is trained
-
-
 MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
-
-
 ANOTHER_RUN = "choose another `name` or output_dir"
-
-
 DIGITS = 12  # of a digest that is shown
-
-
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

@@ -27,7 +27,6 @@ from fsdptrain.text import duration, size
 
 ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the beginnings
 
-
 # The largest mean difference of logits, as a part of their spread, by the coarser dtype of training and export.
 # Rounding gives less: in models of three layers 1e-6 in float32 and 1e-2 in bfloat16, whose numbers have 8 bits. If it
 # grows with the square root of the depth, 80 layers give 5e-2. A wrong export gives about 1; one whose adapter has no
@@ -35,26 +34,18 @@ ROWS, TOKENS = 2, 128  # at most: of the first sequences that are held out, the 
 # from zero (GPT-2's are near -100), it is the larger part.
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.15}
 
-
 QUANTISING_BYTES = 15  # a number of a weight that bitsandbytes quantises on a CPU: copies in float32, codes in int32
-
-
 LONGEST_S = 1800.0  # to open an export; then it is not compared
-
 
 # In the last error of the other process: it failed because of this machine, not because of the export.
 OF_THE_MACHINE = ("MemoryError", "can't allocate memory", "not enough memory", "ImportError", "ModuleNotFoundError")
-
 
 WAY_OUT = (
     "The new export was removed; the checkpoint is not affected. To export without this check, run the same command "
     "with export.compare=false, or fsdptrain export with --no-compare"
 )
 
-
 POLL_S = 0.2  # between checks whether the process is done
-
-
 RESERVE = 2 * 2**30  # bytes of host memory besides the weights: libraries, logits, and what others need
 
 

@@ -15,10 +15,7 @@ from fsdptrain.config.values import accepts, value_text
 from fsdptrain.errors import Problem, shortened
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
 ADAPTER_FOLDER = "adapter"  # in an export of both
-
 
 # Recipe key → peft's key, which the folder determines.
 FROM_FOLDER = {
@@ -26,25 +23,19 @@ FROM_FOLDER = {
     "use_dora": "use_dora", "use_rslora": "use_rslora",
 }  # fmt: skip
 
-
 BASE = "base_model_name_or_path"  # peft's key: a folder or a Hub id
-
-
 REQUIRED = ("r", "lora_alpha", "target_modules")  # the others are optional: old versions of peft do not write them
-
 
 # peft's keys with the only values that this engine can continue from. Others of `init_lora_weights` change the base.
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, "gaussian", None),
 }  # fmt: skip
 
-
 # peft's keys that do not change what an adapter computes while every key outside of these three tables is unset.
 HARMLESS = (
     "auto_mapping", BASE, "fan_in_fan_out", "inference_mode", "layers_pattern", "lora_dropout",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 )  # fmt: skip
-
 
 UNSET: tuple[Any, ...] = (None, False, {}, [])
 

@@ -15,34 +15,19 @@ from fsdptrain.config.strategy import Strategy
 from fsdptrain.folder.files import shipped
 
 TABLES = "docs/from-fsdp1.md"  # ships with the package; messages name where it is
-
-
 _ALWAYS = "always on in this engine (FSDP2): delete the line"
-
-
 _NF4 = "adapter.kind: qlora, which quantises to 4 bits (NF4 with double quantisation)"
-
-
 _QUANTISED = "not supported: adapter.kind: qlora quantises frozen weights to 4 bits while it reads plain ones"
-
-
 _ADAPTERS = "not supported: the keys of the section adapter describe an adapter"
-
-
 _CACHE = "not needed: rows are tokenised and packed once, into a memory-mapped cache; delete the line"
-
-
 _REPORTS = "not supported: metrics.jsonl records every event, and log.tensorboard writes TensorBoard files"
-
 
 _CODE = (
     "not a recipe key, because a recipe cannot enable code: use --trust-remote-code, and set model.revision to a full "
     "commit"
 )
 
-
 _SECRET = "not a recipe key, because recipes are copied to the run folder: set HF_TOKEN in the environment"
-
 
 # What replaces a foreign name → the foreign names it replaces. A text starts with a recipe key or section, or with the
 # reason why there is none ("not …", "always …", "derived …"). `*` matches any characters.
@@ -317,13 +302,10 @@ FOREIGN_NAMES = {
     ),
 }
 
-
 # Foreign name → the text that replaces it.
 REPLACEMENTS = {name: text for text, names in FOREIGN_NAMES.items() for name in names.split()}
 
-
 _PATTERNS = {name: text for name, text in REPLACEMENTS.items() if "*" in name}
-
 
 # Key → foreign value → the recipe's value. A message suggests the value; it is never substituted silently.
 FOREIGN_VALUES: dict[str, dict[Any, Any]] = {

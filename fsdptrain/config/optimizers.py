@@ -230,6 +230,4 @@ class OptimizerKind(StrEnum):
 
 
 DEFAULT_OPTIMIZER = OptimizerKind.adamw
-
-
 SETTINGS = sorted({key for kind in OptimizerKind for key in kind.facts.settings})  # keys that not every optimizer reads

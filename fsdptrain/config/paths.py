@@ -142,14 +142,10 @@ def is_folder(path: str) -> bool:
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".text")
 
-
 # Suffix → name of the compression. It may follow any suffix above except .parquet, which is compressed inside.
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
-
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?")
-
-
 MAX_FOLDERS = 10_000  # searched for one data.path: /** would search the whole disk
 
 

@@ -47,16 +47,9 @@ from fsdptrain.config.values import (
 from fsdptrain.errors import Problem, RecipeError, first_line
 
 MAX_RECIPE_BYTES = 64_000
-
-
 MAX_PROBLEMS = 50  # reported at once
-
-
 UNKNOWN = "unknown key"
-
-
 COMMAND_LINE = "command line"  # where an override is written
-
 
 # Part of a PyYAML message → what to do about it.
 YAML_HINTS = {
@@ -69,7 +62,6 @@ YAML_HINTS = {
     "end of stream": "a quote is not closed",
     "another document": "a file contains one recipe: remove the `---` line",
 }
-
 
 # Secrets, which must not be in a recipe because it is copied to the run folder: tokens of the Hub, GitHub, AWS, W&B and
 # others, recognised by their prefixes, and URLs with a password.

@@ -89,7 +89,6 @@ class Adapter:
 # Format → the fields that its rows have; `data.columns` maps them to the names of the columns.
 FORMAT_FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "chat": ("messages",)}
 
-
 OPTIONAL_FIELDS = {"chat": ("tools",)}  # read if there is such a column
 
 
@@ -324,7 +323,6 @@ class Log:
 
 # No cluster is larger, and what is done for each rank ends in seconds.
 MAX_NODES, MAX_WORKERS = 2**14, 2**10
-
 
 NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 

@@ -10,8 +10,6 @@ from typing import Any
 import yaml
 
 MAX_VALUES = 2_000  # the longest model configs list one or two words per layer
-
-
 MAX_DEPTH = 32  # a model config has about three levels; OmegaConf and PyYAML overflow the stack at about eighty
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from fsdptrain.config.strategy import FSDP1_NUMBERS, ZERO_STAGES, Strategy
 
 NOTE = "note"  # instead of a recipe key: a sentence about a value whose meaning changes
-
-
 Settings = dict[str, Any]  # recipe key, part or NOTE → value
 
 
@@ -32,7 +30,6 @@ _TRAINER: Settings = {
     "schedule.name": "linear", "schedule.warmup": 0, "schedule.min_lr": 0.0,
     "train.epochs": 3, "train.micro_batch_size": 8, "data.packing": "none",
 }  # fmt: skip
-
 
 # In the order in which they are looked for. Axolotl, LLaMA-Factory and TRL train with the Trainer of transformers.
 TOOLS = (
@@ -65,9 +62,7 @@ TOOLS = (
     Tool("Accelerate", frozenset({"compute_environment", "distributed_type", "fsdp_config"}), {}),
 )  # fmt: skip
 
-
 ASSUMED_RANKS = 8  # if no file has a number of processes
-
 
 # Foreign name → the recipe key that its value is copied to, or the part. The first are names of both sides, which
 # `config.names` therefore does not have; the other ones have a part of a value.
@@ -99,13 +94,11 @@ COPIED = {
     "mics_shard_size": "_shard_size",
 }  # fmt: skip
 
-
 # The types of the parts; the others are texts. Numbers are above 0.
 PART_TYPES: dict[str, Any] = {
     "_accumulation": int, "_ranks": int, "_copies": int, "_shard_size": int, "_port": int,
     "_beta1": (int, float), "_beta2": (int, float),
 }  # fmt: skip
-
 
 _ALPACA: Settings = {
     "data.format": "prompt_completion",
@@ -113,9 +106,7 @@ _ALPACA: Settings = {
     NOTE: "a prompt is the instruction and the input, without Alpaca's words around them (### Instruction: …)",
 }
 
-
 _SHAREGPT: Settings = {"data.format": "chat", "data.columns": {"messages": "conversations"}}
-
 
 # Kind of data set → how its rows are read: Axolotl's `type` up to the first colon, and torchtune's dataset components.
 KINDS: dict[str, Settings] = {
@@ -163,7 +154,6 @@ _FLASH: dict[Any, Settings] = {True: {}, False: {}}  # attn_implementation: auto
 _NOT_FP16: Settings = {
     "fsdp.mixed_precision.param_dtype": "bfloat16", NOTE: "bfloat16 instead of fp16, which is not supported"
 }  # fmt: skip
-
 
 # Foreign name → value → what it sets. A value that is not here has no counterpart; other names' values are copied.
 MEANINGS: dict[str, dict[Any, Settings]] = {
@@ -254,7 +244,6 @@ MEANINGS: dict[str, dict[Any, Settings]] = {
         "auto_wrap": {}, "offload": {"fsdp.cpu_offload": True},
     },
 }  # fmt: skip
-
 
 # Names whose values count something else than the key that replaces them: what to do about it.
 COUNTED_OTHERWISE = {

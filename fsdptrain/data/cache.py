@@ -22,14 +22,8 @@ from fsdptrain.errors import CheckpointError, RecipeError, StorageError, is_disk
 from fsdptrain.folder.files import NOTHING_THERE, system_errors
 
 QUICKLY_READ = 2**26  # bytes; a folder with fewer is compared with its checksums whenever it is used
-
-
 PIECE = 2**24  # bytes of a file that are read at a time
-
-
 CHECKSUM_FILE = "sums.json"
-
-
 COMPARED_FILE = "compared.json"  # states of the files when they were last found equal to their checksums
 
 

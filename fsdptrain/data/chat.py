@@ -24,10 +24,7 @@ from fsdptrain.errors import DataError
 from fsdptrain.processes import memory_limited_to
 
 TEMPLATE_S = 30  # how long a chat template may render one conversation
-
-
 TEMPLATE_BYTES = 2**32  # how much memory it may take, beyond what is in use before
-
 
 # For tokenizers without a chat template: readable, and every assistant turn ends with the end-of-sequence token.
 PLAIN_CHAT_TEMPLATE = (
@@ -35,7 +32,6 @@ PLAIN_CHAT_TEMPLATE = (
     "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
-
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that transformers looks for
 

@@ -24,7 +24,6 @@ COMMON_NAMES = {
     "text": ("text", "content", "document", "body", "article", "code"),
 }
 
-
 # ShareGPT's values of `from` → the roles of chat templates.
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -33,13 +32,8 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
-
 PEEKED_ROWS = 8
-
-
 LABELS = frozenset({"label", "kto_tag"})  # columns that say whether an answer is good, if they are true or false
-
-
 NO_PREFERENCES = "training on preferences (DPO, KTO, reward models) is not supported (yet)"
 
 

@@ -23,11 +23,7 @@ from fsdptrain.data.marks import Span
 from fsdptrain.errors import DataError
 
 TRAINED = 1  # in the flags of a row
-
-
 Row = tuple[list[int], bytes]  # tokens; a flag for each: 1 where it is trained
-
-
 Located = tuple[list[int], list[int]]  # tokens of a text; for each edge in it, how many tokens stand before it
 
 

@@ -12,8 +12,6 @@ from fsdptrain.errors import HUB_UNREACHABLE, DataError, NoData, causes, first_l
 from fsdptrain.plan.plan import HubData
 
 COMMIT = re.compile("[0-9a-f]{40}")
-
-
 HUB_TIMEOUT_S = 5.0  # how long the Hub may take to answer before only the cache is used
 
 

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
-
-
 Span = tuple[int, int]
-
-
 LEADING_TAG = re.compile(r"\s*<[^<>]*>\s*(?=\S)")
-
 
 # Kinds of marks: before a message's content, after a tag it begins with, after it, before the name of a called tool.
 BEGIN, INNER, END, CALL = KINDS = range(4)

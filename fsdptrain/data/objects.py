@@ -36,11 +36,7 @@ from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
 from fsdptrain.text import size as size_text
 
 PIECE = 2**24  # bytes of one request
-
-
 AT_ONCE = 8  # objects that are downloaded at the same time
-
-
 POLL_S = 0.25  # between two reports of progress
 
 

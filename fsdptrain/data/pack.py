@@ -18,7 +18,6 @@ import numpy as np
 from fsdptrain.config.schema import Data
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-
 WINDOW = 1024  # pieces among which `fill_blocks` looks for those that fill a block
 TRIED = 4  # pieces that it tries to complete with another
 

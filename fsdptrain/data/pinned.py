@@ -26,8 +26,6 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import HubData, Plan
 
 Commits = dict[str, str | None]  # `org/name[:config[:split]][@revision]` → commit, None when it is not known
-
-
 Pinned = dict[str, Any]  # `commits`: Commits; `date`: as in ISO 8601. Each is there only if the run needs it
 
 

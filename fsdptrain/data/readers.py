@@ -26,13 +26,8 @@ from fsdptrain.config.paths import COMPRESSED, DATA_SUFFIXES, data_kind
 from fsdptrain.errors import DataError, first_line
 
 BATCH_ROWS = 1000
-
-
 MAX_JSON = 2**30  # bytes of a file that is one JSON value, which has to be read whole
-
-
 SUPPORTED = f"{', '.join(DATA_SUFFIXES)}, all but .parquet also with {', '.join(COMPRESSED)}"
-
 
 # File types that are not read, and how to convert each to one that is.
 CONVERSIONS = {
@@ -42,7 +37,6 @@ CONVERSIONS = {
     (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin"): "pickles are never loaded: convert it to JSON lines",
     (".md", ".rst", ".html", ".xml", ".pdf", ".docx"): "save its text as .txt",
 }
-
 
 Rows = Iterator[
     tuple[str, dict[str, Any] | DataError]
@@ -54,8 +48,6 @@ class EmptyFile(DataError):
 
 
 MOST_BROKEN = 10  # rows that a message lists
-
-
 READ_ON = 100_000  # rows that are read after the first broken one, to report others with it
 
 

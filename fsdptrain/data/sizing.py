@@ -9,23 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 Treatment = Literal["split", "cut", "continued"]  # of rows that are longer than a sequence: `schema.long_row_treatment`
-
-
 COVERED = 0.99  # share of the rows that are not longer than a sequence
-
-
 LONGEST = {"split": 2048, "cut": 8192, "continued": 2048}  # tokens of a sequence, if long rows are split, or cut
-
-
 STEP_TOKENS = 2**17  # of an optimizer step, if there are enough
-
-
 MICRO_TOKENS = 2**11  # of a micro-batch, before a search for the fastest plan
-
-
 STEPS = 100  # that a run should have at least
-
-
 FEW = 800  # sequences; below, an epoch has not enough for STEPS of a useful size
 
 

@@ -30,8 +30,6 @@ from fsdptrain.folder.storage import URL
 from fsdptrain.plan.plan import HubData
 
 SETTLED_S = 10.0  # since the last change: two changes within a tick of the file system's clock look like one
-
-
 DIGEST_FILE = "sha256"  # in a folder of the cache
 
 

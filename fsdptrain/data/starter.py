@@ -57,7 +57,6 @@ checkpoint: {{every: {checkpoint}}} # steps
 log: {{every: {log}}} # steps
 """
 
-
 NOT_HELD_OUT = "# eval: {fraction: 0.05} # share of the tokens to hold out; then also set eval: {every: 10} (steps)"
 
 

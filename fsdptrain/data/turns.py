@@ -33,11 +33,7 @@ from fsdptrain.data.marks import (
 from fsdptrain.errors import DataError
 
 Render = Callable[[list[Message], list[Any] | None, bool], str]  # (messages, tools, with a generation prompt?) → text
-
-
 MAX_CACHED = 4096  # texts between two contents whose header or ending is remembered
-
-
 MAX_CACHED_LENGTH = 200  # characters of such a text
 
 

@@ -18,10 +18,7 @@ from typing import Protocol
 from fsdptrain.errors import StorageError, first_line
 
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)  # errors that say that no file has this name
-
-
 SCRATCH, SCRATCH_LOCK = "fsdptrain-scratch-", "lock"  # temporary folders, and the file that their processes lock
-
 
 WAYS_OUT = {
     errno.EACCES: "give this user the rights to it",

@@ -34,11 +34,7 @@ from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.storage import Location, ObjectPath, store_errors
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # files that from_pretrained may load as weights
-
-
 MARK_TEXT = "fsdptrain writes this folder. It does not change files that it did not write.\n"
-
-
 Stamps = dict[str, list[int]]  # path inside the folder → [bytes, modification time in ns]
 
 

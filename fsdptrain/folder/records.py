@@ -22,17 +22,9 @@ from fsdptrain.folder.files import NOTHING_THERE, system_errors
 from fsdptrain.text import counted
 
 Record = dict[str, Any]
-
-
 MAX_BYTES = 2**24  # of a line, and of a file that is one object; the `start` event names the host of every rank
-
-
 MAX_DEPTH = 16  # of lists and objects inside each other; a plan has six
-
-
 SHOWN_FAULTS = 3  # faults of one file that are described; the others are counted
-
-
 ETA_STEPS = 32  # the ETA uses the mean time of so many steps
 
 

@@ -14,8 +14,6 @@ from fsdptrain.folder.records import read_object
 from fsdptrain.folder.storage import URL, CheckpointStorage, ObjectPath, object_path, open_storage
 
 MARK = ".fsdptrain"  # the file that marks a folder that fsdptrain writes
-
-
 ATTEMPT = re.compile(r"[0-9]{4,9}")  # the name of an attempt's folder
 
 

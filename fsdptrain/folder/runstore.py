@@ -34,13 +34,8 @@ from fsdptrain.folder.storage import ObjectPath, abort_uploads, object_path, sto
 from fsdptrain.processes import StopRequest
 
 WRITTEN_BY = "written-by.json"
-
-
 CLAIM = "claim.json"  # names the process that writes the run (see `attempts.holder`)
-
-
 EXPORT, EXPORT_RECORD = "export", "export.json"
-
 
 # The small files: of the first names below, all that is neither a lock nor being written.
 SMALL = (
@@ -48,24 +43,16 @@ SMALL = (
     "logs", "model",
 )  # fmt: skip
 
-
 # Of these, what rank 0 appends to.
 HISTORY = ("metrics.jsonl", "tensorboard")
 
-
 NOT_COPIED = ("logs/lock*", "logs/seen-by-all-*", "*.tmp")
-
 
 # Files without which transformers or peft open nothing: they are uploaded last, and removed first.
 OPENS_EXPORT = ("config.json", "adapter_config.json")
 
-
 AT_ONCE = 8  # files that are copied at the same time
-
-
 POLL_S = 0.25
-
-
 WATCH_S = 20.0  # between two looks for another machine that has taken over the run
 
 

@@ -25,25 +25,14 @@ from fsdptrain.folder.files import NOTHING_THERE, fsync, is_regular_file, set_as
 
 MANIFEST_NAME = "manifest.json"
 
-
 # The files of a checkpoint; `.tmp…` are temporary files of safetensors.
 CHECKPOINT_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|manifest\.json|\.tmp\w{6}")
 
-
 CHECKPOINT_NAME = re.compile(r"step-(0[0-9]{7}|[1-9][0-9]{7,})")
-
-
 UNFINISHED = re.compile(r"step-[0-9]{8,}\.(?:tmp|old)")  # a save or a removal that was interrupted
-
-
 URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-
-
 LIKE_A_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:/")  # `S3://…` or `s3:/…` would be a folder of that name
-
-
 MODULES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the module that implements it
-
 
 # A store that does not answer is an error after eight minutes at the most: botocore sends a request up to 4 times, s3fs
 # repeats that once, and when it reads an object it repeats both once more, because an answer may also break off.
@@ -57,13 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     }
 }
 
-
 S3FS_TRIES = 2  # its default, 5, is 25 when it reads
-
-
 READ_BYTES = 2**25  # in one request
-
-
 PROBE = ".fsdptrain-probe"  # an object that is written and removed to learn whether that is allowed
 
 

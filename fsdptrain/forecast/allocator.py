@@ -15,11 +15,7 @@ from dataclasses import dataclass, field
 from fsdptrain.forecast.trace import Alloc, Free, Storage, Trace
 
 MIB = 2**20
-
-
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment: torch's settings, new and old name
-
-
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -35,23 +31,11 @@ def is_expandable(env: Mapping[str, str]) -> bool:
 
 
 GRANULARITY = 512  # kMinBlockSize: every size is rounded up to a multiple of this (`round_size`)
-
-
 SMALL = MIB  # kSmallSize: blocks up to this size come from the small pool
-
-
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the segment that small blocks share
-
-
 LARGE_SEGMENT = 20 * MIB  # large_segment_size, kLargeBuffer: the segment for blocks below MIN_LARGE
-
-
 MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from this size on a block gets a segment of its own size …
-
-
 ROUND_LARGE = 2 * MIB  # kRoundLarge: … rounded up to a multiple of this
-
-
 ADDRESS_SPACE = 2**62  # bytes; more than the memory of any device
 
 

@@ -22,14 +22,8 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import size
 
 WARM_UP = 3  # first steps that are not compared: they compile, connect and fill caches
-
-
 POLL_S = 0.5  # seconds between two reads of metrics.jsonl
-
-
 NICENESS = 19  # of the forecasting process: the workers have priority
-
-
 MIN_STEPS = 8  # after the warm-up; with fewer the measured speed means little
 
 

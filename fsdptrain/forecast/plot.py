@@ -21,17 +21,9 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".svg", ".png")
-
-
 MAX_POINTS = 2000  # drawn at most, whatever the number of events
-
-
 MIN_PHASE_WIDTH = 0.08  # fraction of the plot that a phase of the step gets at least
-
-
 LEGEND_THRESHOLD = 0.001  # fraction of the peak: a smaller category is left out of the legend
-
-
 FIGURE_SPACE = "\u2007"  # a space as wide as a digit
 
 
@@ -57,7 +49,6 @@ STYLES: dict[Category, Style] = {
     "logits and loss": Style("L", "black", "#44aa99"),
     "temporaries": Style("T", "white", "#aa4499"),
 }
-
 
 NON_TENSOR_STYLES = {
     "fragments": Style("F", "black", "#bbbbbb"),

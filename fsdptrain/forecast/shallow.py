@@ -15,19 +15,10 @@ from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.plan import Plan, varied
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-
 SHALLOW_BLOCKS = 4  # of the shallower copy: two at each end differ from those between them
-
-
 DEPTH_STEP = 4  # minimum difference in blocks between the two copies, and between the deeper copy and the model
-
-
 MAX_REACH = 6  # maximum extrapolation, in differences between the copies: fragments are not quite linear in the depth
-
-
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
-
 
 UNIFORM_VALUES = {  # settings that can make blocks differ, and the value with which they do not
     "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1,

@@ -15,18 +15,12 @@ from fsdptrain.forecast.trace import HOST_STREAM, Collective, Event, Kernel, Mom
 from fsdptrain.plan.hardware import Hardware
 
 LATENCY_S = 20e-6  # of every collective
-
-
 HOP_S = 1.5e-6  # added for every rank of the ring
-
-
 IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
-
 
 # The host's seconds that recomputation adds to the backward of a block: torch's hooks for each saved tensor and, if
 # selective, Python code for each operator in forward and in backward. Measured in docs/measurements.md.
 RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
-
 
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 

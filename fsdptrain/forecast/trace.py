@@ -14,10 +14,7 @@ Category = Literal[
     "saved activations", "recomputed activations", "logits and loss", "inputs and buffers", "temporaries",
 ]  # fmt: skip
 
-
 HOST = "cpu"
-
-
 HOST_STREAM = -1  # the stream of kernels that run on the host although the model is on a device
 
 

@@ -36,10 +36,8 @@ from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, child_arguments, child
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=134217728:glibc.malloc.trim_threshold=8589934592"
 
-
 # What workers do → the module whose `main` they run.
 WORKERS = {"train": "fsdptrain.train.worker", "check": "fsdptrain.validate.here"}
-
 
 TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL for the others
 

@@ -49,23 +49,11 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
 
 POLL_S = 0.1  # between two checks of the agent
-
-
 MAX_FRUITLESS_RESTARTS = 2  # successive restarts without a new checkpoint, after which the run ends
-
-
 LOOKS_PER_S = 100  # for ranks that hang, of the launchers of all nodes together: one file system may answer them all
-
-
 HANG_REPORTS_S = 5.0  # after the first rank reported a hang: the time for the reports of the others
-
-
 FOLDER_S = 1.0  # between two looks whether the run folder is still there
-
-
 LATE_S = 60.0  # so long a node waits for the others before it says so
-
-
 MEET_S = 600.0  # with a range of nodes: a node gives up if it hears nothing of the others for so long, as torchrun does
 
 

@@ -20,11 +20,7 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import host_of
 
 TELL_S = 60.0  # under a launcher, which starts all nodes together: they come within such a time, or not at all
-
-
 TELL_BY_HAND_S = 10.0  # on plain hosts, where a person waits for the prompt
-
-
 CONNECT_S = 1.0
 
 

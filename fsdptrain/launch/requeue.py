@@ -23,10 +23,7 @@ from fsdptrain.folder.events import Record, Tail
 from fsdptrain.folder.rundir import RunDir
 
 REQUEUES = 20
-
-
 LOST, MEMORY = "a worker or a node was lost", "a process was killed, probably because the host memory was full"
-
 
 # Exit codes of a step whose processes did not end by themselves: 128 and the signal; Slurm's 125 for full memory.
 SLURM_MEMORY_CODE, SHELL_CODES = 125, (126, 127)  # 126 and 127: the command cannot be started

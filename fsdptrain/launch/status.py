@@ -33,19 +33,10 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.text import counted, duration, ranks_text, rate, wrapped
 
 REFRESH_S = 1.0
-
-
 LOCKS = Path("/proc/locks")  # every lock on this machine that this process may see
-
-
 CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has caught up
-
-
 LATE_STEPS, LATE_S = 10, 5.0  # a run is late if its next record is overdue by so many steps, and at least so long
-
-
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
-
 
 FACTS = (  # all that `facts` returns
     "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "hosts", "attempts",
@@ -53,7 +44,6 @@ FACTS = (  # all that `facts` returns
     "positions_per_s", "mfu", "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
     "skipped",
 )  # fmt: skip
-
 
 ENDED = ("finished", "stopped", "failed", "killed")
 

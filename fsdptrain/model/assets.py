@@ -23,13 +23,11 @@ from fsdptrain.plan.plan import Plan
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-
 # The other token ids of a generation config: another tokenizer has other tokens under these ids.
 GENERATION_TOKENS = (
     "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
     "bad_words_ids", "sequence_bias",
 )  # fmt: skip
-
 
 CONTENT = "fsdptrain-answer"  # an assistant's turn in a probe of the chat template
 

@@ -29,12 +29,8 @@ LIMITS = {
     "num_experts": 2**14, "num_local_experts": 2**14,
 }  # fmt: skip
 
-
 NO_AUXILIARY = "the auxiliary loss of a mixture's router is not computed; remove the key"
-
-
 NO_CLASSES = "it configures classifiers and has no effect on a language model; remove the key"
-
 
 WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training â†’ what to do instead
     "dtype": "use model.dtype (master weights) or export.dtype (exported weights)",
@@ -48,16 +44,13 @@ WITHOUT_EFFECT = {  # keys of a configuration that have no effect on training â†
     ),
 }
 
-
 ONLY_IN_TRAINING = (  # keys that change no logits, beside those of dropout
     "architectures", "transformers_version", "dtype", "use_cache", "initializer_range", "_name_or_path",
     "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 
-
 # Keys whose values decide nothing about the steps after the first. `pad_token_id` does: its embedding gets no gradient.
 NOT_COMPARED = {*WITHOUT_EFFECT, *ONLY_IN_TRAINING, "auto_map", "tokenizer_class"} - {"pad_token_id"}
-
 
 OLD_ROPE = ("rope_theta", "rope_scaling")  # of `config.json` before transformers 5
 

@@ -23,20 +23,10 @@ from fsdptrain.model import varlen
 from fsdptrain.model.probe import Probe
 
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # what torch 2.13 imports
-
-
 BEST = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by major compute capability, the fastest first: Hopper, Blackwell
-
-
 NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
-
-
 LENGTHS = (200, 1, 55, 128)  # of the documents of a trial, in tokens
-
-
 WINDOW = 70  # tokens
-
-
 TOLERANCE = 0.02  # relative, of a norm: bf16 rounds attention by 0.5%
 
 

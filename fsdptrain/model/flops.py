@@ -16,7 +16,6 @@ from fsdptrain.model.units import blocks_of, tied
 # What configurations call the number of experts, and how many of them a token uses.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 

@@ -24,8 +24,6 @@ from fsdptrain.data.corpus import IGNORED
 from fsdptrain.errors import RecipeError
 
 AfterHead = Callable[[torch.Tensor], torch.Tensor]
-
-
 ToGradients = Callable[[torch.Tensor, torch.Tensor, int, AfterHead], torch.Tensor]  # as `to_gradients`
 
 

@@ -17,13 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from fsdptrain.model.patches import dtensor_like, import_quietly
 
 BLOCK = 64  # weights of a row that share one scale
-
-
 GROUP = 256  # scales that share one scale of their own
-
-
 CHUNK = 2**24  # weights that are quantised at a time: bitsandbytes needs some 15 bytes for each on a CPU
-
 
 # `weight`, `absmax`, `scales`, `offset` and `code` of an NF4Linear.
 Stored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

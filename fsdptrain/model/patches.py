@@ -131,7 +131,6 @@ VARLEN_FORWARD, VARLEN_BACKWARD = (
     torch.ops.torch_attn._varlen_attn.default, torch.ops.torch_attn._varlen_attn_backward.default
 )  # fmt: skip
 
-
 CONSTRUCTOR_ARGUMENTS = "_fsdptrain_constructor_arguments"
 
 

@@ -22,10 +22,7 @@ from fsdptrain.model.patches import torch_operators
 from fsdptrain.model.units import blocks_of
 
 SMALL = 2**16  # products with weights of up to so many elements are computed
-
-
 TOLERANCE = 1e-3  # of the largest logit: above rounding, and far below the effect of another document
-
 
 PRODUCTS: dict[Callable[..., Any], int] = {  # a product → the dimension of its second factor that is the result's last
     functional.linear: -2, torch.matmul: -1, torch.Tensor.matmul: -1, torch.Tensor.__matmul__: -1, torch.bmm: -1,

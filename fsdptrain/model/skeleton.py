@@ -28,8 +28,6 @@ from fsdptrain.model.units import saved_state
 from fsdptrain.plan.plan import Plan, varied
 
 LARGEST_BUFFER = 2**28  # elements
-
-
 TOO_LARGE = "this machine has too little memory for the modules and buffers of the model, without its weights"
 
 

@@ -28,11 +28,7 @@ from fsdptrain.model.probe import TOLERANCE, Probe
 from fsdptrain.plan.plan import Plan
 
 NAME = "varlen"  # in transformers' registry of attention functions
-
-
 LARGEST_HEAD = 256  # elements: the flash kernels support multiples of 8 up to here
-
-
 PARAMETERS = inspect.signature(of_torch.varlen_attn).parameters  # `window_size` and `enable_gqa` are not in every torch
 
 

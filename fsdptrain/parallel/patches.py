@@ -23,7 +23,6 @@ from torch.torch_version import TorchVersion
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 
-
 RELIES_ON = {
     # By `groups_of_units`: `_fsdp_param_groups`, before torch 2.13 `_fsdp_param_group`.
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": {"f2c8b4bf8e84": "2.11.0 2.13.0 2.15.0"},

@@ -21,16 +21,9 @@ from fsdptrain.errors import Stopped
 from fsdptrain.plan.plan import Plan
 
 INTERVAL_S = 1.0
-
-
 MAX_MISSED = 30  # intervals without a change: native code can block Python for some seconds, a lost node stays silent
-
-
 MAX_MISSED_AT_START = 300  # intervals until the first beat: importing torch from a cold network disk takes minutes
-
-
 FAILURE_S = 5  # in which a worker that failed reaches the store, or not
-
 
 # Added by a node that has joined (from then on collectives notice a loss), subtracted by every worker that failed.
 JOINED = 2**40

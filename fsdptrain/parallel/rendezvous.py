@@ -42,17 +42,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from fsdptrain.errors import RecipeError, to_record
 
 BACKEND = "fsdptrain"  # its name for torchrun
-
-
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
-
-
 LEAVE_S = 5.0  # for which a node stays that knows of a refusal, so that all can read it: it may host the store
-
-
 RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
-
-
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 

@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 
 aten = torch.ops.aten
-
-
 GRAPHS = 64  # of all kinds of blocks that share a `forward`: with and without gradients, with and without a mask
-
 
 KEPT = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,

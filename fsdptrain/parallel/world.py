@@ -24,14 +24,8 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
 
 POLLS_PER_S = 1000  # requests to rank 0's store from all ranks together, while they wait for the last one
-
-
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
-
-
 SLOW_S = 0.02  # of a matrix product that measures the speed of a device: on a CPU 256³ has the rate of 1024³
-
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMI_S = 10.0  # nvidia-smi may take seconds to wake a GPU; if the driver hangs, it never returns
-
-
 WSL_TOOLS = "usr/lib/wsl/lib"  # where WSL2 keeps nvidia-smi, often outside of PATH
 
 

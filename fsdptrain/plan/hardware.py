@@ -19,19 +19,10 @@ from fsdptrain.errors import Problem, RecipeError
 from fsdptrain.text import GIB
 
 CALIBRATED = "calibrated on published runs"
-
-
 SAME_CHIP = "calibrated on published runs of the H100"
-
-
 ESTIMATED = "estimated"
-
-
 MEASURED = "measured on this machine"
-
-
 SPREADS = {CALIBRATED: 0.2, SAME_CHIP: 0.25, ESTIMATED: 0.35, MEASURED: 0.4}  # of the printed range of time, ±
-
 
 # Shares of the bf16 peak that attention reaches in forward and in backward: means of published TFLOP/s at 2,048, 4,096
 # and 8,192 tokens, causal, heads of 128. The keys are parts of the kernels' names. None is fitted; `make gpu` measures
@@ -146,19 +137,15 @@ KNOWN = {
     )
 }  # fmt: skip
 
-
 CPU = Hardware(  # where it is used, memory and rates are measured
     "cpu", 0, 1e11, 1e11, 6e9, 1.5e9, 1e8, gpus_per_node=2, context=int(0.5 * GIB), communicator=0, cublas=0,
     attention_share={"": (0.3, 0.35)}, launch_s=5e-6, basis=MEASURED,
 )  # fmt: skip
 
-
 CUSTOM = ("memory", "flops", "intra_bw", "inter_bw")
-
 
 # Words of a name that do not distinguish cards.
 FORM_FACTORS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gpu|sxm\d?|hbm\de?|blackwell|workstation|server|edition")
-
 
 OTHER_MAKES = re.compile(r"(mi\d{2,3}[axp]?|gaudi\d?|tpu.*|instinct|radeon)")
 

@@ -18,19 +18,13 @@ from fsdptrain.errors import RecipeError, listed
 from fsdptrain.text import counted
 
 Environment = Mapping[str, str]
-
-
 DEFAULT_PORT = 29500  # of torch's `env://` rendezvous, where a launcher names no port and no job
-
 
 # A port for each step of each job. It lies below the ports that Linux gives to outgoing connections (from 32768), and
 # is different for jobs whose numbers differ by less than 270, so that jobs that share a machine do not meet.
 FIRST_PORT, PORTS, STEPS = 20000, 10000, 37
 
-
 SLURM_OWN_STEP = 0xFFFFFFF0  # higher step ids are the shells of `sbatch` and `salloc`: `srun` did not start them
-
-
 SAGEMAKER_HOSTS = Path("/opt/ml/input/config/resourceconfig.json")  # in containers without SageMaker's toolkit too
 
 
@@ -50,7 +44,6 @@ class Variables(NamedTuple):
 
 TORCHRUN = Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-
 MPI = (
     Variables(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -69,9 +62,7 @@ MPI = (
     ),
 )  # fmt: skip
 
-
 PALS = Variables("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "mpiexec --env MASTER_ADDR=HOST")
-
 
 # Variables of launchers: the number of nodes, the number of processes, and which of them this one is, from 0.
 NODE_COUNTS = (
@@ -79,10 +70,7 @@ NODE_COUNTS = (
     "SM_HOST_COUNT",
 )  # fmt: skip
 
-
 PROCESS_COUNTS = (*(each.world for each in (TORCHRUN, *MPI)), "FLUX_JOB_SIZE")
-
-
 NUMBERS = ("NODE_RANK", "PMIX_RANK", "PALS_RANKID", "PBS_NODENUM")
 
 

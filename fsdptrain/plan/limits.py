@@ -16,14 +16,8 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.text import MIB, size
 
 GROUPS = 4  # process groups of a rank: all ranks, those for side work, and the two dimensions of the mesh
-
-
 OWN_FILES = 256  # of a rank besides its groups: libraries, data, logs
-
-
 SHM_PER_WORKER = 64 * MIB  # a container has 64 MiB by default, which NCCL exceeds with two GPUs
-
-
 LOCKED_BYTES = 1024 * MIB  # RDMA registers its buffers, which locks them
 
 

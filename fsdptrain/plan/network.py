@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SIOCGIFCONF = 0x8912  # the ioctl that lists addresses; `struct ifreq` has 40 bytes on 64-bit Linux
-
-
 IFREQ_BYTES, MAX_ADDRESSES = 40, 1024
-
-
 ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the default route leads there
 
 

@@ -50,18 +50,12 @@ from fsdptrain.text import counted
 # Environment variable of agents and workers: the digest of the plan that they must read.
 PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 
-
 # The version of how tokens, batches and updates follow from a recipe. Raise it when that changes: caches are then built
 # again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
 LAYOUT = 6
 
-
 BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share blocks
-
-
 EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the layout that they began with
-
-
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
@@ -550,7 +544,6 @@ def _trust_problems(recipe: Recipe) -> list[Problem]:
 
 
 LAYOUT_KEY = "layout"  # key of LAYOUT in an identity
-
 
 KEPT = (
     ".kept"  # after a key of the recipe in an identity: whether it is not 0, so that the optimizer keeps state for it

@@ -24,7 +24,6 @@ NO_ENDPOINT = (
     "every node with srun"
 )
 
-
 # Seconds in which the name of the first node may become known: name servers have pauses, and in Kubernetes a pod gets
 # its name when it starts, maybe later than this one.
 NAME_S, POD_NAME_S, NAME_POLL_S = 3.0, 60.0, 0.5

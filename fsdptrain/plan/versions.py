@@ -9,7 +9,6 @@ from importlib.metadata import version
 # functions that the modules `patches` rely on, without an error at the import.
 TESTED = {"torch": ("2.11", "2.16"), "transformers": ("5.17", "6.0")}
 
-
 READ_TORCH = ("2.11", "2.13", "2.15")  # in which these functions were read, and with which `make versions` runs tests
 
 

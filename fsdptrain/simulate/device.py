@@ -22,8 +22,6 @@ from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import register_accelerator
 
 PRETEND = "pretend"  # the accelerator's device type
-
-
 listeners: list[Callable[[Event], None]] = []  # called with every event of the device; see `recorder`
 
 

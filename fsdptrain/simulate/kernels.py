@@ -16,17 +16,9 @@ from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import Hardware
 
 aten = torch.ops.aten
-
-
 CUDNN_HEAD = 128  # elements at most, and a multiple of 8: what cuDNN computes in forward and in backward
-
-
 FLASH_HEAD = 256
-
-
 CUDNN_VERSION = 91500  # torch prefers cuDNN above this version only; wheels for CUDA 12.9 and before have older ones
-
-
 _cards: list[Hardware] = []  # the card that is simulated is last
 
 
@@ -123,16 +115,13 @@ CUDA = [
     for way in ("", "_backward")
 ]
 
-
 CPU = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ]
 
-
 # By operator; torch's own formulas refuse fewer key heads than query heads up to 2.11, and do not know causal masks.
 FLOPS: dict[Any, Callable[..., int]] = {operator: partial(computed_flops, operator) for operator in [*CUDA, *CPU]}
-
 
 WORKSPACE: dict[Any, Callable[..., int]] = {
     operator: partial(backward_workspace, operator) for operator in CUDA if "backward" in operator.__name__

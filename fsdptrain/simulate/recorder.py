@@ -37,8 +37,6 @@ from fsdptrain.simulate import kernels
 from fsdptrain.simulate.patches import resizes_watched
 
 LOSS_BACKWARD = "backward of the loss"
-
-
 aten, c10d, fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
@@ -49,7 +47,6 @@ def _of_fsdp(*names: str) -> set[Any]:
 
 CHUNK_CAT = _of_fsdp("chunk_cat", "chunk_cat_mixed_dtype")  # since torch 2.15 the second
 
-
 COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argument is the full buffer
     c10d._allgather_base_.default: ("all-gather", 0),
     c10d.allgather_.default: ("all-gather", 0),
@@ -59,13 +56,10 @@ COLLECTIVES: dict[Any, tuple[Any, int]] = {  # operator → kind, and which argu
     c10d.broadcast_.default: ("broadcast", 0),
 }
 
-
 # For operators whose inside is not seen: FLOPs and, in bytes, what they allocate besides results.
 ATTENTION: dict[Any, Callable[..., int]] = kernels.FLOPS | attention.FLOPS | varlen.FLOPS
 
-
 WORKSPACE: dict[Any, Callable[..., int]] = kernels.WORKSPACE | attention.WORKSPACE | varlen.WORKSPACE
-
 
 NO_KERNEL = {  # compute and move nothing, although their schemas are not those of views
     aten._unsafe_view.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
@@ -73,20 +67,14 @@ NO_KERNEL = {  # compute and move nothing, although their schemas are not those 
     *_of_fsdp("record_grad_output_stream"),
 }  # fmt: skip
 
-
 NEED_RESULT = {  # the host needs a number or a shape that the device computes
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default,
     aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
     aten.bincount.default, aten.repeat_interleave.Tensor,
 }  # fmt: skip
 
-
 PRODUCTS = {aten.mm.default, aten.addmm.default}
-
-
 COPIES = {aten._to_copy.default, aten.copy_.default}
-
-
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 

@@ -22,11 +22,7 @@ from rich.text import Text
 from fsdptrain.text import duration
 
 SHORTEST_BAR, LONGEST_BAR = 8, 30
-
-
 GAP = 2  # columns between parts
-
-
 RIGHT_MARGIN = 3  # columns left free, because Ctrl-C prints ^C there; a wrapped line could not be redrawn
 
 

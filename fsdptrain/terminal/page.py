@@ -15,10 +15,7 @@ from rich.text import Text
 from fsdptrain.text import NO_BREAK_SPACE, wrapped
 
 HANGING_INDENT = 2  # columns by which continuation lines are indented
-
-
 GAP = "  "  # between the columns of a table
-
 
 # The space between a number and its unit, at which no line is broken.
 UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|s|TFLOP)(?!\w))")

@@ -19,8 +19,6 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.text import GIB, counted, duration, ranks_text, rate, size, wrapped, wrapped_for
 
 PLAIN_INTERVAL_S = 1.0  # at least so long between two step lines in a pipe
-
-
 LINES = 20  # about so many of each kind stay above the live line, over a whole run
 
 

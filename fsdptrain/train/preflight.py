@@ -110,10 +110,7 @@ def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
 # Of the modules of a model at the same time: as its files describe it, with adapters, and of a probe.
 COPIES = 3
 
-
 MODULE_BYTES = 5000  # of a module without buffers, with its parameters on the meta device
-
-
 SAMPLES = (1, 2, 4)  # layers, which may differ in kind
 
 

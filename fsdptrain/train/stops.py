@@ -15,8 +15,6 @@ from fsdptrain.parallel.world import World
 from fsdptrain.processes import StopRequest
 
 NOTICED_S = 5.0  # on an accelerator: the longest time for which a stop request or a NaN is not noticed
-
-
 MOST = 32  # steps or micro-batches, however short they were: the next ones may take longer
 
 

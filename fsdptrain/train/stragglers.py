@@ -24,14 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_COST = 0.1  # share of a step that a rank must cost the others before it is named
-
-
 CAUSES = "input", "compute"
-
-
 WINDOW = 20  # steps that are judged together
-
-
 STEP_PER_FORWARD = 3  # forward and backward take three times as long as forward alone
 
 

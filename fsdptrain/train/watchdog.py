@@ -32,26 +32,12 @@ from fsdptrain.plan.plan import Plan
 from fsdptrain.train.patches import recorded_collectives
 
 POLL_S = 0.25  # how often the thread compares the time with the deadline
-
-
 FIRST_STEP_FACTOR = 3  # times the timeout until the first step is done: compilers and allocators warm up
-
-
 SLOWEST_DISK = 20e6  # bytes per second; a slower disk counts as a hang
-
-
 PAUSE_S = 3.0  # a longer gap between two polls means that the whole process was not scheduled
-
-
 ALARM_S = 1.0, 2.0  # the alarm is so long after the deadline, at least and at most: most beats need not move it
-
-
 EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher did it before
-
-
 COLLECTIVES = "distributed_c10d.py"  # a stack with a frame of this file waits for other ranks
-
-
 WAITS_FOR = {"save.wait": "checkpoint", "prefetch.get": "data_0"}  # function → the thread for which it waits
 
 

@@ -33,11 +33,7 @@ from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.request import Request
 
 MEMORY = "Memory of the worst rank"
-
-
 COMMUNICATION = "Communication per step"
-
-
 ADVICE = "Other plans for the same job"
 
 

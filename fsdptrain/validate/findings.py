@@ -27,7 +27,6 @@ BASIC_FIRST = [
     error.exit_code for error in (RecipeError, DataError, CheckpointError, WorkerError, DoesNotFit, FsdptrainError)
 ]
 
-
 # What a plan for another machine leaves unchecked here, by the field that starts the message.
 UNCHECKED = {
     "data": "data", "data.path": "data", "data.eval.path": "evaluation data", "model.id": "model",
@@ -35,10 +34,7 @@ UNCHECKED = {
     "launch.nproc_per_node": "number of GPUs", "launch.rdzv_endpoint": "rendezvous", "output_dir": "disk space",
 }  # fmt: skip
 
-
 Item = dict[str, Any]  # something to show: its `kind`, and the arguments for the function in `summary.RENDERERS`
-
-
 SendRecord = Callable[[dict[str, Any]], None]  # takes the progress records that `Screen.show` accepts
 
 

@@ -50,20 +50,10 @@ from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, pla
 from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
 DATA_BYTES = 2**30  # of data files are read for their digest
-
-
 CLOCK_ROUNDS = 5  # comparisons of the clocks, of which the median counts
-
-
 CONNECT_S = 60.0  # for the process group and the measurement; a network that does not connect would wait for hours
-
-
 LEAVE_S = 10.0  # rank 0, which may hold the store, waits so long for the others
-
-
 SMALLEST, LARGEST, ENOUGH_S = 2**20, 2**28, 0.1  # bytes of an all-reduce, which grows until it takes so long
-
-
 RATE_SIZE, EXACT_SIZE = 8192, 4096  # of the matrix products that measure a GPU and check its results
 
 

@@ -29,8 +29,6 @@ from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.machine import attention_available
 
 HEADING = "Model"
-
-
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
 
 

@@ -19,20 +19,10 @@ from fsdptrain.text import GIB, counted, size
 from fsdptrain.validate.findings import Findings
 
 HEADING = "Nodes"
-
-
 MAX_CLOCK_S = 1.0  # nodes that a time server sets differ by milliseconds
-
-
 MAX_USED = 2 * GIB  # bytes of a GPU; a context of this process is below
-
-
 SLOW_GPU = 0.8  # of the median rate of the GPUs
-
-
 SLOW_LINK = 0.5  # of the bandwidth that the forecast assumes
-
-
 LITTLE_SPACE = GIB  # bytes
 
 

@@ -10,14 +10,8 @@ from fsdptrain.terminal.page import Page
 from fsdptrain.validate.findings import Item, Outcome
 
 INDENT = 2
-
-
 PIPE_WIDTH = 80  # columns of bars, if there is no terminal
-
-
 WIDEST = 120  # columns of the memory bar: a longer one shows no more
-
-
 LONGEST_BAR = 32  # columns of a histogram's bar
 
 
