@@ -234,25 +234,28 @@ def dropout(recipe: str) -> dict[str, Any]:
     return {"train": train, "evaluations": evaluations, "logits": all(map(torch.equal, *logits)), "drawn": drawn}
 
 
-def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> dict[str, Any]:
+def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
     """Train until a signal comes in the evaluation after step 2; then go on with each of these overrides.
 
-    Returns the number of steps when it stopped, and the steps that have a checkpoint and an evaluation in the end.
+    Returns after each of them the number of steps at which it was stopped, if it was, and the steps that have a
+    checkpoint, and those that have an evaluation.
     """
     run = build(recipe, [])
     beat, rundir = run.engine.beat, run.session.rundir
 
     def stopping() -> None:
         beat()
-        if run.engine.model.training is False and run.totals.tokens and not run.session.stop.count:
+        if not run.engine.model.training and run.totals.tokens and not run.session.stop.count:
             os.kill(os.getpid(), signal.SIGTERM)
 
     run.engine.beat = stopping
+
+    def state(stopped: int | None) -> list[Any]:
+        return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
+
     with run.session.stop:
-        stopped = [run.train(), rundir.checkpoint_steps()]
-    for overrides in later:
-        assert build(recipe, overrides).train() is None
-    return {"stopped": stopped, "saved": rundir.checkpoint_steps(), "evaluated": events(rundir.root, "eval")}
+        found = [state(run.train())]
+    return found + [state(build(recipe, overrides).train()) for overrides in later]
 
 
 def flags(recipe: str) -> list[bool]:
