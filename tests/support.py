@@ -8,7 +8,6 @@ import functools
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from unittest.mock import patch
 import yaml
 
 from fsdptrain.folder.records import EVENTS
+from fsdptrain.plan.network import unused_port
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -110,9 +110,7 @@ def fsdptrain(*words: object, timeout: float = 180, **extra: str) -> subprocess.
 def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
     """Run the function `job` of `tests/ranks.py` on `world` gloo processes; return its results in rank order."""
     out.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
+    port, processes = unused_port(), []
     for rank in range(world):
         env = environment(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),

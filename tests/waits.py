@@ -99,13 +99,13 @@ def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
     plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **facts: None, progress=lambda *_: None)
     session: Any = SimpleNamespace(
-        plan=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
+        asked=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
         watchdog=SimpleNamespace(beat=lambda **_: None),
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))
     stream = PretendedStream()
-    inputs: Any = SimpleNamespace(stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
+    inputs: Any = SimpleNamespace(plan=plan, stream=stream, held_out=range(len(labels)), eval_corpus=corpus)
     sizes = Sizes(weights=[], counts=Counts(1, 1), total_steps=1000, state_bytes=0, flops_per_step=1.0)
     run = Trainer(session, inputs, engine, None, sizes, 1.0)  # type: ignore[arg-type]
     run.most_unread = stops.MOST

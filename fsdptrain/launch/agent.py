@@ -29,7 +29,7 @@ from fsdptrain.folder.files import scratch_folder
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.plan.launchers import find_launcher
-from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end
+from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end, unused_port
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.plan.topology import host_of
 from fsdptrain.processes import (
@@ -96,9 +96,8 @@ def tell(pipe: int, record: dict[str, object]) -> None:
 
 def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
     """Run one worker per rank until all have ended; if one fails, end the others. Return the failures by rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
     import_for_good(worker)
+    port = unused_port()
     files = {rank: str(scratch / f"error-{rank}.json") for rank in range(plan.topology.world_size)}
     workers = {
         rank: multiprocessing.get_context("fork").Process(

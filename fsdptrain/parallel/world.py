@@ -282,9 +282,10 @@ def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> 
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         except dist.DistNetworkError as error:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            first, last = ephemeral_ports()
             raise WorkerLost(
                 f"{place} cannot be reached from {socket.gethostname()}, although the nodes have met "
-                f"({first_line(error)}): a firewall is the usual cause; open the ports {ephemeral_ports()} "
+                f"({first_line(error)}): a firewall is the usual cause; open the ports {first} to {last} "
                 "(net.ipv4.ip_local_port_range) between all nodes (docs/clusters.md, Ports)"
             ) from None
         return store

@@ -1,4 +1,4 @@
-"""The network interface through which this machine reaches another one. Only the standard library is imported."""
+"""The network interface through which this machine reaches another one. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fsdptrain.errors import RecipeError
+
 SIOCGIFCONF = 0x8912  # the ioctl that lists addresses; `struct ifreq` has 40 bytes on 64-bit Linux
 IFREQ_BYTES, MAX_ADDRESSES = 40, 1024
+DEFAULT_PORTS = (32768, 60999)  # of Linux, for connections
+LOWEST_PORT, PORTS_TRIED = 10_000, 100  # below are well-known services
 ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the default route leads there
 
 
@@ -53,12 +58,26 @@ def address_of(host: str) -> str | None:
     return None
 
 
-def ephemeral_ports() -> str:
-    """Return the range of ports on which this machine's kernel lets gloo and NCCL listen, as `32768 to 60999`."""
+def ephemeral_ports() -> tuple[int, int]:
+    """Return the first and the last port that this machine's kernel gives to connections, and to gloo and NCCL."""
     with contextlib.suppress(OSError, ValueError):
-        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
-        return f"{first} to {last}"
-    return "above 1024"
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+        return first, last
+    return DEFAULT_PORTS
+
+
+def unused_port() -> int:
+    """Return a port of loopback on which nothing listens, for a process that listens on it later.
+
+    Until then any connection of this machine may take a port of those that the kernel gives to connections: so it is
+    a lower one, if there are any.
+    """
+    lower = range(LOWEST_PORT, max(LOWEST_PORT, ephemeral_ports()[0]))
+    tried = random.SystemRandom().sample(lower, min(PORTS_TRIED, len(lower)))
+    for port in [*tried, 0]:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as free:
+            return int(free.getsockname()[1])
+    raise RecipeError("no port of 127.0.0.1 is free: end processes that listen")
 
 
 def is_this_machine(host: str) -> bool:

@@ -32,6 +32,7 @@ from fsdptrain.folder.events import read_history
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import object_path
+from fsdptrain.plan.network import unused_port
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,7 @@ def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happ
 def test_nodes_that_share_no_folder_train_one_run(tmp_path: Path, server: ObjectStore) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}/run"
     recipe = recipe_for(tmp_path, "store", url, launch__nnodes=2, launch__nproc_per_node=1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     command = [sys.executable, "-m", "fsdptrain", "run", str(recipe), f"launch.rdzv_endpoint=127.0.0.1:{port}"]
     for steps in (2, 4):
         nodes = [

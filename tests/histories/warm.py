@@ -14,6 +14,7 @@ from fsdptrain import cli
 from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.config.reader import load
 from fsdptrain.launch.agent import worker_environment
+from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
@@ -26,7 +27,7 @@ def warm_up(folder: Path) -> None:
     written = load(folder / "recipe.yaml", ["checkpoint.keep=100"])
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     environment = dict(os.environ)
-    os.environ.update(worker_environment(plan, 0, 0, str(folder / "error.json")) | {"MASTER_PORT": free_port()})
+    os.environ.update(worker_environment(plan, 0, 0, str(folder / "error.json")) | {"MASTER_PORT": str(unused_port())})
     quiet_libraries()
     with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
         train(plan, stop, None)
@@ -38,14 +39,6 @@ def warm_up(folder: Path) -> None:
         quietly(cli.main, words)
     for step in range(1, STEPS + 1):
         quietly(cli.main, ["export", run, "--step", str(step), "--out", f"{folder}/exports/{step}", "--no-compare"])
-
-
-def free_port() -> str:
-    """Return a port on which nothing listens."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return str(free.getsockname()[1])
 
 
 def quietly(main: Callable[[], object], words: list[str]) -> None:

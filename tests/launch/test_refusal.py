@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fsdptrain.cli import app
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.plan.network import unused_port
 
 # What Slurm sets on each of two nodes, with one task on each.
 NODES = json.loads((TESTS / "plan" / "launchers.json").read_text())["srun -N2 --ntasks-per-node=1"]
@@ -23,8 +24,7 @@ NODES = json.loads((TESTS / "plan" / "launchers.json").read_text())["srun -N2 --
 
 @pytest.mark.parametrize("refused", [0, 1])
 def test_all_nodes_end_with_the_reason_of_the_one_that_is_refused(refused: int, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(unused_port())
     recipes = []
     for node in range(2):
         (tmp_path / str(node)).mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,6 +26,7 @@ from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.parallel import rendezvous
 from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
 from fsdptrain.parallel.world import open_store
+from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.processes import StopRequest
@@ -50,8 +50,7 @@ def waiting(met: Places, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{unused_port()}"
 
 
 def node(endpoint: str) -> Rendezvous:

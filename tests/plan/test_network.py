@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from injection import holder
 from support import environment
 
+from fsdptrain.plan import network
 from fsdptrain.plan.network import (
     address_of,
     ephemeral_ports,
@@ -19,6 +21,7 @@ from fsdptrain.plan.network import (
     is_this_machine,
     local_end,
     set_gloo_interface,
+    unused_port,
 )
 
 FIND = """
@@ -44,8 +47,20 @@ def test_an_address_is_that_of_this_machine_whatever_its_own_name_is(monkeypatch
 
 
 def test_the_ports_that_a_firewall_must_let_through_are_those_of_the_kernel() -> None:
-    first, last = ephemeral_ports().split(" to ")
-    assert 1024 <= int(first) < int(last) <= 65535
+    first, last = ephemeral_ports()
+    assert 1024 <= first < last <= 65535
+
+
+def test_a_port_for_later_is_free_and_none_that_a_connection_gets() -> None:
+    ports = {unused_port() for _ in range(20)}
+    assert len(ports) > 1 and all(1024 < port < ephemeral_ports()[0] for port in ports)
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_where_the_kernel_gives_all_ports_to_connections_one_of_them_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "ephemeral_ports", lambda: (1024, 65535))
+    assert unused_port() > 1023
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a network")

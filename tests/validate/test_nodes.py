@@ -20,7 +20,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import DataError, NoData, RecipeError, to_record
 from fsdptrain.plan.hardware import KNOWN
-from fsdptrain.plan.network import LocalEnd
+from fsdptrain.plan.network import LocalEnd, unused_port
 from fsdptrain.plan.plan import draft_plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.terminal.page import Page
@@ -225,8 +225,7 @@ def test_the_table_fits_the_screen(width: int | None) -> None:
 
 def test_two_nodes_meet_measure_and_leave_no_trace(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, launch__nproc_per_node="auto", train__global_batch_size=8)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(unused_port())
     words = [sys.executable, "-m", "fsdptrain", "validate", str(recipe), "--here", "--json"]
     ranks = [
         subprocess.Popen(
