@@ -1,10 +1,10 @@
-# make demo · check · smoke · test · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · smoke · test · mutants · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.plan.gpus) # counted when needed: nvidia-smi may take seconds
 
-.PHONY: install demo check smoke test versions soak cluster slurm bench profile gpu clean
+.PHONY: install demo check smoke test mutants versions soak cluster slurm bench profile gpu clean
 
 install: .venv/installed
 
@@ -29,9 +29,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two at a time, which start about two processes each; the tests of a file share what they train.
+# Three at a time on two cores, because many wait; the tests of a file share what they train.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # In a minute: two gloo ranks train with every strategy as a plain loop does, and transformers reads the export of a run.
 smoke: install
@@ -68,7 +68,6 @@ soak: install slurm
 
 # Mistakes of tests/mutants, planted one at a time in a copy of the tree: the default suite should notice 95% of them.
 # Only those with a part of a name: make mutants MUTANTS=dropout
-.PHONY: mutants
 mutants: install
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
