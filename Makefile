@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 GPUS = $(shell $(PYTHON) -m fsdptrain.plan.gpus) # counted when needed: nvidia-smi may take seconds
 
+# The tests start hundreds of processes: without its bytecode each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo check smoke test mutants versions soak cluster slurm bench profile gpu clean
 
 install: .venv/installed

@@ -9,6 +9,7 @@ import os
 import signal
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,21 @@ def pytest_testnodedown(node: Any) -> None:
         _tables[title].rows += map(tuple, rows)
 
 
+def times_of_files(terminalreporter: pytest.TerminalReporter) -> Table:
+    """Return the seconds of each file's tests with their fixtures, longest first, of files with a second or more."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    table = Table("seconds", "file")
+    table.rows = [(f"{s:.0f}", name) for name, s in seconds.most_common() if s >= 1]
+    return table
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the tables that tests have filled."""
+    """Print the tables that tests have filled, and the time of each file, so that growth is seen."""
+    _tables["time per file"] = times_of_files(terminalreporter)
     for title, table in _tables.items():
         if table.rows:
             terminalreporter.section(title)
