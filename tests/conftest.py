@@ -32,8 +32,8 @@ _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files whose tests start whole commands first: else a worker of pytest-xdist waits for one at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "tests"))
+    """Put the files that take longest first: else a worker of pytest-xdist waits for one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("histories", "end_to_end", "tests"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which may start processes

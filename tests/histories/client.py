@@ -19,7 +19,6 @@ from histories.faults import CLOCK, FAULT, MACHINE
 from support import ROOT, TESTS, environment, python_path
 
 LONGEST_S = 60.0  # until a command of a history must have ended; it takes less than one second
-STARTED = -1000  # no exit code
 STACKS = signal.SIGRTMAX  # lets a process write where it is
 
 
@@ -83,6 +82,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder, self.root = folder, folder / "history"
         self.codes: dict[int, int] = {}
+        self._started: list[int] = []  # of which `start` does not know yet
         self._number, self._unread = 0, b""
         store.register(self.root / "store")
         self._socket, theirs = socket.socketpair()
@@ -96,8 +96,9 @@ class Server:
         with (folder / "server.log").open("wb") as log:
             self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env, stdout=log, stderr=log)
         theirs.close()
-        while 0 not in self.codes:
+        while not self._started:  # the server itself, which has trained
             self.receive(LONGEST_S)
+        self._started.clear()
 
     def start(
         self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0, machine: int = 0
@@ -113,9 +114,9 @@ class Server:
         env |= {"FSDPTRAIN_CACHE": str(self.cache(machine))}
         request = {"words": [str(word) for word in words], "env": env, "output": str(output), "below": str(self.root)}
         self._socket.sendall(json.dumps(request).encode() + b"\n")
-        while not (process := self._started()):
+        while not self._started:
             self.receive(LONGEST_S)
-        return Command(self, request["words"], process, output, marker, fault or {}, time.time())
+        return Command(self, request["words"], self._started.pop(), output, marker, fault or {}, time.time())
 
     def cache(self, machine: int) -> Path:
         """Return the folder of a machine's cache, in which it works on runs in a store."""
@@ -153,15 +154,12 @@ class Server:
         assert read, f"the server of histories has ended:\n{log[-3000:]}"
         *lines, self._unread = (self._unread + read).split(b"\n")
         for process, *code in map(json.loads, lines):
-            if code or process not in self.codes:  # it may have ended before the server says that it started
-                self.codes[process] = code[0] if code else STARTED
+            if code:
+                self.codes[process] = code[0]
+            else:
+                self.codes.pop(process, None)  # of an earlier process: its number may come again
+                self._started.append(process)
         return True
-
-    def _started(self) -> int:
-        found = [process for process, code in self.codes.items() if code == STARTED]
-        for process in found:
-            del self.codes[process]
-        return found[0] if found else 0
 
     def processes(self, of: int | None = None) -> list[int]:
         """Return the processes that commands have started and that have not ended; with `of`, a process and its own."""
