@@ -5,9 +5,9 @@
 A Llama of 23 million parameters is read from bfloat16 files, on gloo, and makes one step. The prepared data is in the
 cache, and the files of weights are not in that of the kernel: `disk` is what all ranks together read from the disk,
 relative to the size of the files. All ranks are forked from one process that has imported everything, so that many of
-them fit into this machine; `imports` is what each worker of a run spends on that. CPU seconds hold on any machine;
-`wall`, in which each rank also waits for the others, only where each rank has a core. With `--meet` the ranks only form
-their process groups: then 128 fit into 8 GiB.
+them fit into this machine; `imports` is what the agent of a node spends on that, or on several nodes each worker. CPU
+seconds hold on any machine; `wall`, in which each rank also waits for the others, only where each rank has a core.
+With `--meet` the ranks only form their process groups: then 128 fit into 8 GiB.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def bytes_from_disk() -> int:
 
 def report(found: dict[int, list[list[Figures]]], imports: float) -> None:
     """Print the medians over ranks and rounds, and what rank 0 spends more than the median of the others."""
-    print(f"{common.describe_machine()}\nimports {imports:.2f} CPU seconds a rank\n\nCPU seconds, median of the ranks")
+    print(f"{common.describe_machine()}\nimports {imports:.2f} CPU seconds\n\nCPU seconds, median of the ranks")
     names = [name for name in (*STAGES, "all", "wall") if name in next(iter(found.values()))[0][0]]
     print(f"{'ranks':>5}" + "".join(f"{name:>{max(8, len(name) + 2)}}" for name in names) + f"{'disk':>8}")
     for world, rounds in found.items():

@@ -37,7 +37,7 @@ from fsdptrain.processes import (
     STOP_SIGNAL,
     child_arguments,
     die_with_parent,
-    import_for_good,
+    import_and_freeze,
     name_process,
 )
 
@@ -96,16 +96,16 @@ def tell(pipe: int, record: dict[str, object]) -> None:
 
 def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) -> dict[int, Failure]:
     """Run one worker per rank until all have ended; if one fails, end the others. Return the failures by rank."""
-    import_for_good(worker)
+    import_and_freeze(worker)
     port = unused_port()
     files = {rank: str(scratch / f"error-{rank}.json") for rank in range(plan.topology.world_size)}
     workers = {
         rank: multiprocessing.get_context("fork").Process(
-            target=be_worker, args=(worker, plan_path, worker_environment(plan, rank, port, file), os.getpid())
+            target=run_worker, args=(worker, plan_path, worker_environment(plan, rank, port, file), os.getpid())
         )
         for rank, file in files.items()
     }
-    with signals_held():
+    with signals_blocked():
         for process in workers.values():
             process.start()
     while None in (codes := [process.exitcode for process in workers.values()]) and not any(codes):
@@ -115,10 +115,10 @@ def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) ->
     return {rank: Failure(code, files[rank]) for rank, code in failed.items() if code}
 
 
-def be_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent: int) -> None:
+def run_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent: int) -> None:
     """Run a worker in this process, which the agent has just forked, as if it had been started by itself."""
     die_with_parent(agent)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the pipe to the launcher, which waits until nobody holds it
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the pipe to the launcher, which reads until all copies are closed
     os.setsid()
     name_process(f"rank {variables['RANK']}")
     for number in FORWARDED:
@@ -126,12 +126,12 @@ def be_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     os.environ.update(variables)
     sys.argv = [worker, str(plan_path)]
-    import_for_good(worker).main()
+    import_and_freeze(worker).main()
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold back a stop request meanwhile: a process that is being forked must not run the agent's handlers."""
+def signals_blocked() -> Iterator[None]:
+    """Block stop requests inside the context: a process that is being forked must not run the agent's handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield

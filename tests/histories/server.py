@@ -148,14 +148,14 @@ def adapt() -> None:
         made(self, *arguments)
         self._timeout *= TIMEOUT_FACTOR * (faults.HANG_FACTOR if faults.given().get("do") == "hang" else 1)
 
-    fork = fsdptrain.launch.agent.be_worker
+    fork = fsdptrain.launch.agent.run_worker
 
     @functools.wraps(fork)
     def with_fault(worker: str, *rest: Any) -> None:
         faults.start(worker)
         fork(worker, *rest)
 
-    fsdptrain.launch.agent.be_worker = with_fault
+    fsdptrain.launch.agent.run_worker = with_fault
     typer.main.get_command = functools.cache(typer.main.get_command)  # of the signatures of all commands
     Plan.from_json = functools.cache(Plan.from_json)  # type: ignore[method-assign]  # a pure function of the text
     fsdptrain.train.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]
