@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forks import Command
 from support import TESTS, environment, events, processes_using, python_path, write_recipe
 
 from fsdptrain.attempts import manifest
@@ -68,7 +69,7 @@ class Running:
         """Start the command; `prefix` is a command that runs it, `extra` is added to its environment."""
         self.run = Path(yaml.safe_load(recipe.read_text())["output_dir"])
         self.marks = [Path(fault["mark"]) for fault in faults if "mark" in fault]
-        self.process = subprocess.Popen(
+        self.process = (subprocess.Popen if prefix else Command)(
             [*prefix, sys.executable, "-m", "fsdptrain", "run", str(recipe)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=json.dumps(faults), **extra),

@@ -1170,10 +1170,11 @@ def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
     return found
 
 
-def main(job: str, out: Path, arguments: dict[str, Any]) -> NoReturn:
-    """Run a job on this rank, write its result, and end the process."""
-    result = globals()[job](**arguments)
-    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+def main() -> NoReturn:
+    """Run the job of the command line on this rank, write its result, and end the process."""
+    _, job, out, arguments = sys.argv
+    result = globals()[job](**json.loads(arguments))
+    (Path(out) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()

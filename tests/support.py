@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest.mock import patch
+from typing import Any
 
 import yaml
+from forks import Command
 
 from fsdptrain.folder.records import EVENTS
 from fsdptrain.plan.network import unused_port
@@ -91,7 +88,8 @@ def write_recipe(tmp: Path, **changes: Any) -> Path:
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment of this process without launchers, with one thread per process and the Hub offline."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
+    threads = {"OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return clean | threads | {"HF_HUB_OFFLINE": "1", **extra}
 
 
 def python_path(*folders: Path) -> str:
@@ -99,62 +97,51 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
-def fsdptrain(*words: object, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "fsdptrain", *map(str, words)],
-        capture_output=True, text=True, timeout=timeout, env=environment(**extra), check=False,
-    )  # fmt: skip
+def fsdptrain(
+    *words: object, timeout: float = 180, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, but for its imports (see `forks`)."""
+    return python("-m", "fsdptrain", *words, timeout=timeout, cwd=cwd, **extra)
+
+
+def python(
+    *words: object, input: str | None = None, timeout: float = 180, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment (see `forks`)."""
+    command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
+    streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}
+    with Command(command, **streams, text=True, cwd=cwd, env=environment(**extra)) as process:
+        try:
+            output, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:
     """Run the function `job` of `tests/ranks.py` on `world` gloo processes; return its results in rank order."""
     out.mkdir(parents=True, exist_ok=True)
-    port, processes = unused_port(), []
-    for rank in range(world):
-        env = environment(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-        )  # fmt: skip
-        log = out / f"rank-{rank}.log"
-        processes.append(_forks().Process(target=_run_job, args=(env, log, job, out, arguments)))
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout)
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.exitcode for process in processes]
-    logs = "\n".join((out / f"rank-{rank}.log").read_text()[-2000:] for rank in range(world))
-    assert codes == [0] * world, f"exit codes {codes}\n{logs}"
+    port, logs = unused_port(), [out / f"rank-{rank}.log" for rank in range(world)]
+    words = [sys.executable, "-m", "ranks", job, str(out), json.dumps(arguments)]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, log in enumerate(logs):
+            env = environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+                PYTHONPATH=python_path(ROOT, TESTS),
+            )  # fmt: skip
+            with log.open("wb") as output:
+                ranks.append(Command(words, env=env, stdout=output, stderr=output))
+            stack.callback(ranks[-1].kill)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in ranks:
+                process.wait(timeout)
+    codes = [process.wait() for process in ranks]
+    written = "\n".join(log.read_text()[-2000:] for log in logs)
+    assert codes == [0] * world, f"exit codes {codes}\n{written}"
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
-
-
-@functools.cache
-def _forks() -> multiprocessing.context.ForkServerContext:
-    """Return a context whose processes are forked from one that has imported `tests/ranks.py`, which takes 5 s.
-
-    That process has one OpenMP thread from the start, because threads do not survive a fork.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks"])
-    with patch.dict(os.environ, environment(PYTHONPATH=python_path(ROOT, TESTS)), clear=True):
-        forkserver.ensure_running()
-    return context
-
-
-def _run_job(env: dict[str, str], log: Path, job: str, out: Path, arguments: dict[str, Any]) -> NoReturn:
-    """Run a job in a forked process, as if it were started with this environment."""
-    os.environ.clear()
-    os.environ.update(env)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    import ranks
-
-    ranks.main(job, out, arguments)
 
 
 NOBODY = 65534

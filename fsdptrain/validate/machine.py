@@ -35,7 +35,7 @@ def check_machine(plan: Plan, findings: Findings) -> None:
         findings.add_problem(error, this_machine_only=True)
     workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
-        findings.add_note(f"{workers} workers share {cores} cores")
+        findings.add_note(f"{workers} workers share {cores} core{'s' * (cores > 1)}")
 
 
 def machine_facts(plan: Plan) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from filelock import FileLock
+from forks import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -275,7 +276,7 @@ def test_a_folder_is_unlocked_when_its_process_is_killed(tmp_path: Path) -> None
     recipe = write_recipe(tmp_path)
     (tmp_path / "plan").write_text(plan_of(recipe).to_json())
     words = [sys.executable, "-c", HOLDER, str(tmp_path / "plan")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
+    with Command(words, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(RecipeError, match="another run is using"):
             claim(recipe).__enter__()
@@ -617,8 +618,7 @@ def test_a_run_of_an_earlier_version_continues_with_its_own_packing(tmp_path: Pa
     """6 of 12 steps were made by commit 6a9fd2f, which packed the longest rows first, and so were these losses."""
     with tarfile.open(Path(__file__).parent / "earlier" / "layout-5.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
-    command = [sys.executable, "-m", "fsdptrain", "run", "recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = fsdptrain("run", "recipe.yaml", cwd=tmp_path)
     assert done.returncode == 0 and "packs  the longest rows first" in done.stdout, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "before" / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if record["event"] == "step"}

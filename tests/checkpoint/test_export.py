@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from broken_saves import flip
+from forks import Command
 from injection import small_recipe
 from support import TESTS, environment, fsdptrain, python_path
 
@@ -49,7 +50,7 @@ def test_a_second_export_to_a_folder_is_refused_and_a_stopped_one_leaves_nothing
     faults = json.dumps([pause | {"mark": str(mark)}])
     words = [sys.executable, "-m", "fsdptrain", "export", str(trained / "run"), "--out", str(out)]
     env = environment(PYTHONPATH=python_path(TESTS / "faults"), FSDPTRAIN_FAULTS=faults)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as first:
+    with Command(words, stderr=subprocess.PIPE, text=True, env=env) as first:
         try:
             while not mark.exists() and first.poll() is None:
                 time.sleep(0.05)

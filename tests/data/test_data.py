@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from forks import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GSM8K, ROOT, SHAKESPEARE, environment, write_recipe
@@ -1221,7 +1222,7 @@ print(json.dumps([len(calls), len(corpus), int(corpus.tokens.sum()), corpus.piec
 def test_two_processes_prepare_at_the_same_time(bpe: Any, tmp_path: Path, own_cache: Path) -> None:
     bpe.save_pretrained(tmp_path / "tokenizer")
     processes = [
-        subprocess.Popen(
+        Command(
             [sys.executable, "-c", PREPARE, str(tmp_path), str(me), str(GSM8K)], cwd=ROOT, env=environment(),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )

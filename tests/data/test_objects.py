@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import FaultTable
-from support import environment, events, fsdptrain, write_recipe
+from forks import Command
+from support import environment, events, fsdptrain, python, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
 pytest.importorskip("moto", reason="needs pip install 'fsdptrain[dev]'")
@@ -336,7 +336,7 @@ FETCH = "import sys; from fsdptrain.data.objects import *; fetch(list_objects(sy
 def test_one_process_of_a_node_downloads_for_all(tmp_path: Path, bucket: Any, server: ObjectStore) -> None:
     put(bucket, **{f"{name}__jsonl": LINE for name in "abc"})
     with server.slow(0.3, "a.jsonl"):
-        ranks = [subprocess.Popen([sys.executable, "-c", FETCH, str(bucket)], env=environment()) for _ in range(3)]
+        ranks = [Command([sys.executable, "-c", FETCH, str(bucket)], env=environment()) for _ in range(3)]
         assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
         assert [gets(server, f"{name}.jsonl") for name in "abc"] == [1, 1, 1]
     assert len(cached(tmp_path)) == 3
@@ -384,7 +384,7 @@ def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
 
     words = [sys.executable, "-c", FETCH, str(bucket)]
     with server.failing(stall):
-        process = subprocess.Popen(words, env=environment())
+        process = Command(words, env=environment())
         assert reading.wait(60)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -392,7 +392,7 @@ def test_a_process_that_is_killed_in_mid_download_leaves_no_half_object(
     put(bucket, _0__jsonl=LINE)  # the next download begins with another object
     [_, *found] = relist(bucket)
     assert not found[1].is_here
-    assert subprocess.run(words, env=environment(), capture_output=True, check=True).stdout == b"done\n"
+    assert python("-c", FETCH, bucket).stdout == "done\n"
     assert [each.copy.read_text() for each in found] == [LINE, 2 * LINE] and len(cached(tmp_path)) == 3
     fault_table.add("S3 data: killed in mid-download", 1, 1)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Command
 from injection import valid_steps
 from reference import documents_of, plain_loss, stream_of
 from safetensors.torch import load_file
@@ -175,8 +176,8 @@ def test_a_resume_that_would_be_another_run_is_refused(finished: Any) -> None:
     assert done.returncode == 2 and "not empty" in done.stderr
 
 
-def start(recipe: Path, *overrides: str, **extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(recipe: Path, *overrides: str, by: type = Command, **extra: str) -> subprocess.Popen[str]:
+    return by(  # type: ignore[no-any-return]
         [sys.executable, "-m", "fsdptrain", "run", str(recipe), *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**extra),
     )  # fmt: skip
@@ -271,7 +272,7 @@ def test_scancel_which_signals_every_process_twice_loses_nothing(tmp_path: Path)
 
 def test_a_stop_signal_in_the_first_seconds_works(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, train__steps=2000), tmp_path / "run"
-    process = start(recipe)
+    process = start(recipe, by=subprocess.Popen)  # which has everything to import
     end = time.monotonic() + 60
     while time.monotonic() < end and not any(
         b"fsdptrain.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_using(run)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import FaultTable
+from forks import Command
 from support import environment, events, fsdptrain, processes_using, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
@@ -81,7 +82,7 @@ def test_a_run_that_is_killed_goes_on_on_an_empty_machine_as_if_nothing_had_happ
     command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
     env = environment(FSDPTRAIN_CACHE=str(first))
     with server.failing(stall_second_save):
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = Command(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert uploading.wait(300)
         for pid in (*processes_using(working_in(first, url)), process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -116,7 +117,7 @@ def test_nodes_that_share_no_folder_train_one_run(tmp_path: Path, server: Object
     command = [sys.executable, "-m", "fsdptrain", "run", str(recipe), f"launch.rdzv_endpoint=127.0.0.1:{port}"]
     for steps in (2, 4):
         nodes = [
-            subprocess.Popen(
+            Command(
                 [*command, f"train.steps={steps}"], env=environment(FSDPTRAIN_CACHE=str(tmp_path / name)),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
@@ -177,7 +178,7 @@ def test_a_machine_that_was_frozen_while_another_took_over_uploads_nothing_and_s
     command = [sys.executable, "-m", "fsdptrain", "run", str(recipe)]
     env = environment(FSDPTRAIN_CACHE=str(here))
     with server.failing(freeze_after_the_first_save):
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = Command(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert frozen.wait(300)
     try:
         # Meanwhile another machine has taken over the run, published the next checkpoint, and uploads one more.

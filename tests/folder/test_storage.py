@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FaultTable
+from forks import Command
 from support import environment, events, fsdptrain, processes_using, write_recipe
 
 pytest.importorskip("s3fs", reason="needs pip install 'fsdptrain[dev]'")
@@ -424,7 +425,7 @@ def test_a_run_in_an_object_store_survives_a_kill_in_mid_upload_and_ends_as_one_
 
     command = [sys.executable, "-m", "fsdptrain", "run", str(remote), "train.steps=6"]
     with server.failing(stall_second_save):
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = Command(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert uploading.wait(300)
         for pid in (*processes_using(run.root), process.pid):
             with contextlib.suppress(ProcessLookupError):

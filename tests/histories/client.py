@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forks import Command, start_server
 from histories import store
 from histories.faults import CLOCK, FAULT, MACHINE
 from support import ROOT, TESTS, environment, python_path
@@ -35,12 +36,12 @@ class Ended:
 
 
 @dataclass
-class Command:
+class Started:
     """A command that was started."""
 
     server: Server
     words: list[str]
-    process: int
+    process: Command
     output: Path
     marker: Path
     fault: dict[str, Any]
@@ -48,7 +49,10 @@ class Command:
 
     def wait(self) -> Ended:
         """Wait until it has ended."""
-        code = self.server.exit_code(self.process)
+        try:
+            code = self.process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.words} did not end\n{self.server.stacks(self.process.pid)}") from None
         text, happened = self.output.read_text(errors="replace"), self.marker.exists()
         killed = happened and self.fault.get("do", "").startswith("SIGKILL")
         self.output.unlink()
@@ -57,7 +61,7 @@ class Command:
 
     def frozen(self) -> list[int]:
         """Return its frozen processes."""
-        return [number for number in self.server.processes(self.process) if state_of(number) == "T"]
+        return [number for number in self.server.processes(self.process.pid) if state_of(number) == "T"]
 
     def thaw(self) -> None:
         """Let its frozen processes go on."""
@@ -70,9 +74,9 @@ class Command:
         while time.monotonic() < end:
             if self.marker.exists():
                 return True
-            if self.process in self.server.codes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.002)
                 return False
-            self.server.receive(0.002)
         raise AssertionError(f"{self.words} neither ended nor had its fault")
 
 
@@ -81,28 +85,21 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.root = folder, folder / "history"
-        self.codes: dict[int, int] = {}
-        self._started: list[int] = []  # of which `start` does not know yet
-        self._number, self._unread = 0, b""
+        self._number = 0
         store.register(self.root / "store")
-        self._socket, theirs = socket.socketpair()
         for name in ("out", "tmp"):
             (folder / name).mkdir(parents=True)
-        env = environment(
+        self._env = environment(
             PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(self.cache(0)), HF_HOME=str(folder / "hf"),
-            TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="",
+            TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="", HISTORY_ROOT=str(self.root),
         )  # fmt: skip
-        words = [sys.executable, "-m", "histories.server", str(theirs.fileno()), str(folder)]
         with (folder / "server.log").open("wb") as log:
-            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env, stdout=log, stderr=log)
-        theirs.close()
-        while not self._started:  # the server itself, which has trained
-            self.receive(LONGEST_S)
-        self._started.clear()
+            self._address, self._process = start_server("histories.server", folder, self._env, stdout=log, stderr=log)
+        self.run("--version")  # waits until the server has trained
 
     def start(
         self, *words: object, fault: dict[str, Any] | None = None, ahead: float = 0.0, machine: int = 0
-    ) -> Command:
+    ) -> Started:
         """Start a command, with a fault (see `faults`) in one of its processes, and with a clock that is `ahead`.
 
         Another machine has another cache and another name; what they share is the folder of the history.
@@ -112,11 +109,13 @@ class Server:
         given = {**fault, "below": str(self.root), "marker": str(marker)} if fault else {}
         env = {FAULT: json.dumps(given), CLOCK: str(ahead), MACHINE: str(machine)}
         env |= {"FSDPTRAIN_CACHE": str(self.cache(machine))}
-        request = {"words": [str(word) for word in words], "env": env, "output": str(output), "below": str(self.root)}
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        while not self._started:
-            self.receive(LONGEST_S)
-        return Command(self, request["words"], self._started.pop(), output, marker, fault or {}, time.time())
+        command = [sys.executable, "-m", "fsdptrain", *map(str, words)]
+        with output.open("wb") as stream:
+            process = Command(
+                command, server=self._address, env=self._env | env, stdin=subprocess.DEVNULL, stdout=stream,
+                stderr=stream, start_new_session=True,
+            )  # fmt: skip
+        return Started(self, command[3:], process, output, marker, fault or {}, time.time())
 
     def cache(self, machine: int) -> Path:
         """Return the folder of a machine's cache, in which it works on runs in a store."""
@@ -126,14 +125,6 @@ class Server:
         """Start a command and wait for its end."""
         return self.start(*words, **how).wait()
 
-    def exit_code(self, process: int) -> int:
-        """Wait for the end of a process and return its exit code."""
-        end = time.monotonic() + LONGEST_S
-        while process not in self.codes and time.monotonic() < end:
-            self.receive(end - time.monotonic())
-        assert process in self.codes, f"process {process} did not end within {LONGEST_S:.0f} s\n{self.stacks(process)}"
-        return self.codes[process]
-
     def stacks(self, process: int) -> str:
         """Return where a process and those that it has started are; they write it to their standard errors."""
         found = self.processes(process)
@@ -142,24 +133,6 @@ class Server:
         time.sleep(1.0)
         texts = {path.read_text(errors="replace")[-6000:] for number in found if (path := Path(f"/proc/{number}/fd/2"))}
         return "\n".join([*(f"{number}: {state_of(number)}" for number in found), *texts])
-
-    def receive(self, timeout: float) -> bool:
-        """Read what the server says within `timeout` seconds; return whether it has said something."""
-        self._socket.settimeout(max(timeout, 0.001))
-        try:
-            read = self._socket.recv(2**16)
-        except TimeoutError:
-            return False
-        log = (self.folder / "server.log").read_text(errors="replace")
-        assert read, f"the server of histories has ended:\n{log[-3000:]}"
-        *lines, self._unread = (self._unread + read).split(b"\n")
-        for process, *code in map(json.loads, lines):
-            if code:
-                self.codes[process] = code[0]
-            else:
-                self.codes.pop(process, None)  # of an earlier process: its number may come again
-                self._started.append(process)
-        return True
 
     def processes(self, of: int | None = None) -> list[int]:
         """Return the processes that commands have started and that have not ended; with `of`, a process and its own."""
@@ -178,7 +151,6 @@ class Server:
         """End the server, and with it all that it has started."""
         for number in self.processes():
             os.kill(number, signal.SIGKILL)
-        self._socket.close()
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from histories import invariants
-from histories.client import Command, Ended, Server
+from histories.client import Ended, Server, Started
 from histories.store import URL
 from histories.world import recipe
 
@@ -147,7 +147,7 @@ class History:
     def _places_of_run(self, folder: Path) -> list[Path]:
         return [self.root / "store", self.root / "store.uploads"] if self.in_store else [folder]
 
-    def _wait_until_frozen(self, command: Command) -> None:
+    def _wait_until_frozen(self, command: Started) -> None:
         end = time.monotonic() + 10
         while time.monotonic() < end:
             if command.frozen():

@@ -5,8 +5,7 @@ A forked process starts in milliseconds, and from there on runs the code of the 
 launcher, the claim, the agent, the worker, the checkpointer and the export are real, and so are the signals that end
 them. Only these are different from what a user starts:
 
-* `subprocess.Popen` of a `child_command` forks instead of executing an interpreter (`Forked`), as the agent forks its
-  workers anyway;
+* processes are forked instead of executing an interpreter (see `forks`);
 * waits between two looks are milliseconds, so that a run of four steps is no longer than its work (`WAITS`);
 * a process has the fault that the history asks for (`faults`).
 """
@@ -18,18 +17,10 @@ import ctypes
 import faulthandler
 import functools
 import gc
-import json
-import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import forks
 import torch
 import typer.main
 from histories import faults, store
@@ -42,8 +33,6 @@ import fsdptrain.launch.agent
 import fsdptrain.launch.launcher
 import fsdptrain.parallel.world
 import fsdptrain.train.watchdog
-from fsdptrain import processes
-from fsdptrain.__main__ import main as fsdptrain_main
 from fsdptrain.plan.plan import Plan
 
 WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and file systems are slow
@@ -71,72 +60,10 @@ def obey_rights() -> None:
         libc.capset(header, sets)
 
 
-def close_others(kept: set[int]) -> None:
-    """Close every descriptor that an exec would close: a lock is held until all copies of its descriptor are closed."""
-    for link in [*Path("/proc/self/fd").iterdir()]:
-        if int(link.name) not in {0, 1, 2, *kept}:
-            with contextlib.suppress(OSError):
-                os.close(int(link.name))
-
-
-def run_as_new(main: Callable[[], object], kept: set[int], setup: Callable[[], object] = lambda: None) -> NoReturn:
-    """Run a `main` in this forked process as if an interpreter had just been started for it, and end the process."""
-    code = 1
-    try:
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)) and number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        close_others(kept)
-        setup()
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
-
-
-class Forked(subprocess.Popen[bytes]):
-    """A `Popen` that forks this process where it would start `python -m fsdptrain.processes`."""
-
-    def _execute_child(self, args: Any, *rest: Any) -> None:
-        words = [os.fsdecode(word) for word in args] if isinstance(args, list) else []
-        if words[1:3] != ["-m", "fsdptrain.processes"]:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
-            return
-        (_, _, _, pass_fds, _, env, _, _, _, *pipes, _, _, _, _, _, new_session, _) = rest
-        self.pid = os.fork()
-        if self.pid:
-            self._child_created = True
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
-            return
-
-        def setup() -> None:
-            if new_session:
-                os.setsid()
-            if env is not None:
-                os.environ.clear()
-                os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in env.items()})
-            sys.argv = [processes.__file__, *words[3:]]
-            faults.start(words[4])
-
-        for target, descriptor in zip((0, 1, 2), (pipes[0], pipes[3], pipes[5]), strict=True):
-            if descriptor != -1:
-                os.dup2(descriptor, target)
-        run_as_new(processes.main, set(pass_fds), setup)
-
-
 def adapt() -> None:
     """Make this process fork its children, and wait as shortly as a history needs."""
     torch.set_num_threads(1)
     torch.set_num_threads = lambda threads: None  # a pool of threads does not survive a fork
-    subprocess.Popen = Forked  # type: ignore[misc]
     for module, waits in WAITS.items():
         for name, seconds in waits.items():
             assert hasattr(module, name), f"{module.__name__} has no {name} any more"
@@ -164,71 +91,34 @@ def adapt() -> None:
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured
 
 
-def command(request: dict[str, Any], server: int) -> NoReturn:
-    """Run the command of a request in this process, which the process `server` has forked."""
-
-    def setup() -> None:
-        processes.die_with_parent(server)  # also if it is frozen: nothing of a test that was killed stays
-        os.setsid()
-        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.update(request["env"])
-        sys.argv = ["fsdptrain", *request["words"]]
-        faults.start("command")
-
-    run_as_new(fsdptrain_main, set(), setup)
-
-
 def set_subreaper() -> None:
     """Adopt the processes whose parent is killed, so that all that a history leaves are children of this process."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a command for each line of JSON; answer with its process id, and with [id, exit code] when it ends."""
-    server = os.getpid()
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(write)
-    while True:
-        ready, _, _ = select.select([requests, read], [], [])
-        if read in ready:
-            os.read(read, 4096)
-            with contextlib.suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    requests.sendall(json.dumps([ended[0], os.waitstatus_to_exitcode(ended[1])]).encode() + b"\n")
-        if requests in ready:
-            if not (line := requests.recv(2**20)):
-                return
-            request = json.loads(line)
-            for plan in Path(request["below"]).glob("runs/*/plan.json"):  # what is read here, no child reads again
-                with contextlib.suppress(Exception):
-                    Plan.from_json(plan.read_text())
-            if (child := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                command(request, server)
-            requests.sendall(json.dumps([child]).encode() + b"\n")
+def read_plans(request: dict[str, Any]) -> None:
+    """Read the plans of all runs of a history: what is read here, no child reads again."""
+    for plan in Path(request["env"]["HISTORY_ROOT"]).glob("runs/*/plan.json"):
+        with contextlib.suppress(Exception):
+            Plan.from_json(plan.read_text())
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the first argument; the second is the folder of all histories."""
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    """Serve the commands of histories below the folder of this server."""
     faulthandler.register(STACKS)
-    processes.die_with_parent(os.getppid())
+    listener, name = forks.begin()
     obey_rights()
     set_subreaper()
     adapt()
-    folder = Path(sys.argv[2])
+    folder = Path(name)
     store.register(folder / "history" / "store")
     from histories.warm import warm_up
 
     warm_up(folder / "warm")
+    forks.Forked.started = staticmethod(faults.start)
     gc.collect()
     gc.freeze()  # the collector of a child would touch, and so copy, every page
-    requests.sendall(b"[0]\n")
-    serve(requests)
+    forks.serve(listener, read_plans, lambda: faults.start("command"))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import config_of, plan_of
-from support import TESTS, environment, on_ranks, python_path, write_recipe
+from support import TESTS, on_ranks, python, python_path, write_recipe
 from test_attention import Made, differentiated, inputs
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
@@ -484,10 +482,7 @@ print(json.dumps(found))
 
 def test_a_simulated_step_has_no_mask(tmp_path: Path) -> None:
     """A separate process, because a pretended accelerator cannot be removed."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED, str(tmp_path)],
-        text=True, capture_output=True, env=environment(PYTHONPATH=python_path(TESTS, Path(__file__).parent)),
-    )  # fmt: skip
+    done = python("-c", TRACED, tmp_path, PYTHONPATH=python_path(TESTS, Path(__file__).parent))
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     print(found)

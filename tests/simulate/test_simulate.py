@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import SMALL, config_of, named, on_fake, plan_of
-from support import TESTS, environment, on_ranks, python_path, write_recipe
+from support import TESTS, on_ranks, python, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.optimizers import OptimizerKind
@@ -230,9 +228,7 @@ assert traces[0] == traces[1] == traces[2]
 def test_the_trace_on_a_pretended_accelerator_is_always_the_same(tmp_path: Path) -> None:
     """Autograd would run its backward in a thread there, which frees its last gradient at any later moment."""
     plan = plan_of(tmp_path, device="cuda", train__global_batch_size=8, data__packing="none")
-    done = subprocess.run(
-        [sys.executable, "-c", REPEATED], input=plan.to_json(), text=True, capture_output=True, env=environment()
-    )
+    done = python("-c", REPEATED, input=plan.to_json())
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -272,10 +268,7 @@ def check_waits(tmp_path: Path, matrix: list[dict[str, Any]]) -> None:
 
     With offload the host also waits for gradients and for the numbers of all ranks: it updates the weights.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS, str(tmp_path)], input=json.dumps(matrix), text=True, capture_output=True,
-        env=environment(PYTHONPATH=python_path(TESTS)),
-    )  # fmt: skip
+    done = python("-c", WAITS, tmp_path, input=json.dumps(matrix), PYTHONPATH=python_path(TESTS))
     assert done.returncode == 0, done.stderr[-2000:]
     for changes, found in zip(matrix, json.loads(done.stdout), strict=True):
         print(named(changes), found)
@@ -369,9 +362,7 @@ def test_offloaded_weights_are_read_into_host_memory_and_stay_there(tmp_path: Pa
         tmp_path, world=2, device="cuda", fsdp__cpu_offload=True,
         model={"id": str(tmp_path / "model"), "tokenizer": {"train": 512}},
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLOADED], input=plan.to_json(), text=True, capture_output=True, env=environment()
-    )
+    done = python("-c", OFFLOADED, input=plan.to_json())
     assert done.returncode == 0, done.stderr[-2000:]
 
 

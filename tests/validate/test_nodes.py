@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Command
 from rich.console import Console
 from support import environment, fsdptrain, write_recipe
 
@@ -228,7 +229,7 @@ def test_two_nodes_meet_measure_and_leave_no_trace(tmp_path: Path) -> None:
     port = str(unused_port())
     words = [sys.executable, "-m", "fsdptrain", "validate", str(recipe), "--here", "--json"]
     ranks = [
-        subprocess.Popen(
+        Command(
             words, stdout=subprocess.PIPE, text=True,
             env=environment(
                 RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
