@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -1130,9 +1131,14 @@ def placed(recipe: str, orders: list[str], variants: dict[str, list[str]]) -> di
     return found
 
 
-def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Set up each variant; return (exit code, message) of its refusal, (0, "") where it is not refused."""
+def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str] = ()) -> dict[str, Any]:
+    """Set up each variant; return (exit code, message) of its refusal, (0, "") where it is not refused.
+
+    `folders` are the working folders of the ranks.
+    """
     found: dict[str, Any] = {}
+    if folders:
+        os.chdir(folders[int(os.environ["RANK"])])
     for name, overrides in variants.items():
         try:
             build(recipe, overrides)

@@ -245,7 +245,7 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
 
     They would train on without an error: hosts may have files of their own under the same names.
     """
-    found = inputs.content | {"data.eval": inputs.eval_corpus.digest}
+    found = inputs.content | ({"data.eval": inputs.eval_corpus.digest} if inputs.plan.eval_path else {})
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     plans, contents = zip(*world.gather_objects((inputs.plan.digest(), digest)), strict=True)
     if others := [rank for rank in range(world.size) if plans[rank] != plans[0]]:
@@ -253,6 +253,8 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     if others := [rank for rank in range(world.size) if contents[rank] != contents[0]]:
         every = world.gather_objects(found)
         keys = {key for each in every for key in {*each, *every[0]} if each.get(key) != every[0].get(key)}
+        if isinstance(inputs.plan.recipe.model.tokenizer, dict) and DATA_KEY in keys:
+            keys.discard(TOKENIZER_KEY)  # it is trained on the data
         is_data = all(key.startswith("data.") for key in keys)
         wrong, what = (DATA, "data") if is_data else (MODEL, "files of the model")
         raise wrong.error(

@@ -502,5 +502,6 @@ def test_without_the_host_of_the_endpoint_the_others_wait_until_it_is_back(
     job.wait_until(lambda: "start the command there again" in job.texts[1] + job.texts[2])
     job.start_again(0)
     job.wait(timeout=600)
-    found = elastic_problems(job, host_table, "1:3, host-0 killed and started again", [0, 0, 0], [3, 3], undisturbed)
-    assert not found
+    # The two that wait and the one that comes back meet at once, or on a busy machine it joins at the next checkpoint.
+    ranks = [3, 3] if len(ranks_of_attempts(job.run)) == 2 else [3, 2, 3]
+    assert not elastic_problems(job, host_table, "1:3, host-0 killed and started again", [0, 0, 0], ranks, undisturbed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TINY, events, fsdptrain, python_path, write_recipe
+from support import TINY, events, fsdptrain, on_ranks, python_path, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE
@@ -97,3 +97,18 @@ def test_a_resume_on_another_day_trains_the_same_tokens_and_says_what_else_is_me
     (resume,) = events(folder, "resume")
     assert {*resume["changed"]} == {"output_dir", "train.steps", "data.eval.content"}
     assert "  data.eval.content: " in done.stdout and "the chat template renders today's date" in done.stdout
+
+
+def test_a_rank_that_reads_another_file_is_named_with_the_key_of_the_file(tmp_path: Path) -> None:
+    """As on two hosts with files of their own under one name: the tokenizer that is trained on them differs, too."""
+    recipe = write_recipe(tmp_path, data__path="/proc/self/cwd/text.jsonl")
+    rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
+    folders = []
+    for rank in range(2):
+        folders.append(str(tmp_path / f"host-{rank}"))
+        Path(folders[-1]).mkdir()
+        (Path(folders[-1]) / "text.jsonl").write_text("".join(rows[rank:]))
+    (tmp_path / "run").mkdir()
+    for found in on_ranks(2, "refusals", tmp_path / "ranks", recipe=str(recipe), variants={"": []}, folders=folders):
+        assert found[""][0] == 4, found
+        assert found[""][1].startswith("data.path: rank 1 read other data than rank 0 on "), found
