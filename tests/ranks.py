@@ -65,9 +65,7 @@ from fsdptrain.train.trainer import Trainer
 from fsdptrain.train.watchdog import Watchdog
 from fsdptrain.train.worker import reporter_of
 
-torch.set_num_threads(1)
 loss_chunks = loss.loss_chunks
-loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch of a test is several chunks, of unequal lengths
 
 
 def build(recipe: str, overrides: list[str]) -> Trainer:
@@ -1179,6 +1177,8 @@ def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
 def main() -> NoReturn:
     """Run the job of the command line on this rank, write its result, and end the process."""
     _, job, out, arguments = sys.argv
+    torch.set_num_threads(1)
+    loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch is several chunks, of unequal lengths
     result = globals()[job](**json.loads(arguments))
     (Path(out) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():

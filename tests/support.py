@@ -108,9 +108,10 @@ def python(
     *words: object, input: str | None = None, timeout: float = 180, cwd: Path | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment (see `forks`)."""
+    start = subprocess.Popen if any(name.startswith("HF_") for name in extra) else Command  # they are read by an import
     command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
     streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}
-    with Command(command, **streams, text=True, cwd=cwd, env=environment(**extra)) as process:
+    with start(command, **streams, text=True, cwd=cwd, env=environment(**extra)) as process:
         try:
             output, errors = process.communicate(input, timeout)
         except BaseException:
