@@ -241,14 +241,14 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
     checkpoint, and those that have an evaluation.
     """
     run = build(recipe, [])
-    beat, rundir = run.engine.beat, run.session.rundir
+    on_progress, rundir = run.engine.on_progress, run.session.rundir
 
     def stopping() -> None:
-        beat()
+        on_progress()
         if not run.engine.model.training and run.totals.tokens and not run.session.stop.count:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run.engine.beat = stopping
+    run.engine.on_progress = stopping
 
     def state(stopped: int | None) -> list[Any]:
         return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
@@ -1143,7 +1143,7 @@ def refusals(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
-    """Stall between two beats; return after which of the next beats this rank counts as hung.
+    """Stall between two resets of the watchdog; return after which of the next ones this rank counts as hung.
 
     `stalls` has for each rank the seconds in which it makes progress before, those of the stall, and whether it holds
     the interpreter lock meanwhile.
@@ -1155,16 +1155,16 @@ def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
     with Watchdog(plan, rank) as watchdog:
         watchdog.begin(1)
         before_s, seconds, holding_the_gil = stalls[rank]
-        watchdog.beat(step_done=True)
+        watchdog.reset(step_done=True)
         time.sleep(before_s)
-        watchdog.beat()
+        watchdog.reset()
         if holding_the_gil:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         else:
             time.sleep(seconds)
         end = time.monotonic() + 3
         while time.monotonic() < end:
-            watchdog.beat()
+            watchdog.reset()
             found.append(bool(hung_ranks(plan.rundir, 1, [rank])))
             time.sleep(0.05)
     return found

@@ -100,7 +100,7 @@ def trainer_of(engine: Engine) -> Trainer:
     plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **facts: None, progress=lambda *_: None)
     session: Any = SimpleNamespace(
         asked=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
-        watchdog=SimpleNamespace(beat=lambda **_: None),
+        watchdog=SimpleNamespace(reset=lambda **_: None),
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))

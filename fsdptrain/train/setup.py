@@ -86,7 +86,7 @@ class Session:
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage of the set-up is. Raises Stopped after a stop signal."""
         if dist.is_initialized():
-            self.watchdog.beat()
+            self.watchdog.reset()
         if self.stop.count:
             raise Stopped(f"stopped by {self.stop.by} before the first step; nothing was lost")
         self.reporter.progress(stage, done, total)
@@ -223,7 +223,7 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
     bare = inputs.prepared.bare
     if world.device.type != "cuda" or not varlen.used_by(bare):
         return None
-    session.watchdog.beat()
+    session.watchdog.reset()
     session.reporter.progress("trying the attention kernels", 0, 0)
     note = flash.activate_best(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
     found = world.gather_objects(flash.active())
@@ -270,7 +270,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     plan, rundir, content = inputs.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
     if plan.freezes:
-        session.watchdog.beat()
+        session.watchdog.reset()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
     checkpointer = Checkpointer(rundir, session.asked, world, content, session.reporter.event)

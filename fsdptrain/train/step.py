@@ -85,11 +85,11 @@ class Engine:
         world: World,
         plan: Plan,
         steps_made: int = 0,
-        beat: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps_made` are steps of earlier processes; `beat` is called after every micro-batch."""
+        """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch."""
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
-        self.steps_made, self.beat = steps_made, beat
+        self.steps_made, self.on_progress = steps_made, on_progress
         self._clock = BlockClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
@@ -168,7 +168,7 @@ class Engine:
             loss = self.loss(batch, label_tokens or 1)  # a global batch without labels has loss 0, not 0/0
             loss.backward()
             total += loss.detach()
-            self.beat()
+            self.on_progress()
         return total
 
     def seed(self, step: int) -> None:
@@ -284,7 +284,7 @@ class Engine:
                 if stops():
                     return None
                 total += self.loss(corpus.batch(mine[i : i + size]), divisor=1).double()
-                self.beat()
+                self.on_progress()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
 
@@ -304,7 +304,7 @@ class Engine:
                 batch = beginnings.batch(numbers + [-1] * (size - len(numbers)))
                 logits = self.model(**self._inputs(to_device(batch, self.world.device))).logits
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-                self.beat()
+                self.on_progress()
         if hook:
             hook.remove()
         return found
@@ -348,7 +348,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
             loss = engine.loss(batch, label_tokens or 1)
             loss.backward()
             engine.drop_gradients()
-            engine.beat()
+            engine.on_progress()
             if not math.isfinite(loss.item()):
                 mine.append((number, f"the loss is {loss.item():g}"))
             elif bad_names:  # in the order of backward: the first one is the cause of the others

@@ -153,11 +153,11 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
     hang = plan.rundir.hang_report(7, 0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.begin(7)
-        watchdog.beat(step_done=True)
-        watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
+        watchdog.reset(step_done=True)
+        watchdog.reset(disk_bytes=10**9)  # fifty seconds of a slow disk
         time.sleep(1.6)
         assert not hang.exists()
-        watchdog.beat()
+        watchdog.reset()
         end = time.monotonic() + 30
         while not hang.exists() and time.monotonic() < end:
             time.sleep(0.05)
@@ -187,7 +187,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
     first, report = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest()), plan.rundir.hang_report(1, 0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.begin(1)
-        watchdog.beat(step_done=True)
+        watchdog.reset(step_done=True)
         end = time.monotonic() + 30
         while not report.exists() and time.monotonic() < end:
             time.sleep(0.05)
@@ -208,7 +208,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
 def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdptrain.train.watchdog.alive_every_s", lambda world: 0.05)
+    monkeypatch.setattr("fsdptrain.train.watchdog.heartbeat_s", lambda world: 0.05)
     plan = plan_for(tmp_path, 1)
     dump = plan.rundir.stack_dump(1, 0)
     with Watchdog(plan, 0) as watchdog:

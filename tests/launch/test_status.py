@@ -96,8 +96,8 @@ def test_of_another_machine_the_age_of_the_newest_record_counts(ago_s: float, st
     assert "4 on 2 nodes (from Slurm job 7), rank 0 on n1" in run.shown()
 
 
-def alive(run: Written, *ages_s: float) -> None:
-    """Leave the signs of life of all ranks, so many seconds old."""
+def heartbeats(run: Written, *ages_s: float) -> None:
+    """Write the heartbeats of all ranks, this many seconds old."""
     run.rundir.attempt(1).mkdir(parents=True, exist_ok=True)
     for rank, age_s in enumerate(ages_s):
         path = run.rundir.stack_dump(1, rank)
@@ -109,16 +109,16 @@ def test_a_run_that_should_have_made_a_step_is_late_and_the_silent_ranks_are_nam
     run = Written(tmp_path, nodes=2)
     run.event("start", 60.0, total_steps=100, host="n1", hosts=["n1", "n1", "n2", "n2"])
     run.steps(3, ago_s=20)  # of 2 s each: up to 22 s without a step are usual
-    alive(run, 2, 1, 30, 31)
+    heartbeats(run, 2, 1, 30, 31)
     facts = run.facts()
     assert (facts["late"], facts["silent_ranks"], facts["eta_s"]) == (False, [], 194.0)
     run.steps(4, first=4, ago_s=23)
-    alive(run, 2, 1, 30, 31)
+    heartbeats(run, 2, 1, 30, 31)
     facts = run.facts()
     assert (facts["state"], facts["late"], facts["silent_ranks"], facts["eta_s"]) == ("running", True, [2, 3], None)
     text = run.shown()
     assert "late   nothing was recorded for 0:23 (a step took 2.00 s); ranks 2 and 3 on n2 do not respond\n" in text
-    alive(run, 402, 401, 400, 400)  # all: then the age of the newest record must do
+    heartbeats(run, 402, 401, 400, 400)  # all: then the age of the newest record must do
     assert run.facts()["silent_ranks"] == [] and "(a step took 2.00 s)\n" in run.shown()
     run.event("straggler", step=4, rank=3, cause="input", cost=0.25)
     assert run.facts()["eta_s"] and "slow   rank 3 on n2: all others wait for its input" in run.shown()

@@ -22,14 +22,14 @@ from fsdptrain.plan.plan import Plan
 
 INTERVAL_S = 1.0
 MAX_MISSED = 30  # intervals without a change: native code can block Python for some seconds, a lost node stays silent
-MAX_MISSED_AT_START = 300  # intervals until the first beat: importing torch from a cold network disk takes minutes
+MAX_MISSED_AT_START = 300  # intervals until the first heartbeat: importing torch from a cold network disk takes minutes
 FAILURE_S = 5  # in which a worker that failed reaches the store, or not
 
 # Added by a node that has joined (from then on collectives notice a loss), subtracted by every worker that failed.
 JOINED = 2**40
 
 
-class Pulse:
+class Heartbeat:
     """Sends and checks heartbeats while it is entered, in the first worker of each node; does nothing on one node.
 
     In the other workers it tells of a failure.
@@ -41,11 +41,11 @@ class Pulse:
         self._node, inside = divmod(int(os.environ["RANK"]), local)
         self._nodes, self._lost = plan.topology.nnodes, lost
         self._ended, self._last = threading.Event(), 0
-        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._several = self._nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._active = self._several and inside == 0
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         if self._active:
             self._thread.start()
         return self
@@ -94,4 +94,4 @@ class Pulse:
 
 
 def _counter(node: int) -> str:
-    return f"fsdptrain/pulse/{node}"
+    return f"fsdptrain/heartbeat/{node}"
