@@ -133,7 +133,7 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def round_trip(weight: torch.Tensor, layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight that an NF4Linear in the place of a plain layer computes with, in the layout of that layer.
+    """Return the weight that an NF4Linear in the place of a plain layer computes with, in the shape of that layer's.
 
     `weight` is the whole one, which is cast to `dtype` before it is quantised.
     """

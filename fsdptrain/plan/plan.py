@@ -54,7 +54,7 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 LAYOUT = 6
 
 BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share blocks
-EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the layout that they began with
+EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the one that they began with
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
@@ -195,7 +195,7 @@ class Plan:
     def on_nodes(self, nnodes: int) -> Plan:
         """Return the plan of the same run on another number of nodes, with as many workers on each."""
         topology = dataclasses.replace(self.topology, nnodes=nnodes)
-        return dataclasses.replace(self, topology=topology, **layout(self.recipe, topology))
+        return dataclasses.replace(self, topology=topology, **divided_among_ranks(self.recipe, topology))
 
     def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
         """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
@@ -403,7 +403,7 @@ def draft_plan(
         data_path=data_path,
         eval_path=eval_path,
         topology=topology,
-        **layout(recipe, topology),
+        **divided_among_ranks(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
         trust_remote_code=trust_remote_code,
         libraries={name: version(name) for name in TESTED},
@@ -411,8 +411,8 @@ def draft_plan(
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 
 
-def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """Return how a recipe is laid out on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+def divided_among_ranks(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """Return how a step is divided among the ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
     shard_size, world = _shard_size(recipe, topology), topology.world_size
     return {
         "replicas": world // shard_size,
@@ -428,7 +428,7 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
         section, name = path.split(".")
         part = dataclasses.replace(getattr(recipe, section), **{name: value})
         recipe = dataclasses.replace(recipe, **{section: part})
-    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
+    return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
 
 
 ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest

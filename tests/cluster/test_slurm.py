@@ -74,7 +74,7 @@ def test_a_submitted_job_trains_on_both_nodes(slurm: Slurm, whole: Path) -> None
     assert json.loads(fsdptrain("status", whole, "--json").stdout)["state"] == "finished"
 
 
-def test_the_layout_does_not_change_the_curve(whole: Path, tmp_path: Path) -> None:
+def test_how_a_step_is_divided_does_not_change_the_curve(whole: Path, tmp_path: Path) -> None:
     done = fsdptrain("run", small_recipe(tmp_path, train__steps=12))
     assert done.returncode == 0, done.stderr
     for mine, one in zip(events(tmp_path / "run", "step"), events(whole, "step"), strict=True):

@@ -155,13 +155,13 @@ def test_rows_of_a_micro_batch_are_checked_too(tmp_path: Path) -> None:
 def test_cheap_products_give_the_same_answer_as_real_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dict(MODELS[kind])
     made = AutoConfig.for_model(config.pop("model_type"), **config)
-    layouts = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
+    rows = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
                ([[0, 1, 60, 0, 1, 2, 0, 0]], slice(3, 6))]  # fmt: skip
     verdicts = []
     for small in (2**60, 0):
         monkeypatch.setattr(probe, "SMALL", small)
         tested = Probe(skeleton(made, Model(attn_implementation="auto")))
-        verdicts.append([tested.same(*layout) for layout in layouts])
+        verdicts.append([tested.same(*row) for row in rows])
     assert verdicts[0] == verdicts[1]
 
 
