@@ -2,7 +2,7 @@
 
 On one node the agent notices when a worker ends. With several nodes, a node gets no such notice from the others: it
 would wait forever for one that was killed, or that found no data, before it joined. So the first worker of every node
-increments a counter in the agents' store once a second, and checks that the counters of the others change. A worker
+increments a counter in the agents' TCPStore once a second, and checks that the counters of the others change. A worker
 that fails makes the counter of its node negative, because the first one may still be importing, and is then killed.
 """
 
@@ -23,7 +23,7 @@ from fsdptrain.plan.plan import Plan
 INTERVAL_S = 1.0
 MAX_MISSED = 30  # intervals without a change: native code can block Python for some seconds, a lost node stays silent
 MAX_MISSED_AT_START = 300  # intervals until the first heartbeat: importing torch from a cold network disk takes minutes
-FAILURE_S = 5  # in which a worker that failed reaches the store, or not
+FAILURE_S = 5  # in which a worker that failed reaches the TCPStore, or not
 
 # Added by a node that has joined (from then on collectives notice a loss), subtracted by every worker that failed.
 JOINED = 2**40
@@ -58,22 +58,22 @@ class Heartbeat:
             self._thread.join()
         elif self._several and self._last < 0:
             with contextlib.suppress(dist.DistError):  # the first node is lost, too
-                self._named_store(FAILURE_S).add(_counter(self._node), self._last)
+                self._named_tcp_store(FAILURE_S).add(_counter(self._node), self._last)
 
-    def _named_store(self, timeout_s: float) -> dist.Store:
-        """Return the agents' store, with this node's host name in it. Raises DistError if it cannot be reached."""
-        store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-        store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
-        return store
+    def _named_tcp_store(self, timeout_s: float) -> dist.Store:
+        """Return the agents' TCPStore, with this node's host name in it. Raises DistError if it cannot be reached."""
+        tcp_store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+        tcp_store.set(f"fsdptrain/host/{self._node}", socket.gethostname())
+        return tcp_store
 
     def _watch(self) -> None:
         try:
-            store = self._named_store(MAX_MISSED)
+            tcp_store = self._named_tcp_store(MAX_MISSED)
             keys = [_counter(node) for node in range(self._nodes)]
-            counts, missed = [store.add(key, 0) for key in keys], [0] * self._nodes
+            counts, missed = [tcp_store.add(key, 0) for key in keys], [0] * self._nodes
             while True:
-                store.add(keys[self._node], 1)
-                for node, text in enumerate(store.multi_get(keys)):  # one request, however many nodes there are
+                tcp_store.add(keys[self._node], 1)
+                for node, text in enumerate(tcp_store.multi_get(keys)):  # one request, however many nodes there are
                     if node == self._node:  # if another worker has failed here, its error counts
                         continue
                     count = int(text)
@@ -81,13 +81,13 @@ class Heartbeat:
                     counts[node] = count
                     if count < 0 or missed[node] > (MAX_MISSED if count else MAX_MISSED_AT_START):
                         key = f"fsdptrain/host/{node}"
-                        host = f" ({store.get(key).decode()})" if store.check([key]) else ""
+                        host = f" ({tcp_store.get(key).decode()})" if tcp_store.check([key]) else ""
                         return self._lost(
                             f"node {node}{host} stopped responding before training started; see that node's output"
                         )
                 if self._ended.wait(INTERVAL_S):
                     break
-            store.add(keys[self._node], self._last)
+            tcp_store.add(keys[self._node], self._last)
         except dist.DistError:
             where = os.environ["MASTER_ADDR"]
             self._lost(f"the first node ({where}) stopped responding before training started; see that node's output")

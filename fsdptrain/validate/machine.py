@@ -130,7 +130,7 @@ def rendezvous(plan: Plan) -> dict[str, str]:
         return {"endpoint": "loopback", "state": "any free port"}
     if endpoint is None:
         return {"endpoint": "the first node", "state": "from the launcher, or launch.rdzv_endpoint"}
-    if topology.joined:  # a store of torchrun may listen there already
+    if topology.joined:  # a TCPStore of torchrun may listen there already
         return {"endpoint": endpoint, "state": f"from {topology.source}"}
     try:
         host, port = parse_rendezvous_endpoint(endpoint, TORCHRUN_PORT)

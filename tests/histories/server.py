@@ -160,7 +160,7 @@ def adapt() -> None:
     Plan.from_json = functools.cache(Plan.from_json)  # type: ignore[method-assign]  # a pure function of the text
     fsdptrain.train.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]
     # One rank needs no socket; that of a TCPStore is libuv's, which opens descriptors of its own in every fork.
-    fsdptrain.parallel.world.open_store = lambda *_: HashStore()
+    fsdptrain.parallel.world.open_tcp_store = lambda *_: HashStore()
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured
 
 

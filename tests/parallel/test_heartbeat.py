@@ -1,4 +1,4 @@
-"""Nodes that fail, fall silent or join while others still prepare their data: one store, a heartbeat for each node."""
+"""Nodes that fail, fall silent or join while others prepare their data: one TCPStore, a heartbeat for each node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ NODES, WORKERS = 3, 2
 
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Heartbeat, list[str]]]:
-    """Return the heartbeat of each node, with the messages of its `lost`. The store ends with the test."""
+    """Return the heartbeat of each node, with the messages of its `lost`. The TCPStore ends with the test."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
     monkeypatch.setattr(heartbeat, "MAX_MISSED", 25)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(heartbeat.dist, "rendezvous", lambda *_, **__: iter([(dist.PrefixStore("run", store), 0, 1)]))
+    tcp_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(
+        heartbeat.dist, "rendezvous", lambda *_, **__: iter([(dist.PrefixStore("run", tcp_store), 0, 1)])
+    )
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return [new_heartbeat(node * WORKERS, monkeypatch) for node in range(NODES)]
 
