@@ -4,9 +4,9 @@ MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the wo
                                                                                 │
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
 
-A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the TCPStore. If
-it hosts the TCPStore, it stays until all others have read the reason. A fixed number of nodes
-cannot meet then, so those that wait end (`on_refused`). The TCPStore ends with them, so no later attempt reads it.
+A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the
+TCPStore. If it hosts that, it stays until all others have read the reason. A fixed number of nodes cannot meet then, so
+those that wait end (`on_refused`). The TCPStore ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
