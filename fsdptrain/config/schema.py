@@ -100,7 +100,7 @@ class Adapter:
 
 @dataclass
 class Data:
-    """The training data, and how its rows become blocks of tokens."""
+    """The training data, and how its rows become sequences of tokens."""
 
     path: Any = key(
         None,

@@ -1,8 +1,8 @@
 """Attention on the CPU, in tiles: keys that no query of a tile sees are skipped.
 
-torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a block it also computes the
-scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to the
-last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
+torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a sequence it also computes
+the scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to
+the last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
 arXiv:2205.14135).
 """
 

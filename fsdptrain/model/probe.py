@@ -1,6 +1,6 @@
 """Test by a run whether a model computes a document alone as it does among others; there is no list of architectures.
 
-Only position ids separate the documents of a block, and some architectures ignore them (bloom, state space models);
+Only position ids separate the documents of a sequence, and some architectures ignore them (bloom, state space models);
 some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The architecture
 runs in its own sizes, but with one block of each kind, random weights that take no memory, and a selection of the
 inputs instead of every large product: this takes about a second on a CPU for a model of any size.

@@ -94,7 +94,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`.
+    """The checked model without weights, its tokenizer, and the data: `held_out` are sequence numbers of `eval_corpus`.
 
     `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders.
     """

@@ -269,7 +269,7 @@ class Engine:
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
-        """Return (mean loss, label tokens) over the blocks `numbers` of `corpus`, or None if `stops` returned True.
+        """Return (mean loss, label tokens) over the sequences `numbers` of `corpus`, or None if `stops` returned True.
 
         Every rank computes a share of them, padded to equal counts. `stops` is called before every micro-batch and must
         return the same on every rank.
@@ -289,7 +289,7 @@ class Engine:
         return float(world.gather(total[None]).sum()) / tokens, tokens
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
-        """Return the logits of `Corpus.beginnings`, for each block float32 [tokens, vocabulary] on the CPU.
+        """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
         graphs exist, but the head computes the tokens only that are asked for.

@@ -315,7 +315,7 @@ class Trainer:
         return not (done == self.engine.steps_made and self.world.any(self.reporter.has("eval", done)))
 
     def evaluate(self, done: int) -> bool:
-        """Report the loss over all held-out blocks. Return whether a stop interrupted it."""
+        """Report the loss over all held-out sequences. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
         stops = StopPoll(self.world, self.session.stop)
         result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)

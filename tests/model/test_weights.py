@@ -217,7 +217,7 @@ REJECTED = {  # overrides → text of the message
     "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
     "model.id=recipes": "cannot read the configuration of 'recipes'",
-    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block attend to",
+    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a sequence attend to",
 }
 
 

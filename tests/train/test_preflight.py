@@ -119,8 +119,8 @@ def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: st
 REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
-    ("opt", "concat"): "data.packing: concat would let the documents of a block attend to one another",
-    ("mamba", "bfd"): "would let the documents of a block attend to one another",
+    ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
+    ("mamba", "bfd"): "would let the documents of a sequence attend to one another",
     ("bert", "none"): "BertLMHeadModel is not causal",
     (
         "phi3",
@@ -257,7 +257,7 @@ def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
     assert count_padding == (seq_len <= 32)
     corpus = Corpus(
         tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
-        pieces=np.array([[0, length, length]]), blocks=np.array([0, 1]), labels=np.array([length - 1]), notes={},
+        pieces=np.array([[0, length, length]]), offsets=np.array([0, 1]), labels=np.array([length - 1]), notes={},
         seq_len=seq_len, pad=0, fingerprint="", name="", digest="", lengths=np.array([length]),
         ends=np.array([0, length]),
         count_padding=count_padding,
