@@ -426,7 +426,7 @@ def check_speed(shape: str, setting: Setting) -> list[Row]:
 
 
 def sizes(shape: str, setting: Setting) -> tuple[int, dict[str, Any], bool]:
-    """Return the sequence length, the model, and whether blocks are recomputed, for a shape."""
+    """Return the sequence length, the model, and whether layers are recomputed, for a shape."""
     return (128, TINY, False) if setting.tiny else (4096, SHAPES[shape], shape != "1B")
 
 

@@ -47,7 +47,7 @@ from fsdptrain.model.init import init_groups, initial_weights
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import blocks_of
+from fsdptrain.model.units import decoder_layers
 from fsdptrain.parallel import shard
 from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
@@ -1031,7 +1031,7 @@ def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
     config = AutoConfig.from_pretrained(folder)
     plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
     bare = skeleton(config, plan.recipe.model)
-    plan.recipe.fsdp.wrap = "auto" if blocks_of(bare) else {"min_params": 20_000}
+    plan.recipe.fsdp.wrap = "auto" if decoder_layers(bare) else {"min_params": 20_000}
     model, _ = shard.build(plan, config, world)
     weights.read_weights(model, bare, plan, world.device, lambda *_: None)
     ids = torch.arange(3, 35)[None]

@@ -1,4 +1,4 @@
-"""Sharded weights → a Hugging Face folder, one block at a time, so that no process holds the whole model.
+"""Sharded weights → a Hugging Face folder, one layer at a time, so that no process holds the whole model.
 
 The weights come from a live model (every rank gathers, rank 0 writes) or from a checkpoint on disk (one process); the
 rest is the same.

@@ -1,6 +1,6 @@
 """Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its blocks are equal.
+Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its layers are equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FINALISTS = 2  # how many of the fastest plans are simulated in full
 ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
 TYPICAL = Weight((4096, 4096))
 MAX_NODES = 64  # up to which the cards that a kind of training needs are counted
-MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
+MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the layers do not count as equal
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def search(
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
     `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
-    or if its blocks are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
+    or if its layers are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
     of training needs. `so_far` gets the plans that are known whenever one more is forecast. `job` is passed on with
     every request.
     """
@@ -209,7 +209,7 @@ def _cards_needed(
 ) -> dict[str, int | None]:
     """Return the least number of cards for each kind of training, in nodes of `node` cards.
 
-    Nothing is offloaded, blocks are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
+    Nothing is offloaded, layers are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
     out. The memory of a card does not grow with their number, so few numbers are tried: the first that can hold the
     state, then twice as far in the list each time, then between the last two.
     """

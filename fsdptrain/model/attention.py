@@ -194,7 +194,7 @@ def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, l
     return scores.softmax(dim=-1)
 
 
-_tiles_by_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in forward and in backward
+_tiles_by_mask: Any = WeakIdKeyDictionary()  # all layers of a model share a mask, in forward and in backward
 
 
 def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:

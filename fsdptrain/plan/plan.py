@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is applied to the blocks."""
+        """Whether torch.compile is applied to the decoder layers."""
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 

@@ -60,7 +60,8 @@ class StepStats:
     wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
     read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
     for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0
-    if the device had work left from the step before) and `compute_s` (the forward passes of the blocks) in seconds.
+    if the device had work left from the step before) and `compute_s` (the forward passes of the decoder layers) in
+    seconds.
     """
 
     loss: float
@@ -194,7 +195,7 @@ class Engine:
         dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
         if "mixed torch.Tensor and DTensor" in str(error):
             return RecipeError(
-                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its blocks instead, by "
+                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its layers instead, by "
                 "class name"
             )
         if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):

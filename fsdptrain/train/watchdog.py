@@ -1,6 +1,6 @@
 """Watch one rank from a thread of its own, and report where the rank is when it makes no progress.
 
-The rank calls `Watchdog.reset` after every unit of work: a micro-batch, a tensor read, a block exported. After
+The rank calls `Watchdog.reset` after every unit of work: a micro-batch, a tensor read, a layer exported. After
 `launch.timeout_s` seconds without a reset the stacks of all threads go to the rank's log, and its last collectives and
 its place into the folder of the attempt, of which the launcher makes one paragraph. Native code that holds the
 interpreter lock stops this thread as well: then faulthandler's own thread, the alarm, writes the stacks.

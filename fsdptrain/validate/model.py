@@ -21,7 +21,7 @@ from fsdptrain.model.freeze import quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import check_adapter_values
 from fsdptrain.model.skeleton import flash_fits, has_flash
-from fsdptrain.model.units import Unit, blocks_of, tied
+from fsdptrain.model.units import Unit, decoder_layers, tied
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
@@ -80,7 +80,7 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
 
 def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
-    fsdp, blocks = plan.recipe.fsdp, blocks_of(model)
+    fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
     kind = fsdp.activation_checkpointing
     every = kind["every"] if isinstance(kind, dict) else 1
     owned = list(parameters_by_unit(model, units))
@@ -107,8 +107,8 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
             "reduce": fsdp.mixed_precision.reduce_dtype,
             "buffers": fsdp.mixed_precision.buffer_dtype,
         },
-        "blocks": len(blocks),
-        "recomputed_blocks": 0 if kind == "none" else len(blocks[::every]),
+        "blocks": len(layers),
+        "recomputed_blocks": 0 if kind == "none" else len(layers[::every]),
     }
 
 
@@ -211,9 +211,9 @@ def model_lines(facts: dict[str, Any]) -> list[str]:
         f"a rank holds at most {size(facts['shard_bytes'])} of weights{master}; compute in "
         f"{dtypes['compute']} with {facts['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
-        f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"
+        f"activations of {recomputed} of {facts['blocks']} layers are recomputed in the backward pass"
         if recomputed
-        else f"activations of all {facts['blocks']} blocks are kept for the backward pass",
+        else f"activations of all {facts['blocks']} layers are kept for the backward pass",
     ]
 
 

@@ -287,8 +287,8 @@ def test_a_slow_link_slows_down_and_blames_no_rank(
 
 
 def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
-    block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
-    faults = [{**PACE, "where": block, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
+    layer = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
+    faults = [{**PACE, "where": layer, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
     job = Job(hosts, recipe_of_two(tmp_path, train__steps=24), faults).wait()
     assert not problems(job, host_table, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
     named = {(event["rank"], event["cause"]) for event in events(job.run, "straggler")}

@@ -286,7 +286,7 @@ HANGS = {
     "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
     "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
     "during evaluation": hang("fsdptrain.train.step:Engine.evaluate"),
-    "during the export": hang("fsdptrain.checkpoint.exported:names_by_block"),
+    "during the export": hang("fsdptrain.checkpoint.exported:names_by_decoder_layer"),
 }
 
 

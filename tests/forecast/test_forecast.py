@@ -342,7 +342,7 @@ def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaste
 def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
     tmp_path: Path, forecaster: Forecaster, shard_nodes: int
 ) -> None:
-    """32 ranks on 4 nodes; blocks are gathered for forward and backward, embedding and head once."""
+    """32 ranks on 4 nodes; layers are gathered for forward and backward, embedding and head once."""
     changes = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 8 * shard_nodes} if shard_nodes < 4 else {}
     plan = gpu_plan(tmp_path, 32, 4, train__global_batch_size=32, train__micro_batch_size=1, **changes)
     found = forecaster.forecast(plan, H100)
@@ -351,7 +351,7 @@ def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     count = {
         name: sum(p.numel() for p in part.parameters())
-        for name, part in (("all", model), ("blocks", model.model.layers))
+        for name, part in (("all", model), ("layers", model.model.layers))
     }
     size = 8 * shard_nodes
     ring = (size - 1) / size

@@ -44,7 +44,7 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats
-from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace
+from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, LayerClock, Pace
 from fsdptrain.train.trainer import Totals, Trainer
 from fsdptrain.train.watchdog import Watchdog, current_place
 
@@ -437,9 +437,9 @@ def test_the_events_have_the_allocator_s_retries_since_the_last_event() -> None:
     assert trainer.allocator_fields(stats) == {}
 
 
-def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
+def test_only_layers_and_only_training_are_on_the_layer_clock() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    clock = BlockClock(model, torch.device("cpu"))
+    clock = LayerClock(model, torch.device("cpu"))
     model.model.layers[1].mlp.register_forward_hook(lambda *_: time.sleep(0.03))
     model.lm_head.register_forward_hook(lambda *_: time.sleep(0.5))
     ids = torch.arange(8)[None]
@@ -451,7 +451,7 @@ def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
     assert clock.seconds() == 0.0
 
 
-def test_the_block_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     now, finished = [0.0], [0.0]  # milliseconds: when the next event is recorded, and up to where the GPU has come
 
     class Event:
@@ -471,9 +471,9 @@ def test_the_block_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypat
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    clock, found = BlockClock(model, torch.device("cuda")), []
+    clock, found = LayerClock(model, torch.device("cuda")), []
     for up_to in (0, 600, 1200, 1200):
-        model(torch.arange(8)[None])  # three blocks: 300 of 600 ms
+        model(torch.arange(8)[None])  # three layers: 300 of 600 ms
         finished[0] = up_to
         found.append(clock.seconds())
     assert found == pytest.approx([0, 0.3, 0.3, 0.3])

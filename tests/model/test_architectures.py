@@ -197,7 +197,7 @@ def differences_of(run: Path, plan: Plan) -> list[str]:
     return found
 
 
-def test_blocks_that_share_weights_are_in_no_unit() -> None:
+def test_layers_that_share_weights_are_in_no_unit() -> None:
     model = skeleton(small_config("zamba"), Model())
     held = [{id(param) for module in unit.modules for param in module.parameters()} for unit in units_of(model, "auto")]
     assert held and sum(map(len, held)) == len(set().union(*held))

@@ -99,7 +99,7 @@ CASES = {
     # At a high rate Adam's first steps, which are ±lr whatever the gradient is, amplify the rounding of bf16.
     "LoRA bf16, recomputed": Case([*LORA, BF16, FULL, "optim.lr=1e-4"], limit=2e-3, gradients=2e-2),
     "DoRA, head": Case([*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",)),
-    "last block": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
+    "last layer": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
 }
 MODELS = {  # fused projections, transposed weights, experts, clipping in place, tied embeddings, an adapter on the head
     f"{kind} {name}": Case([*words, *more], model=model)
