@@ -66,8 +66,8 @@ def main() -> None:
         os.environ["FSDPTRAIN_CACHE"] = scratch
         for case in (CASES[name](Path(scratch)) for name in arguments.rows):
             found: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-            for seed, (name, blocks_of_steps) in itertools.product(range(arguments.seeds), CONTENDERS.items()):
-                found[name].append(held_out_losses(case, blocks_of_steps(case.train, seed), seed))
+            for seed, (name, batches) in itertools.product(range(arguments.seeds), CONTENDERS.items()):
+                found[name].append(held_out_losses(case, batches(case.train, seed), seed))
                 print(f"{case.name}, seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
             report(case, found)
 

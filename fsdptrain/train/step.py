@@ -34,7 +34,7 @@ from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.optim import assert_dtypes, part_of
 from fsdptrain.train.patches import reductions_watched
-from fsdptrain.train.stragglers import BlockClock
+from fsdptrain.train.stragglers import LayerClock
 
 if TYPE_CHECKING:
     from fsdptrain.parallel.shard import ShardedModel
@@ -91,7 +91,7 @@ class Engine:
         """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch."""
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
         self.steps_made, self.on_progress = steps_made, on_progress
-        self._clock = BlockClock(model, world.device)
+        self._clock = LayerClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
         self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload

@@ -150,7 +150,7 @@ def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
         "eval_sequences": held_out,
         "fill": corpus.fill(),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
-        "lengths_per_sequence": corpus.lengths_per_block(),
+        "lengths_per_sequence": corpus.lengths_per_sequence(),
         "steps_per_epoch": len(stream) / train.global_batch_size,
         "steps": plan.total_steps(len(stream)),
         "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
