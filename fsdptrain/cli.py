@@ -332,7 +332,7 @@ def validate(
             sys.exit(error.exit_code)
         raise
     if as_json:
-        print(json.dumps(outcome.facts, indent=2))
+        print(json.dumps(outcome.report, indent=2))
     else:
         show_outcome(outcome, Page(), verbose)
     if outcome.problems:
@@ -574,11 +574,11 @@ def status(
             else:
                 show_runs(runs, rundir.root, page)
         elif as_json:
-            print(json.dumps(json_safe(observe(rundir).facts()), indent=2))
+            print(json.dumps(json_safe(observe(rundir).status()), indent=2))
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:
-            show_status(observe(rundir).facts(), page)
+            show_status(observe(rundir).status(), page)
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")

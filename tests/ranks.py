@@ -374,7 +374,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     run = build(recipe, [])
     curve(run, 1)
     reports: list[int] = []
-    run.checkpointer.write_event = lambda _, **facts: reports.append(facts["step"])
+    run.checkpointer.write_event = lambda _, **fields: reports.append(fields["step"])
     folder = run.checkpointer.rundir.checkpoints
     for step, name in enumerate(faults, 1):
         error = None
@@ -562,7 +562,7 @@ def compare_updates(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, float]
 
 
 def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
-    """Return facts about the sharded model of each variant after two steps, and their curve.
+    """Return the sharded model of each variant after two steps, and their curve.
 
     `graphs` counts what was compiled in the first step and in the second, with this backend.
     """
@@ -738,7 +738,7 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1, bad
     read, trainer.count_within = run.engine.read, lambda *_: most_unread
     run.engine.read = lambda queued: together.append(len(queued)) or read(queued)  # type: ignore
     shown = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "total_tokens", "what")
-    run.reporter.event = lambda kind, **facts: events.append([kind, *(facts.get(key) for key in shown)])  # type: ignore
+    run.reporter.event = lambda kind, **fields: events.append([kind, *(fields.get(key) for key in shown)])  # type: ignore
     whole, seed, at = run.engine.loss, run.engine.seed, [0]
 
     def seeded(step: int) -> None:

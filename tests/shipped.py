@@ -55,7 +55,7 @@ def planned(command: str) -> tuple[Plan, Hardware]:
 
 
 def forecast(command: str, forecaster: Forecaster) -> dict[str, Any]:
-    """Forecast a command; return the facts that are stored."""
+    """Forecast a command; return the values that are stored."""
     found = forecaster.forecast(*planned(command))
     sent = {f"{each['kind']} over {each['ranks']}": each["wire"] for each in found.collectives}
     return {name: getattr(found, name) for name in KEPT} | {"sent": sent}

@@ -97,7 +97,7 @@ def waits(made: Iterable[Event], evaluated: Iterable[Event], steps: int) -> Coun
 
 def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
-    plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **facts: None, progress=lambda *_: None)
+    plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **options: None, progress=lambda *_: None)
     session: Any = SimpleNamespace(
         asked=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
         watchdog=SimpleNamespace(reset=lambda **_: None),

@@ -110,8 +110,8 @@ def _start_of(process: object) -> str | None:
     The number of a dead process may be that of a new one, most of all in containers.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        facts = Path(f"/proc/{int(str(process))}/stat").read_text(encoding="utf-8", errors="replace")
-        return facts.rpartition(")")[2].split()[19]  # field 22 of proc(5)
+        stat = Path(f"/proc/{int(str(process))}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[19]  # field 22 of proc(5)
     return None
 
 

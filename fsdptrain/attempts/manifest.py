@@ -141,7 +141,7 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
     }
     invalid = {name: fields[name] for name, is_valid in valid.items() if not is_valid}
     if valid["files"]:
-        invalid |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_file_entry(name, facts)}
+        invalid |= {f"files: {name!r}": entry for name, entry in files.items() if not _is_file_entry(name, entry)}
     return next((f"{name}: {reprlib.repr(value)}" for name, value in invalid.items()), None)
 
 
@@ -149,10 +149,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_file_entry(name: str, facts: Any) -> bool:
-    if not FILE_NAME.fullmatch(name) or not isinstance(facts, dict) or facts.keys() != {"bytes", "sha256"}:
+def _is_file_entry(name: str, entry: Any) -> bool:
+    if not FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
         return False
-    return _is_count(facts["bytes"]) and isinstance(facts["sha256"], str) and bool(SHA256.fullmatch(facts["sha256"]))
+    return _is_count(entry["bytes"]) and isinstance(entry["sha256"], str) and bool(SHA256.fullmatch(entry["sha256"]))
 
 
 def file_entry(path: Location) -> dict[str, Any]:
@@ -173,16 +173,16 @@ def file_sums(folder: Path, names: Iterable[str], meanwhile: Callable[[], None])
         return {name: entry.result()["sha256"] for name, entry in entries.items()}
 
 
-def file_problem(path: Location, facts: dict[str, Any], checksums: bool, record: str = "the manifest's") -> str | None:
+def file_problem(path: Location, entry: dict[str, Any], checksums: bool, record: str = "the manifest's") -> str | None:
     """Return how a file differs from its recorded size and, with `checksums`, SHA-256; None if it does not."""
     try:
         with system_errors(path):
             status = regular_file_status(path)
             if not status:
                 return f"{path} is not a regular file"
-            if status.st_size != facts["bytes"]:
-                return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
-            if checksums and file_entry(path) != facts:
+            if status.st_size != entry["bytes"]:
+                return f"{path} has {status.st_size} bytes, not {entry['bytes']}"
+            if checksums and file_entry(path) != entry:
                 return f"{path} is damaged: its checksum differs from {record}"
     except NOTHING_THERE:
         return f"{path} is missing"

@@ -109,10 +109,10 @@ def export_live(
         with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
                 with output_lock(rundir.export):
-                    facts = _write_and_record(
+                    fields = _write_and_record(
                         rundir, step, what, tensors, reporter.progress, comparison, wait, check_base
                     )
-                reporter.event("export", **facts)
+                reporter.event("export", **fields)
             except (CheckpointError, RecipeError) as error:
                 failure = error
     for _ in tensors:  # gathering is collective: complete it even after a failure
@@ -142,8 +142,8 @@ def export_checkpoint(
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
     folder = _choose_checkpoint(rundir, plan, step, screen.say)
     with _removal_reported(folder, plan):
-        facts = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
-    screen.show({"event": "export", **facts})
+        fields = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
+    screen.show({"event": "export", **fields})
     screen.summary(0.0)
 
 
@@ -175,7 +175,7 @@ def _write_checkpoint(
         if out == rundir.export:
             return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
         done = what.write(tensors, out, progress, check=comparison.check)
-        return _facts(what, out, done) | comparison.facts
+        return _fields(what, out, done) | comparison.fields
 
 
 @contextlib.contextmanager
@@ -261,14 +261,14 @@ def _write_and_record(
 
     done = what.write(tensors, rundir.export, progress, before, check, check_base)
     write_export_record(rundir, step, done.files, sums)
-    return {"step": step, **_facts(what, rundir.export, done), **comparison.facts}
+    return {"step": step, **_fields(what, rundir.export, done), **comparison.fields}
 
 
-def _facts(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
+def _fields(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
     """Return what was written, and where, for the event `export`."""
-    facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
-    facts |= {"adapter": what.adapter} if what.adapter else {}
-    return facts | ({"kept": str(done.kept)} if done.kept else {})
+    fields = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
+    fields |= {"adapter": what.adapter} if what.adapter else {}
+    return fields | ({"kept": str(done.kept)} if done.kept else {})
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:

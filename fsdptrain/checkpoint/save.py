@@ -130,9 +130,9 @@ class Checkpointer:
             keep = self.plan.recipe.checkpoint.keep
             remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
             self._on_rank_zero("remove old checkpoints", remove)
-            facts = {"step": step, "path": str(target), "bytes": size}
-            facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
-            self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **facts))
+            fields = {"step": step, "path": str(target), "bytes": size}
+            fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
+            self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **fields))
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
@@ -162,7 +162,7 @@ class Checkpointer:
                 with contextlib.suppress(StorageError):
                     self._if_writer(partial(storage.discard, step))()
             raise
-        return sum(facts["bytes"] for facts in files.values())
+        return sum(entry["bytes"] for entry in files.values())
 
     def _if_writer(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Return the same work, which raises RunLost instead if another machine has taken over a run in a store.

@@ -107,11 +107,11 @@ def _find(root: ObjectPath) -> dict[str, StoredObject]:
         if not matched:
             raise
     found = {}
-    folders = {key for key, facts in matched.items() if facts["type"] != "file"}
-    for key, facts in matched.items():
+    folders = {key for key, info in matched.items() if info["type"] != "file"}
+    for key, info in matched.items():
         if key in folders and not folders.isdisjoint(_parents(key)):
             continue  # it is listed with that folder
-        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: facts}
+        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: info}
         for name, each in below.items():
             if (name == key or data_kind(name)) and not name.endswith("/"):
                 found[name] = StoredObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
@@ -152,18 +152,18 @@ def _matching(root: ObjectPath) -> dict[str, Any]:
         fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), pattern.split("/")))
         matches = re.compile(fsspec.utils.glob_translate(pattern)).match
         listed = root.fs.find(fixed, withdirs=True, detail=True)
-        matched = {key: facts for key, facts in listed.items() if matches(key)}
+        matched = {key: info for key, info in listed.items() if matches(key)}
     named = [part for part in pattern.split("/") if part.startswith(".")]
 
     def is_seen(part: str) -> bool:
         return not part.startswith(".") or any(fnmatchcase(part, each) for each in named)
 
-    return {key: facts for key, facts in matched.items() if all(map(is_seen, key.split("/")))}
+    return {key: info for key, info in matched.items() if all(map(is_seen, key.split("/")))}
 
 
-def _etag(facts: dict[str, Any]) -> str:
+def _etag(info: dict[str, Any]) -> str:
     """Return the ETag in what a store reports about an object; libraries spell it in two ways, some add quotes."""
-    return str(facts.get("ETag") or facts.get("etag") or "").strip('"')
+    return str(info.get("ETag") or info.get("etag") or "").strip('"')
 
 
 def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
@@ -265,8 +265,8 @@ def _read(each: StoredObject, start: int) -> bytes:
 def _reject_changed(each: StoredObject, received: int) -> None:
     """Raise DataError when an object is no longer the one that was listed: its pieces may be of two versions."""
     with _data_errors(each.place, _changed(each)):
-        facts = each.place.fs.info(each.place.key)
-    if (facts["size"], _etag(facts)) != (each.size, each.etag) or received != each.size:
+        info = each.place.fs.info(each.place.key)
+    if (info["size"], _etag(info)) != (each.size, each.etag) or received != each.size:
         raise _changed(each)
 
 

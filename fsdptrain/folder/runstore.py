@@ -260,7 +260,7 @@ class RunStore:
         folder = self.root / below if below else self.root
         with store_errors(folder):
             found = folder.fs.find(folder.key, detail=True)
-        return {key.removeprefix(f"{self.root.key}/"): facts["size"] for key, facts in found.items()}
+        return {key.removeprefix(f"{self.root.key}/"): info["size"] for key, info in found.items()}
 
     def _put(self, name: str, count: Callable[[int], None] = lambda size: None) -> None:
         from fsspec.callbacks import Callback

@@ -126,8 +126,8 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
 def _place(rundir: RunDir, attempt: int, rank: int) -> str:
     """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
     with contextlib.suppress(*NOT_READ, KeyError):
-        facts = read_object(rundir.hang_report(attempt, rank))
-        return f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
+        report = read_object(rundir.hang_report(attempt, rank))
+        return f"{'waits in' if report['waits'] else 'is in'} {report['where']}"
     with contextlib.suppress(*NOT_READ):
         stacks = read_text(rundir.stack_dump(attempt, rank))
         return f"is in {_innermost_function(stacks)}, in native code that blocks Python"

@@ -106,7 +106,7 @@ def write_error_file(error: FsdptrainError) -> None:
 
     The write is atomic: the agent may kill this process meanwhile, and torchrun raises when the file is incomplete.
     """
-    facts, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
-    record = {"py_callstack": stack, "timestamp": str(int(now)), **facts, "traceback": stack, "at": now}
+    fields, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
+    record = {"py_callstack": stack, "timestamp": str(int(now)), **fields, "traceback": stack, "at": now}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        write_atomically(Path(path), json.dumps({"message": {"message": facts["message"], "extraInfo": record}}))
+        write_atomically(Path(path), json.dumps({"message": {"message": fields["message"], "extraInfo": record}}))

@@ -31,7 +31,7 @@ from fsdptrain.attempts.manifest import (
     recipe_key,
 )
 from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import disk_facts, disk_problems
+from fsdptrain.checkpoint.disk import disk_problems, disk_space
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
@@ -330,7 +330,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
     if newest < sizes.total_steps:
         problem = None
         if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
-            problem = next(disk_problems(plan, disk_facts(plan, sizes.weights, sizes.total_steps)), None)
+            problem = next(disk_problems(plan, disk_space(plan, sizes.weights, sizes.total_steps)), None)
         checkpointer.raise_on_every_rank(problem)
 
 
@@ -381,22 +381,22 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
 
 
 def report_start(
-    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, facts: dict[str, Any]
+    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, fields: dict[str, Any]
 ) -> None:
     """Write the events `start` and `resume`, and print the first row to the log."""
-    session.reporter.event("start", **facts)
+    session.reporter.event("start", **fields)
     if checkpointer.world.rank == 0:
         changed = changes_since(session.rundir, steps_made, session.asked, checkpointer.identity)
         recipe, before = inputs.plan.recipe, session.reporter.trained_by(steps_made)
         note = before and length_note(
-            steps_made, before["total_steps"], facts["total_steps"], recipe.optim, recipe.schedule
+            steps_made, before["total_steps"], fields["total_steps"], recipe.optim, recipe.schedule
         )
         session.reporter.resume(steps_made, changed, [note] if note else [])
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
 
-def start_facts(
+def start_fields(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""

@@ -33,7 +33,7 @@ from fsdptrain.train.setup import (
     prepare_inputs,
     prepare_process,
     report_start,
-    start_facts,
+    start_fields,
     suited_to_one_gpu,
     use_best_flash,
 )
@@ -130,8 +130,8 @@ class Trainer:
         check_replicas(model, world)
         session.watchdog.reset()
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
-        facts = start_facts(inputs, world, sizes, len(units), baseline_memory, flash_note)
-        report_start(session, inputs, checkpointer, steps_made, facts)
+        fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
+        report_start(session, inputs, checkpointer, steps_made, fields)
         engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))

@@ -178,10 +178,10 @@ def last_collectives(count: int = 40) -> str:
     """
     recorded = recorded_collectives()
     # NCCL, where it was used: a build with CUDA has its recorder on a CPU too, without entries.
-    trained_with = max((backend for backend, facts in recorded.items() if facts.get("entries")), default="")
+    trained_with = max((backend for backend, dump in recorded.items() if dump.get("entries")), default="")
     newest = {}
-    for backend, facts in recorded.items():
-        entries = named(facts.get("entries", []), [*ISSUED] if backend == trained_with else [])
+    for backend, dump in recorded.items():
+        entries = named(dump.get("entries", []), [*ISSUED] if backend == trained_with else [])
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in entries:
             groups.setdefault(entry["process_group"][0], []).append(entry)
@@ -191,5 +191,5 @@ def last_collectives(count: int = 40) -> str:
             for place, entry in enumerate(group)
             if len(group) - place <= count or not (entry["retired"] or entry["state"] == "completed")
         ]
-        newest[backend] = {**facts, "entries": kept}
+        newest[backend] = {**dump, "entries": kept}
     return json.dumps(newest, indent=1)

@@ -45,7 +45,7 @@ from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
 from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
-from fsdptrain.validate.machine import machine_facts, node_problems
+from fsdptrain.validate.machine import describe_machine, node_problems
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
@@ -103,20 +103,20 @@ def check_ranks(request: Request) -> Outcome:
     with contextlib.ExitStack() as stack:
         # What this process sees by itself.
         own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
-        own |= node_facts(request) if ranks.local_rank == 0 else {}
+        own |= describe_node(request) if ranks.local_rank == 0 else {}
         if ranks.rank == 0:
             shared = shared_folder(plan)
             own["file"] = stack.enter_context(file_to_see(shared[1])) if shared else ""
-        facts = ranks.exchange("facts", own)
+        answers = ranks.exchange("answers", own)
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}
         if ranks.local_rank == 0:
-            seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.shared().to_json()))
-            seen["shares_output"] = sees(facts[0]["file"])
+            seen["changes"] = plan_differences(json.loads(answers[0]["plan"]), json.loads(plan.shared().to_json()))
+            seen["shares_output"] = sees(answers[0]["file"])
         compared = ranks.exchange("compared", seen)
     # How fast the links are, unless the ranks cannot form the process group of the plan.
-    nodes = nodes_of(facts, compared)
-    obstacle = why_not_measured(nodes, any(each.get("draft") for each in facts))
+    nodes = nodes_of(answers, compared)
+    obstacle = why_not_measured(nodes, any(each.get("draft") for each in answers))
     # A rank that has an error at once waits for those that are still connecting: its error must be seen.
     links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
     findings = Findings()
@@ -124,7 +124,7 @@ def check_ranks(request: Request) -> Outcome:
         findings.add_note(note)
     add_link_problems(links, findings)
     usable = plan.topology.device == "cpu" or torch.cuda.is_available()
-    compare_nodes(nodes_of(facts, compared, links), hardware_here(plan) if usable else None, findings)
+    compare_nodes(nodes_of(answers, compared, links), hardware_here(plan) if usable else None, findings)
     ranks.leave()
     if not findings.problems:
         findings.forecast = f"{counted(len(nodes), 'node')}, {counted(ranks.size, 'rank')}: ready"
@@ -132,31 +132,31 @@ def check_ranks(request: Request) -> Outcome:
 
 
 def nodes_of(
-    facts: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
+    answers: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
 ) -> list[Node]:
     """Return the nodes from what their ranks exchanged; the first local rank of a node speaks for it."""
-    firsts = [rank for rank, each in enumerate(facts) if each["local_rank"] == 0]
+    firsts = [rank for rank, each in enumerate(answers) if each["local_rank"] == 0]
     nodes = []
-    for first, end in zip(firsts, [*firsts[1:], len(facts)], strict=True):
+    for first, end in zip(firsts, [*firsts[1:], len(answers)], strict=True):
         differences = [own - leader for own, leader in zip(compared[first]["clock"], compared[0]["clock"], strict=True)]
         speeds = {
             key: min(found) if (found := [each[key] for each in links[first:end] if each.get(key)]) else None
             for key in ("inside_bw", "between_bw")
         }
         nodes.append(Node.of(
-            facts[first],
+            answers[first],
             ranks=end - first,
             clock_s=statistics.median(differences),
             changes=compared[first]["changes"],
             shares_output=compared[first]["shares_output"],
             nccl=links[first].get("nccl", "") if links else "",
-            gpus=[Gpu(**each["gpu"]) for each in facts[first:end] if each["gpu"]],
+            gpus=[Gpu(**each["gpu"]) for each in answers[first:end] if each["gpu"]],
             **speeds,
         ))  # fmt: skip
     return nodes
 
 
-def node_facts(request: Request) -> dict[str, Any]:
+def describe_node(request: Request) -> dict[str, Any]:
     """Return what this process finds out about its node alone, under the names of the fields of Node.
 
     `draft` says that the plan has problems, so that its ranks may not form a process group.
@@ -177,7 +177,7 @@ def node_facts(request: Request) -> dict[str, Any]:
     with collected():
         check_gpus(plan.topology, torch.cuda.device_count(), os.environ)
     with collected():
-        errors += node_problems(plan, machine_facts(plan))
+        errors += node_problems(plan, describe_machine(plan))
     with collected():
         pinned = pin_commits(plan, plan.rundir, keep=False)
         paths = [path for path in (pinned.data_path, pinned.eval_path) if path]

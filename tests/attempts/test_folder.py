@@ -714,7 +714,7 @@ def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.Captu
     rundir.export_record.write_text('{"step": 6, "files": {"config.json": [1]}}')
     fault = "export.json: not the record of an export; it counts as none"
     earlier = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert (earlier.finished, earlier.faults) == (True, (fault,)) and observe(rundir).facts()["skipped"] == [fault]
+    assert (earlier.finished, earlier.faults) == (True, (fault,)) and observe(rundir).status()["skipped"] == [fault]
     _show_finished(plan_of(recipe), earlier)
     assert f"note: {fault}\n" in capsys.readouterr().out
     (rundir.export / "config.json").write_text("{}")

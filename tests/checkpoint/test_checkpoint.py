@@ -231,7 +231,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in WRONG_FILE_NAMES},
     "files a list": lambda fields: fields.update(files=["rank-00000.safetensors"]),
     "no files": lambda fields: fields.update(files={}),
-    "facts a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
+    "entry a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
     "negative bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=-1),
     "endless bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=10**400),
     "bytes a truth": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=True),

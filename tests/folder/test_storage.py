@@ -104,7 +104,7 @@ def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     assert storage.steps() == [] and storage.other_names()[0] == []
     storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
     assert storage.steps() == complete_steps(run) == [3] and checkpoint_problems(storage.checkpoint(3)) == []
-    assert storage.size_of(3) == (sum(facts["bytes"] for facts in files.values()) + len(manifest(storage, 3)), 3)
+    assert storage.size_of(3) == (sum(entry["bytes"] for entry in files.values()) + len(manifest(storage, 3)), 3)
     with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
         storage.prepare(3)
 

@@ -322,12 +322,12 @@ def test_the_forecast_of_a_shipped_recipe_is_the_stored_one(command: str, foreca
     }
 
 
-def flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return facts with the parts of lists and mappings beside the others."""
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the parts of lists and mappings beside the others."""
     whole: dict[str, Any] = {}
-    for name, fact in facts.items():
-        parts = dict(enumerate(fact)) if isinstance(fact, list) else fact
-        whole |= {f"{name} {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: fact}
+    for name, field in fields.items():
+        parts = dict(enumerate(field)) if isinstance(field, list) else field
+        whole |= {f"{name} {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: field}
     return whole
 
 

@@ -333,11 +333,11 @@ def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
 
 def explained(tmp_path: Path, *failures: dict[str, Any], full_memory: bool = False) -> errors.FsdptrainError:
     found = {}
-    for rank, facts in enumerate(failures):
+    for rank, fields in enumerate(failures):
         file = tmp_path / f"{rank}.json"
-        if "type" in facts:
-            file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
-        found[rank] = Failure(facts["code"], str(file))
+        if "type" in fields:
+            file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **fields}}}))
+        found[rank] = Failure(fields["code"], str(file))
     chosen = first_failure(found, full_memory)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 

@@ -112,8 +112,8 @@ LINEAR = 21  # linear layers of the model
 
 def assert_quantised(found: dict[str, Any]) -> None:
     """Check what `ranks.quantised` has found of some variants against bitsandbytes."""
-    for name, facts in found.items():
-        assert facts["quantised"] == LINEAR and facts["as bitsandbytes"], name
+    for name, variant in found.items():
+        assert variant["quantised"] == LINEAR and variant["as bitsandbytes"], name
 
 
 @needs_integers

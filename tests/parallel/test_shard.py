@@ -108,7 +108,7 @@ def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list
 
 
 @pytest.fixture(scope="module")
-def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def inspected(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
     variants = {
         "plain": [],
@@ -129,7 +129,7 @@ def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
         "compiled": ["train.compile=true"],
         "bf16 compiled": [bf16, "train.compile=true"],
     }
-    return on_ranks(2, "inspect", tmp_path_factory.mktemp("facts"), recipe=str(recipe), variants=variants)
+    return on_ranks(2, "inspect", tmp_path_factory.mktemp("inspected"), recipe=str(recipe), variants=variants)
 
 
 @pytest.mark.parametrize(
@@ -137,20 +137,20 @@ def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ["offload", "replicated", "full", "selective", "every 2", "by class", "by inner class", "by size", "eager",
      "deterministic", "compiled"],
 )  # fmt: skip
-def test_options_of_the_computation_do_not_change_the_result(facts: list[dict[str, Any]], name: str) -> None:
-    assert max(largest_difference(facts[0][name]["curve"], facts[0]["plain"]["curve"])) < 1e-5
-    assert facts[0][name]["names"] == facts[0]["plain"]["names"]
+def test_options_of_the_computation_do_not_change_the_result(inspected: list[dict[str, Any]], name: str) -> None:
+    assert max(largest_difference(inspected[0][name]["curve"], inspected[0]["plain"]["curve"])) < 1e-5
+    assert inspected[0][name]["names"] == inspected[0]["plain"]["names"]
 
 
 GRAPHS = 2 + 2  # a layer with a mask and without one, and the loss of two lengths of chunks
 
 
-def test_only_the_first_step_compiles(facts: list[dict[str, Any]]) -> None:
+def test_only_the_first_step_compiles(inspected: list[dict[str, Any]]) -> None:
     """Later steps have other numbers of label tokens. A backend that only traces; the soak has inductor."""
-    for rank in facts:
+    for rank in inspected:
         assert rank["compiled"]["graphs"] == rank["bf16 compiled"]["graphs"] == [GRAPHS, 0]
         assert rank["bf16"]["graphs"] == [0, 0]
-    assert max(largest_difference(facts[0]["bf16 compiled"]["curve"], facts[0]["bf16"]["curve"])) < 2e-3
+    assert max(largest_difference(inspected[0]["bf16 compiled"]["curve"], inspected[0]["bf16"]["curve"])) < 2e-3
 
 
 RECOMPUTATION = ["none", "full", "selective", {"every": 2}]
@@ -229,19 +229,19 @@ def test_equal_layers_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPat
     assert not counters["graph_break"]
 
 
-def test_dtypes_are_those_of_the_policy(facts: list[dict[str, Any]]) -> None:
-    assert facts[0]["bf16"]["params"] == facts[0]["bf16"]["state"] == ["torch.float32 cpu"]
-    assert facts[0]["bf16 master"]["params"] == facts[0]["bf16 master"]["state"] == ["torch.bfloat16 cpu"]
-    assert facts[0]["bf16"]["buffers"] == ["torch.float32"]
-    assert facts[0]["bf16 buffers"]["buffers"] == ["torch.bfloat16"]
-    curves = [facts[0][name]["curve"] for name in ("plain", "bf16", "bf16 buffers", "bf16 reduction")]
+def test_dtypes_are_those_of_the_policy(inspected: list[dict[str, Any]]) -> None:
+    assert inspected[0]["bf16"]["params"] == inspected[0]["bf16"]["state"] == ["torch.float32 cpu"]
+    assert inspected[0]["bf16 master"]["params"] == inspected[0]["bf16 master"]["state"] == ["torch.bfloat16 cpu"]
+    assert inspected[0]["bf16"]["buffers"] == ["torch.float32"]
+    assert inspected[0]["bf16 buffers"]["buffers"] == ["torch.bfloat16"]
+    curves = [inspected[0][name]["curve"] for name in ("plain", "bf16", "bf16 buffers", "bf16 reduction")]
     assert all(a != b for i, a in enumerate(curves) for b in curves[:i]), "a dtype had no effect"
 
 
-def test_ranks_hold_their_share(facts: list[dict[str, Any]]) -> None:
-    assert sum(rank["plain"]["local_share"] for rank in facts) == pytest.approx(1)
-    assert all(rank["plain"]["local_share"] == pytest.approx(0.5, abs=0.01) for rank in facts)
-    assert all(rank["replicated"]["local_share"] == 1 for rank in facts)
+def test_ranks_hold_their_share(inspected: list[dict[str, Any]]) -> None:
+    assert sum(rank["plain"]["local_share"] for rank in inspected) == pytest.approx(1)
+    assert all(rank["plain"]["local_share"] == pytest.approx(0.5, abs=0.01) for rank in inspected)
+    assert all(rank["replicated"]["local_share"] == 1 for rank in inspected)
 
 
 @pytest.fixture(scope="module")
