@@ -559,7 +559,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show what goes on in a run, or in several. Works on any machine that sees the folder; changes nothing."""
+    """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.folder.records import json_safe
     from fsdptrain.folder.storage import URL
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch

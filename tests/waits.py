@@ -99,7 +99,7 @@ def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
     plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **options: None, progress=lambda *_: None)
     session: Any = SimpleNamespace(
-        asked=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
+        initial_plan=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
         watchdog=SimpleNamespace(reset=lambda **_: None),
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)

@@ -1,7 +1,7 @@
 """The claim of a run in an object store, so that two machines do not write one run. No torch.
 
 The claim is an object that only one process can create; it names host and process, and is written again every RENEW_S
-while the run lives. Whoever finds one waits: a claim that changes meanwhile is held, one that does not change for
+while the run lives. A command that finds one waits: a claim that changes is held, one that does not change for
 STALE_S is taken over. No clocks are compared. On the machine that is named, a look at the process decides at once.
 """
 

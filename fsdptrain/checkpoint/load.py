@@ -185,7 +185,7 @@ def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:
 class RemoteTensors:
     """A safetensors file in an object store, with those methods of `safe_open` that loading needs.
 
-    Only the rows that are asked for are read.
+    Only the requested rows are read.
     """
 
     def __init__(self, path: ObjectPath) -> None:

@@ -332,7 +332,7 @@ def write_shards(
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_tensors(tensors, path, {"places": json.dumps(places)})
     pieces = pieces_of_file(path, tensors)
-    # One thread waits for the disk while the other computes the checksum: of the memory, not of what came to the file.
+    # One thread waits for the disk while the other computes the checksum: of the memory, not of the file.
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(fsync, path)
         entry = {"bytes": sum(map(len, pieces)), "sha256": checksum_of(pieces)}

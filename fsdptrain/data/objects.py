@@ -169,7 +169,7 @@ def _etag(info: dict[str, Any]) -> str:
 def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
     """Download the objects of which the cache has no copy; other processes of the node wait for the one that does.
 
-    Raises NoData when the store refuses or does not answer, DataError when an object changes meanwhile, and
+    Raises NoData when the store refuses or does not answer, DataError when an object changes during the download, and
     CheckpointError when the disk is too small. What was complete then stays in the cache.
     """
     if all(each.is_here for each in objects):

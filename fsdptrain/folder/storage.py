@@ -157,7 +157,7 @@ Location = Path | ObjectPath
 
 
 class _ObjectReader(io.RawIOBase):
-    """An object as a stream, read in the pieces that are asked for."""
+    """An object as a stream, read in the requested pieces."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._at, self._size = path, 0, path.stat().st_size

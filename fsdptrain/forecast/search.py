@@ -38,7 +38,7 @@ from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.plan.topology import Topology
 
-SearchProgress = Callable[..., None]  # (settled, in total[, what]): plans, unless `what` names something else
+SearchProgress = Callable[..., None]  # (done, in total[, what]): plans, unless `what` names something else
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
@@ -346,17 +346,17 @@ def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bo
 
 
 class _PlanCount:
-    """The number of plans that are settled (tried, ruled out, or not worth trying), reported as progress."""
+    """The number of plans that are done (tried, ruled out, or not worth trying), reported as progress."""
 
     def __init__(self, total: int, progress: SearchProgress) -> None:
-        self._settled, self._total, self._progress = 0, total, progress
+        self._done, self._total, self._progress = 0, total, progress
         self._lock = threading.Lock()
 
-    def settle(self, plans: int) -> None:
-        """Count `plans` more as settled."""
+    def add(self, plans: int) -> None:
+        """Count `plans` more as done."""
         with self._lock:
-            self._settled += plans
-            self._progress(self._settled, self._total)
+            self._done += plans
+            self._progress(self._done, self._total)
 
 
 def _climb_all(
@@ -377,9 +377,9 @@ def _climb_all(
                 if not cannot_fit(least, counts, trials.memory):
                     for option in _climb(ladder, ranks, micros, trials):
                         tried += 1
-                        count.settle(1)
+                        count.add(1)
                         found += [option] if option and not option.own else []
-            count.settle(each - tried)
+            count.add(each - tried)
         return found
 
     return [option for options in threads.map(climb, ladders) for option in options]

@@ -61,7 +61,7 @@ def replay_streams(
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
             timing.flops += event.flops
-            if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy meanwhile
+            if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy
                 host += seconds
                 timing.host_s += seconds
                 continue

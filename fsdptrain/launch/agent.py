@@ -251,7 +251,7 @@ def kills_for_memory() -> int:
 def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> dict[str, object]:
     """Return the failure that caused the others: `{rank, exitcode, signal, out_of_memory, record}`.
 
-    The worker wrote `record`. `full_memory`: the kernel has killed a process meanwhile, because memory was full.
+    The worker wrote `record`. `full_memory`: the kernel has killed a process, because memory was full.
 
     A killed worker comes first, because the others fail when it stops answering. Next come workers whose error is not
     that they lost their peers, the earliest first. (torchelastic's times are whole seconds, too coarse to tell a

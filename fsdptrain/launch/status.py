@@ -1,4 +1,4 @@
-"""What goes on in a run, read from its folder by any machine that sees it. Changes nothing. No torch.
+"""The state of a run, read from its folder by any machine that sees it. Changes nothing. No torch.
 
 The folder says what the workers did and when. Whether they still run is certain only where the lock of the folder can
 be seen: on the same machine. From another one, the age of the newest record must do.
@@ -240,7 +240,7 @@ class Observer:
         return (total - made) * statistics.fmean(self._run.step_times)
 
     def _checkpoint(self, now: float) -> dict[str, Any] | None:
-        """Return the newest checkpoint, wherever it is; its path and age are None if only a resume tells of it."""
+        """Return the newest checkpoint, wherever it is; its path and age are None if only a resume names it."""
         if not (step := self._run.saved_step):
             return None
         save = self._last.get("save")
@@ -334,7 +334,7 @@ def show_runs(runs: list[dict[str, Any]], folder: Path, page: Page) -> None:
 
 
 def _age_text(seconds: float) -> str:
-    """Return an age of days in days, because nobody counts the seconds then."""
+    """Return an age of days in days, because seconds do not matter then."""
     days = int(seconds // 86400)
     return duration(seconds) if days < 2 else f"{days:,} days"
 

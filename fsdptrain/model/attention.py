@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 QUERIES = 64  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
 SHORT = 1024  # tokens in a row: up to here float32 is faster in tiles, if nothing but what is later is masked
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # asked here, because compilers cannot trace the question
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # at import, because compilers cannot trace the call
 LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
 STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
 

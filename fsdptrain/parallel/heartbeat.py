@@ -32,7 +32,7 @@ JOINED = 2**40
 class Heartbeat:
     """Sends and checks heartbeats while it is entered, in the first worker of each node; does nothing on one node.
 
-    In the other workers it tells of a failure.
+    In the other workers it only reports a failure.
     """
 
     def __init__(self, plan: Plan, lost: Callable[[str], None]) -> None:

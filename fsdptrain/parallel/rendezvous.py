@@ -43,7 +43,7 @@ from fsdptrain.errors import RecipeError, to_record
 
 BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
-LEAVE_S = 5.0  # for which a node stays that knows of a refusal, so that all can read it: it may host the TCPStore
+LEAVE_S = 5.0  # how long a node that knows of a refusal stays, so that all can read it: it may host the TCPStore
 RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
@@ -188,7 +188,7 @@ def tell_refusal(
     settings: dict[str, Any] = {"read_timeout": math.ceil(within_s)}
     settings |= {} if is_first is None else {"is_host": is_first}
     wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
-    with contextlib.suppress(dist.DistError, RendezvousError):  # nobody waits there
+    with contextlib.suppress(dist.DistError, RendezvousError):  # no node waits there
         _, tcp_store = create_backend(wanted)
         _tell(tcp_store, _refusal_key(meeting), nodes, refusal, within_s)
 

@@ -25,7 +25,7 @@ from fsdptrain.attempts.manifest import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,
-    SETTLED,
+    RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
     recipe_key,
@@ -44,7 +44,7 @@ from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import longrope_threshold, own_code, settled_values
+from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
@@ -72,11 +72,11 @@ KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, 
 class Session:
     """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog.
 
-    `asked` is the plan as the launcher wrote it. Beside what comes before `Inputs`, which settle it, only the identity
-    and the digest in checkpoints are made from it.
+    `initial_plan` is the plan as the launcher wrote it. `Inputs` complete it: after them it is used only for the
+    identity and the digest in checkpoints.
     """
 
-    asked: Plan
+    initial_plan: Plan
     rundir: RunDir
     reporter: Reporter
     stop: StopRequest
@@ -119,7 +119,7 @@ class Inputs:
         content = {
             DATA_KEY: corpus.fingerprint, TOKENS_KEY: corpus.digest, TOKENIZER_KEY: tokenizer_digest(self.tokenizer),
             CODE_KEY: own_code(prepared.bare),
-            **{f"{SETTLED}{name}": value for name, value in settled_values(prepared.config).items()},
+            **{f"{RESOLVED}{name}": value for name, value in resolved_values(prepared.config).items()},
         }  # fmt: skip
         return content | ({HELD_OUT_KEY: self.eval_corpus.fingerprint} if self.plan.eval_path else {})
 
@@ -154,11 +154,11 @@ def prepare_process(session: Session) -> None:
 
     Raises RecipeError if torch sees other GPUs than the plan.
     """
-    check_gpus(session.asked.topology, torch.cuda.device_count(), os.environ)
-    if session.asked.recipe.train.deterministic:
+    check_gpus(session.initial_plan.topology, torch.cuda.device_count(), os.environ)
+    if session.initial_plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    go_offline_if_unreachable(session.asked, session.progress)
+    go_offline_if_unreachable(session.initial_plan, session.progress)
 
 
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ def prepare_inputs(session: Session) -> Inputs:
     """
     progress = session.progress
     # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
-    plan = pin_commits(session.asked, session.rundir)
+    plan = pin_commits(session.initial_plan, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     with session.stop.obeyed_at_once():  # the constructors of a model report no progress
         tokenizer, prepared = prepare_tokenizer_and_model(plan, progress)
@@ -273,7 +273,7 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
         session.watchdog.reset()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
-    checkpointer = Checkpointer(rundir, session.asked, world, content, session.reporter.event)
+    checkpointer = Checkpointer(rundir, session.initial_plan, world, content, session.reporter.event)
     checkpointer.remove_leftovers()
     checkpointer.reject_another_run()
     if world.rank == 0:
@@ -386,7 +386,7 @@ def report_start(
     """Write the events `start` and `resume`, and print the first row to the log."""
     session.reporter.event("start", **fields)
     if checkpointer.world.rank == 0:
-        changed = changes_since(session.rundir, steps_made, session.asked, checkpointer.identity)
+        changed = changes_since(session.rundir, steps_made, session.initial_plan, checkpointer.identity)
         recipe, before = inputs.plan.recipe, session.reporter.trained_by(steps_made)
         note = before and length_note(
             steps_made, before["total_steps"], fields["total_steps"], recipe.optim, recipe.schedule

@@ -293,7 +293,7 @@ class Engine:
         """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
-        graphs exist, but the head computes the tokens only that are asked for.
+        graphs exist, but the head computes only the requested tokens.
         """
         lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
         longest, found = max(lengths), []

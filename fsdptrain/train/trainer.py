@@ -106,7 +106,7 @@ class Trainer:
         # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
         # ranks have joined it, only the heartbeat notices that another node is lost.
         session.progress("checking the model", 0, 0)
-        with Heartbeat(session.asked, lambda reason: exit_from_thread(session.asked, WorkerLost(reason))):
+        with Heartbeat(session.initial_plan, lambda reason: exit_from_thread(session.initial_plan, WorkerLost(reason))):
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(inputs.plan, session.stop)
@@ -338,7 +338,7 @@ class Trainer:
             raise
 
     def save(self, done: int, wait: bool) -> bool:
-        """Save a checkpoint. Return whether a stop came meanwhile; always False without `wait`."""
+        """Save a checkpoint. Return whether a stop came during it; always False without `wait`."""
         # Within this call two saves may be written and read back: the previous one and this one.
         self.session.watchdog.reset(disk_bytes=4 * self.sizes.state_bytes)
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)

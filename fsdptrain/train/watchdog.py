@@ -8,7 +8,7 @@ interpreter lock stops this thread as well: then faulthandler's own thread, the 
 Another thread sends a heartbeat for `status`: it sets the modification time of the file for these stacks.
 
 All files are in the folder of the attempt (`RunDir.attempt`), whose number the ranks agree on when they meet: a rank of
-an earlier attempt, whose host was frozen meanwhile, writes where nobody looks any more.
+an earlier attempt, whose host was frozen, writes into a folder that is no longer read.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Watchdog:
         self._set_deadline(time.monotonic() + timeout + disk_bytes / SLOWEST_DISK)
 
     def _set_deadline(self, deadline: float) -> None:
-        """Set the deadline and, with it, the alarm. Stacks that the alarm has written meanwhile do not count."""
+        """Set the deadline and, with it, the alarm. Stacks that the alarm has written already do not count."""
         self._deadline = deadline
         least, most = ALARM_S
         if not self._attempt or deadline == float("inf") or least <= self._alarm - deadline <= most:

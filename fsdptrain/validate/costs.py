@@ -134,8 +134,8 @@ def advise(
     model = findings.levels["model"]
     counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
 
-    def progress(settled: int, total: int, what: str = "comparing plans") -> None:
-        findings.send_progress(what, settled, total)
+    def progress(done: int, total: int, what: str = "comparing plans") -> None:
+        findings.send_progress(what, done, total)
 
     def so_far(advice: Advice) -> None:  # shown if Ctrl-C stops the search
         show_advice(advice, hardware, findings)

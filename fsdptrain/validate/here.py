@@ -134,7 +134,7 @@ def check_ranks(request: Request) -> Outcome:
 def nodes_of(
     answers: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
 ) -> list[Node]:
-    """Return the nodes from what their ranks exchanged; the first local rank of a node speaks for it."""
+    """Return the nodes from what their ranks exchanged; the first local rank of a node answers for it."""
     firsts = [rank for rank, each in enumerate(answers) if each["local_rank"] == 0]
     nodes = []
     for first, end in zip(firsts, [*firsts[1:], len(answers)], strict=True):
