@@ -178,7 +178,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
                     whole = file.get_tensor(key).to(compute)
                     whole = whole.T.contiguous() if layer.transposed else whole
                     packed, state = functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
-                    weight, absmax, *buffers = layer.stored
+                    weight, absmax, *buffers = layer.quantised
                     own = nf4.dequantise((weight.full_tensor(), absmax.full_tensor(), *buffers), compute)
                     same, count = same and torch.equal(own, functional.dequantize_4bit(packed, state)), count + 1
         gathered: list[int] = []

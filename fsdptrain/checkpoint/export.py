@@ -29,7 +29,7 @@ from fsdptrain.attempts.manifest import (
 )
 from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
 from fsdptrain.checkpoint.exported import Exported
-from fsdptrain.checkpoint.load import StoredCheckpoint
+from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG
@@ -63,8 +63,8 @@ def gathered_tensors(
         yield tensors_on_cpu
 
 
-def stored_tensors(
-    checkpoint: StoredCheckpoint, unsharded: PreTrainedModel, groups: list[list[str]]
+def checkpoint_tensors(
+    checkpoint: CheckpointReader, unsharded: PreTrainedModel, groups: list[list[str]]
 ) -> Iterator[Tensors]:
     """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
     tensors = trained_state(unsharded)
@@ -168,10 +168,10 @@ def _write_checkpoint(
     ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
     wait = partial(time.sleep, POLL_S)
     with (
-        StoredCheckpoint(folder) as checkpoint,
+        CheckpointReader(folder) as checkpoint,
         Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
     ):
-        tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
+        tensors = checkpoint_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
             return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
         done = what.write(tensors, out, progress, check=comparison.check)

@@ -5,9 +5,9 @@
 
 `storage` knows what delivering (an upload), publishing and removing are in a folder and in an object store.
 
-Shards are slices along dimension 0, as FSDP2 makes them, stored with their first row. So any world size can read them:
+Shards are slices along dimension 0, as FSDP2 makes them, written with their first row. So any world size can read them:
 a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
-so a checkpoint stores nothing but tensors and the step.
+so a checkpoint holds nothing but tensors and the step.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ POLL_S = 0.25  # between two reports of progress
 
 
 @dataclass(frozen=True)
-class StoredObject:
+class DataObject:
     """An object as the store listed it."""
 
     place: ObjectPath
@@ -67,7 +67,7 @@ def _digest(value: Any) -> str:
 
 
 @functools.cache  # per process: everything that reads the data sees the same objects
-def list_objects(url: str) -> tuple[StoredObject, ...]:
+def list_objects(url: str) -> tuple[DataObject, ...]:
     """Return the data files behind the URL of an object, a folder or a glob, in the order of `data_files`.
 
     As in a local folder, `*` matches no name that starts with a dot, and an object that is named or matched is returned
@@ -93,7 +93,7 @@ def _data_errors(place: object, if_missing: DataError) -> Iterator[None]:
         raise NoData(f"data: {error}") from None
 
 
-def _find(root: ObjectPath) -> dict[str, StoredObject]:
+def _find(root: ObjectPath) -> dict[str, DataObject]:
     """Return the objects behind a path or a glob by their keys; raises FileNotFoundError when nothing is there."""
     try:
         matched = {root.key: root.fs.info(root.key)}
@@ -114,7 +114,7 @@ def _find(root: ObjectPath) -> dict[str, StoredObject]:
         below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: info}
         for name, each in below.items():
             if (name == key or data_kind(name)) and not name.endswith("/"):
-                found[name] = StoredObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
+                found[name] = DataObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
                 if not found[name].etag:
                     raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
     return found
@@ -166,7 +166,7 @@ def _etag(info: dict[str, Any]) -> str:
     return str(info.get("ETag") or info.get("etag") or "").strip('"')
 
 
-def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
+def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -> None:
     """Download the objects of which the cache has no copy; other processes of the node wait for the one that does.
 
     Raises NoData when the store refuses or does not answer, DataError when an object changes during the download, and
@@ -191,7 +191,7 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
 
 
 @contextlib.contextmanager
-def _locked(path: Path, objects: Sequence[StoredObject], progress: Progress) -> Iterator[None]:
+def _locked(path: Path, objects: Sequence[DataObject], progress: Progress) -> Iterator[None]:
     """Hold a lock; while another process holds it, report what that one has completed, so that a stop ends the wait."""
     lock, total = FileLock(path), sum(each.size for each in objects)
     while not lock.is_locked:
@@ -220,7 +220,7 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress) -> None:
+def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) -> None:
     """Download objects into `scratch`, AT_ONCE at a time, and rename each when it is complete."""
     total, received, stop, lock = sum(each.size for each in objects), [0], threading.Event(), threading.Lock()
 
@@ -252,7 +252,7 @@ def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress
             pool.shutdown(cancel_futures=True)
 
 
-def _read(each: StoredObject, start: int) -> bytes:
+def _read(each: DataObject, start: int) -> bytes:
     with _data_errors(each.place, _changed(each)):
         try:
             return each.place.read(start, min(start + PIECE, each.size))
@@ -262,7 +262,7 @@ def _read(each: StoredObject, start: int) -> bytes:
             raise
 
 
-def _reject_changed(each: StoredObject, received: int) -> None:
+def _reject_changed(each: DataObject, received: int) -> None:
     """Raise DataError when an object is no longer the one that was listed: its pieces may be of two versions."""
     with _data_errors(each.place, _changed(each)):
         info = each.place.fs.info(each.place.key)
@@ -270,5 +270,5 @@ def _reject_changed(each: StoredObject, received: int) -> None:
         raise _changed(each)
 
 
-def _changed(each: StoredObject) -> DataError:
+def _changed(each: DataObject) -> DataError:
     return DataError(f"data: {each.place} changed while it was downloaded: run again when nothing writes to it")

@@ -44,7 +44,7 @@ from fsdptrain.errors import RecipeError, to_record
 BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
 LEAVE_S = 5.0  # how long a node that knows of a refusal stays, so that all can read it: it may host the TCPStore
-RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
+RUN_KEY = "fsdptrain/run"  # under which the first node leaves what it runs
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
@@ -116,7 +116,7 @@ def register_rendezvous(
 def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
     """Raise RecipeError if nodes of another run, or with another plan, meet at this place.
 
-    The first node stores the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
+    The first node leaves the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
     `tell` is called with the refusal if the others belong to the same run, and so wait for this node.
     """
     first, own = json.loads(tcp_store.compare_set(RUN_KEY, "", run)), json.loads(run)

@@ -18,7 +18,7 @@ from fsdptrain.data.corpus import Stream, open_rows, prepare, row_notes
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
-from fsdptrain.data.sources import bytes_to_download, count_files, open_sources, readable_files, stored_objects
+from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
@@ -65,7 +65,7 @@ def _files_to_read(plan: Plan, findings: Findings) -> int | None:
     left = sum(bytes_to_download(path) for path in (plan.data_path, plan.eval_path) if path)
     if left <= LARGEST_DOWNLOAD:
         return None
-    files = int(sum(each.size for each in stored_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
+    files = int(sum(each.size for each in data_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
     findings.add_note(
         f"{size(left)} of data are not in the cache of this machine, and validate downloads at most "
         f"{size(LARGEST_DOWNLOAD)}: {'only the first file was read' if files else 'none was read'}, and the number of "

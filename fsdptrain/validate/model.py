@@ -137,12 +137,12 @@ def describe_unit(
     rows, so rank 0 always has a largest shard.
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
-    stored = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
+    itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
-        "shard_bytes": int(sum(_largest_shard(param, plan.shard_size) * stored[id(param)] for param in params)),
+        "shard_bytes": int(sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in params)),
         "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute) for p in params)),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }

@@ -36,7 +36,7 @@ from fsdptrain.attempts.manifest import (
     with_checksum,
 )
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
+from fsdptrain.checkpoint.load import CheckpointReader, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
@@ -299,8 +299,8 @@ def test_a_run_folder_with_links_out_of_it_is_refused(what: str, run: RunDir, tm
 
 def shards(run: RunDir) -> dict[str, Shard]:
     """Return empty shards for every tensor of a good checkpoint of the run."""
-    with StoredCheckpoint(run.checkpoint(run.checkpoint_steps()[0])) as stored:
-        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in stored.shapes.items()}
+    with CheckpointReader(run.checkpoint(run.checkpoint_steps()[0])) as reader:
+        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in reader.shapes.items()}
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:

@@ -73,7 +73,7 @@ def put(folder: Any, **files: bytes | str) -> None:
         path.fs.pipe_file(path.key, content.encode() if isinstance(content, str) else content)
 
 
-def relist(url: object) -> tuple[objects.StoredObject, ...]:
+def relist(url: object) -> tuple[objects.DataObject, ...]:
     """List again, as another process does."""
     list_objects.cache_clear()
     return list_objects(str(url))

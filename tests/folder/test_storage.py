@@ -33,7 +33,7 @@ from fsdptrain.attempts.attempts import inspect_earlier_attempts
 from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.attempts.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps
 from fsdptrain.checkpoint import load as load_module
-from fsdptrain.checkpoint.load import StoredCheckpoint, find_pieces, load_checkpoint, open_tensors
+from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint, open_tensors
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.verify import survey
@@ -216,7 +216,7 @@ def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
     assert checkpoint_problems(path.parent) == [f"{path} is missing"]
     with (
         pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"),
-        StoredCheckpoint(path.parent),
+        CheckpointReader(path.parent),
     ):
         pass
 
@@ -227,7 +227,7 @@ def test_a_file_that_is_not_of_safetensors_is_a_checkpoint_error(content: bytes,
     path = remote.checkpoint(1) / "rank-00001.safetensors"
     path.fs.pipe_file(path.key, content)
     with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"):
-        StoredCheckpoint(path.parent)
+        CheckpointReader(path.parent)
 
 
 @pytest.fixture
