@@ -109,7 +109,7 @@ class Run:
     def recomputed(self) -> str:
         """What backward recomputes, for a table."""
         if isinstance(self.recompute, dict):
-            return f"every {self.recompute['every']} blocks"
+            return f"every {self.recompute['every']} layers"
         return self.recompute + (", every second product kept" if self.every_second else "")
 
     def recipe(self, depth: int, folder: Path) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def field_runs() -> list[Run]:
     ]
 
 
-def save_every_second_product(blocks: list[Any], kind: Any) -> None:
+def save_every_second_product(layers: list[Any], kind: Any) -> None:
     """Apply torchtitan's selective AC: keep the outputs of attention and of every second `mm`, from the first on."""
     mm, attention = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default
 
@@ -201,8 +201,8 @@ def save_every_second_product(blocks: list[Any], kind: Any) -> None:
 
         return create_selective_checkpoint_contexts(policy)
 
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 
 
 @contextlib.contextmanager

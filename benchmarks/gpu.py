@@ -145,8 +145,8 @@ def find_setting(device: str, folder: Path, tiny: bool) -> Setting:
     """Return the setting for a device; `auto` is the GPU if there is one."""
     everything = {} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": visible_devices()}
     words = "versions", json.dumps({"device": device})
-    facts = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
-    return Setting(folder, facts, tiny or facts["device"] == "cpu")
+    machine = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
+    return Setting(folder, machine, tiny or machine["device"] == "cpu")
 
 
 def visible_devices() -> str:

@@ -66,12 +66,12 @@ class Row:
 class Setting:
     """The machine, the sizes, and a folder for recipes, runs and logs. `check` and `deadline` are of the current check.
 
-    `facts` are what the job `versions` found. On a CPU, and with `tiny`, models and sequences are small. All checks
+    `machine` is what the job `versions` found. On a CPU, and with `tiny`, models and sequences are small. All checks
     share `runs`, `figures` (the measured fields of `Hardware`, as Python) and `seconds` (how long each check took).
     """
 
     folder: Path
-    facts: dict[str, Any]
+    machine: dict[str, Any]
     tiny: bool
     deadline: float = float("inf")
     check: str = "check"
@@ -82,7 +82,7 @@ class Setting:
     @property
     def device(self) -> str:
         """cpu or cuda."""
-        return str(self.facts["device"])
+        return str(self.machine["device"])
 
     @property
     def on_gpu(self) -> bool:
@@ -92,12 +92,12 @@ class Setting:
     @property
     def card(self) -> Hardware | None:
         """The figures of the GPU that `fsdptrain` plans with, if it knows this one."""
-        return card(self.facts["name"], self.facts["memory"]) if self.on_gpu else None
+        return card(self.machine["name"], self.machine["memory"]) if self.on_gpu else None
 
     @property
     def many(self) -> int:
         """The ranks of a check that needs several: all GPUs, or two processes on a CPU."""
-        return int(self.facts["gpus"]) if self.on_gpu else 2
+        return int(self.machine["gpus"]) if self.on_gpu else 2
 
     @property
     def log(self) -> Path:
@@ -110,7 +110,7 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that select the device and a cache of this script's own."""
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.facts["gpus"]))))
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine["gpus"]))))
         chosen = devices if self.on_gpu else ""
         return {"CUDA_VISIBLE_DEVICES": chosen, "FSDPTRAIN_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
@@ -214,12 +214,12 @@ def verdict(good: bool) -> str:
 
 def check_versions(setting: Setting) -> list[Row]:
     """Versions, and whether fsdptrain knows the card."""
-    shown = {name: value for name, value in setting.facts.items() if name not in ("device", "memory", "name", "gpus")}
+    shown = {name: value for name, value in setting.machine.items() if name not in ("device", "memory", "name", "gpus")}
     rows = [Row("versions", ", ".join(f"{name} {value}" for name, value in shown.items()), MEASURED)]
     if not setting.on_gpu:
         return [*rows, Row("device", "CPU", MEASURED)]
-    known, facts = setting.card, setting.facts
-    what = f"{facts['gpus']} × {facts['name']}, {facts['memory'] / GIB:.1f} GiB"
+    known, machine = setting.card, setting.machine
+    what = f"{machine['gpus']} × {machine['name']}, {machine['memory'] / GIB:.1f} GiB"
     return [
         *rows,
         Row("device", what, verdict(known is not None), f"hardware figures of {known.name}" if known else ""),
@@ -426,7 +426,7 @@ def check_speed(shape: str, setting: Setting) -> list[Row]:
 
 
 def sizes(shape: str, setting: Setting) -> tuple[int, dict[str, Any], bool]:
-    """Return the sequence length, the model, and whether blocks are recomputed, for a shape."""
+    """Return the sequence length, the model, and whether layers are recomputed, for a shape."""
     return (128, TINY, False) if setting.tiny else (4096, SHAPES[shape], shape != "1B")
 
 
@@ -543,7 +543,7 @@ def check_out_of_memory(setting: Setting) -> list[Row]:
         return [
             Row("out-of-memory message", "not run", MEASURED, "a CPU would swap, or the kernel would kill processes")
         ]
-    rows = 8 * int(setting.facts["memory"] / 12 / 128256 / 4096 + 1)
+    rows = 8 * int(setting.machine["memory"] / 12 / 128256 / 4096 + 1)
     changes = {
         "data.seq_len": 4096,
         "train.loss": "plain",

@@ -28,7 +28,7 @@ class Cpu:
     name = "cpu"
     kernels = DeviceType.CPU  # the events of a profile that count as busy
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return name, memory and versions of the device and its libraries."""
         return {"gpus": 0}
 
@@ -75,7 +75,7 @@ class Cuda(Cpu):
     name = "cuda"
     kernels = DeviceType.CUDA
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:

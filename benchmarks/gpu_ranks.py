@@ -59,7 +59,7 @@ def versions(device: str) -> dict[str, Any]:
     for name in ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found | device_of(device).facts()
+    return found | device_of(device).describe()
 
 
 def rates(device: str, tiny: bool) -> dict[str, float]:

@@ -4,7 +4,7 @@ Every contender trains the same small model from the same weights at the same ra
 
     random   rows drawn anew for every step, as many tokens as in a step of `packed`
     again    the same with other draws, which shows what is chance
-    packed   as fsdptrain packs: rows shuffled and packed once for a run, blocks shuffled again in every epoch
+    packed   as fsdptrain packs: rows shuffled and packed once for a run, sequences shuffled again in every epoch
 
 Takes about ten minutes on one core.
 """
@@ -31,17 +31,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdptrain.config.formats import Format
 from fsdptrain.config.schema import Data
 from fsdptrain.data.corpus import Batch, Corpus, open_rows, pack_rows
-from fsdptrain.data.pack import fill_blocks
+from fsdptrain.data.pack import fill_sequences
 from fsdptrain.data.tokenizer import train_bpe
 
 SHIPPED = common.ROOT / "recipes" / "data"
-BATCH = 8  # blocks a step
+BATCH = 8  # sequences a step
 RATE = 3e-3
 LLAMA = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-Blocks = list[list[int]]  # the pieces of each block
+Sequences = list[list[int]]  # the pieces of each sequence
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def main() -> None:
         os.environ["FSDPTRAIN_CACHE"] = scratch
         for case in (CASES[name](Path(scratch)) for name in arguments.rows):
             found: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-            for seed, (name, blocks_of_steps) in itertools.product(range(arguments.seeds), CONTENDERS.items()):
-                found[name].append(held_out_losses(case, blocks_of_steps(case.train, seed), seed))
+            for seed, (name, batches) in itertools.product(range(arguments.seeds), CONTENDERS.items()):
+                found[name].append(held_out_losses(case, batches(case.train, seed), seed))
                 print(f"{case.name}, seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
             report(case, found)
 
 
 def words(folder: Path) -> Case:
-    """Return the different words of Shakespeare's plays, a byte a token: few lengths, and many rows in a block."""
+    """Return the different words of Shakespeare's plays, a byte a token: few lengths, and many rows in a sequence."""
     different = sorted(set((SHIPPED / "tinyshakespeare.txt").read_text().split()))
     path = folder / "words.jsonl"
     path.write_text("".join(json.dumps({"text": word}) + "\n" for word in different))
@@ -81,7 +81,7 @@ def words(folder: Path) -> Case:
 
 
 def problems(_: Path) -> Case:
-    """Return GSM8K's problems: many lengths, and three rows in a block."""
+    """Return GSM8K's problems: many lengths, and three rows in a sequence."""
     path = SHIPPED / "gsm8k-train.jsonl"
     columns = {"prompt": "question", "completion": "answer"}
     data = Data(seq_len=512, format=Format.prompt_completion, columns=columns, separator="\n")
@@ -97,30 +97,30 @@ def _case(name: str, path: Path, data: Data, tokenizer: Any, steps: tuple[int, .
 CASES = {"words": words, "gsm8k": problems}
 
 
-def arranged(corpus: Corpus, blocks: Blocks) -> Corpus:
-    """Return a corpus of the same pieces in these blocks."""
-    order = np.array([*itertools.chain.from_iterable(blocks)])
-    return replace(corpus, pieces=corpus.pieces[order], blocks=np.cumsum([0, *map(len, blocks)]))
+def arranged(corpus: Corpus, sequences: Sequences) -> Corpus:
+    """Return a corpus of the same pieces in these sequences."""
+    order = np.array([*itertools.chain.from_iterable(sequences)])
+    return replace(corpus, pieces=corpus.pieces[order], offsets=np.cumsum([0, *map(len, sequences)]))
 
 
-def shuffled_and_packed(corpus: Corpus, seed: int) -> Blocks:
-    """Return blocks as fsdptrain makes them of the same pieces."""
+def shuffled_and_packed(corpus: Corpus, seed: int) -> Sequences:
+    """Return sequences as fsdptrain makes them of the same pieces."""
     order = np.random.default_rng(seed).permutation(len(corpus.pieces))
-    return [order[block].tolist() for block in fill_blocks(corpus.pieces[order, 1].tolist(), corpus.seq_len)]
+    return [order[sequence].tolist() for sequence in fill_sequences(corpus.pieces[order, 1].tolist(), corpus.seq_len)]
 
 
-def epochs_of(corpus: Corpus, seed: int) -> Iterator[Blocks]:
-    """Yield the blocks of every step: packed once, and shuffled in every epoch."""
-    blocks, rest = shuffled_and_packed(corpus, seed), list[list[int]]()
+def epochs_of(corpus: Corpus, seed: int) -> Iterator[Sequences]:
+    """Yield the sequences of every step: packed once, and shuffled in every epoch."""
+    sequences, rest = shuffled_and_packed(corpus, seed), list[list[int]]()
     for epoch in itertools.count():
-        rest += [blocks[number] for number in np.random.default_rng([seed, epoch]).permutation(len(blocks))]
+        rest += [sequences[number] for number in np.random.default_rng([seed, epoch]).permutation(len(sequences))]
         while len(rest) >= BATCH:
             yield rest[:BATCH]
             rest = rest[BATCH:]
 
 
-def drawn(corpus: Corpus, seed: int) -> Iterator[Blocks]:
-    """Yield the blocks of every step, of rows that are shuffled in every epoch and shared by no other step."""
+def drawn(corpus: Corpus, seed: int) -> Iterator[Sequences]:
+    """Yield the sequences of every step, of rows that are shuffled in every epoch and shared by no other step."""
     lengths = corpus.pieces[:, 1]
     a_step = BATCH * lengths.sum() / len(shuffled_and_packed(corpus, seed))  # tokens
     rest, due = np.zeros(0, np.int64), 0.0
@@ -130,26 +130,26 @@ def drawn(corpus: Corpus, seed: int) -> Iterator[Blocks]:
             due += a_step  # a step takes whole rows: what it lacks is left to the next
             rows, rest = np.split(rest, [np.searchsorted(np.cumsum(lengths[rest]), due, side="right")])
             due -= lengths[rows].sum()
-            yield [rows[block].tolist() for block in fill_blocks(lengths[rows].tolist(), corpus.seq_len)]
+            yield [rows[sequence].tolist() for sequence in fill_sequences(lengths[rows].tolist(), corpus.seq_len)]
 
 
-CONTENDERS: dict[str, Callable[[Corpus, int], Iterator[Blocks]]] = {
+CONTENDERS: dict[str, Callable[[Corpus, int], Iterator[Sequences]]] = {
     "random": drawn,
     "again": lambda corpus, seed: drawn(corpus, seed + 1000),
     "packed": epochs_of,
 }
 
 
-def held_out_losses(case: Case, steps: Iterator[Blocks], seed: int) -> list[float]:
+def held_out_losses(case: Case, steps: Iterator[Sequences], seed: int) -> list[float]:
     """Train from the weights of this seed; return the held-out loss after each of the case's steps."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=case.vocab, **LLAMA))
     optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=0.1)
     found = []
-    for step, blocks in enumerate(itertools.islice(steps, max(case.steps)), 1):
+    for step, sequences in enumerate(itertools.islice(steps, max(case.steps)), 1):
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, step / 10)
-        loss, tokens = summed_loss(model, arranged(case.train, blocks).batch(range(len(blocks))))
+        loss, tokens = summed_loss(model, arranged(case.train, sequences).batch(range(len(sequences))))
         (loss / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
         optimizer.step()
@@ -179,7 +179,7 @@ def report(case: Case, found: dict[str, list[list[float]]]) -> None:
     epoch = len(case.train) / BATCH
     print(f"\n{case.name}: {len(case.train.pieces):,} rows, an epoch is {epoch:.0f} steps; held-out loss after a step")
     corpus = arranged(case.train, shuffled_and_packed(case.train, 0))
-    print(f"packed: {corpus.fill():.2%} filled, {corpus.lengths_per_block():.2f} lengths in a block")
+    print(f"packed: {corpus.fill():.2%} filled, {corpus.lengths_per_sequence():.2f} lengths in a sequence")
     print("         " + "".join(f"{step:>22}" for step in case.steps))
     base = np.array(found["random"])
     for name, losses in found.items():

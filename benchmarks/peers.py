@@ -25,7 +25,7 @@ class Workload:
     """What every loop trains, computing in `compute`: a model from scratch or adapters, and rows of equal length.
 
     `rows` returns the token ids of all ranks, int64 [rows, seq_len]; it is called after the memory before the model was
-    measured. With `recompute` the activations of blocks are computed again in backward. `base` is the folder of the
+    measured. With `recompute` the activations of layers are computed again in backward. `base` is the folder of the
     frozen model that gets the adapters of `lora`; None: all weights of a new model are trained.
     """
 
@@ -78,12 +78,12 @@ def start_ranks(device: str) -> int:
 
 
 def train_plain(work: Workload, frozen: torch.dtype | None = None) -> NoReturn:
-    """Train with fully_shard on every block and the model, and transformers' own loss; `frozen` as in `model`."""
+    """Train with fully_shard on every layer and the model, and transformers' own loss; `frozen` as in `model`."""
     baseline = start_ranks(work.device)
     model = work.model(frozen)
     policy = MixedPrecisionPolicy(param_dtype=work.compute, reduce_dtype=torch.float32)
-    for block in model.get_decoder().layers:
-        fully_shard(block, mp_policy=policy)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     run_loop(model, work, baseline)
 

@@ -8,7 +8,7 @@ once, in fresh processes. The time of a step is the wall time from the end of th
 first two steps of a turn are not counted.
 
     ours      `fsdptrain run` with its defaults
-    plain     fully_shard on every block and the model, transformers' own loss, a loop of twelve lines
+    plain     fully_shard on every layer and the model, transformers' own loss, a loop of twelve lines
     trl       TRL's SFTTrainer: DDP, because it has no FSDP on a CPU; with its best-fit packing for `gsm8k`
 
 Shapes: `small` (from scratch, vocabulary 8,192, micro-batches of 4 sequences of 512, each a part of one document),

@@ -332,7 +332,7 @@ def validate(
             sys.exit(error.exit_code)
         raise
     if as_json:
-        print(json.dumps(outcome.facts, indent=2))
+        print(json.dumps(outcome.report, indent=2))
     else:
         show_outcome(outcome, Page(), verbose)
     if outcome.problems:
@@ -559,7 +559,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, or a list of them")] = False,
 ) -> None:
-    """Show what goes on in a run, or in several. Works on any machine that sees the folder; changes nothing."""
+    """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.folder.records import json_safe
     from fsdptrain.folder.storage import URL
     from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
@@ -574,11 +574,11 @@ def status(
             else:
                 show_runs(runs, rundir.root, page)
         elif as_json:
-            print(json.dumps(json_safe(observe(rundir).facts()), indent=2))
+            print(json.dumps(json_safe(observe(rundir).status()), indent=2))
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:
-            show_status(observe(rundir).facts(), page)
+            show_status(observe(rundir).status(), page)
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")

@@ -91,7 +91,7 @@ class WorkerError(FsdptrainError):
 
 
 class OutOfMemory(WorkerError):
-    """A worker asked for more memory than its device has; with less to hold, the run would go on."""
+    """A worker needed more memory than its device has: a smaller batch may fit."""
 
 
 class WorkerLost(WorkerError):

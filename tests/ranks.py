@@ -48,7 +48,7 @@ from fsdptrain.model.init import init_groups, initial_weights
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import blocks_of
+from fsdptrain.model.units import decoder_layers
 from fsdptrain.parallel import shard
 from fsdptrain.parallel.patches import ISSUED, named
 from fsdptrain.parallel.world import HostCopy, World
@@ -177,7 +177,7 @@ def quantised(recipe: str, variants: dict[str, list[str]], steps: int, made: str
                     whole = file.get_tensor(key).to(compute)
                     whole = whole.T.contiguous() if layer.transposed else whole
                     packed, state = functional.quantize_4bit(whole, compress_statistics=True, quant_type="nf4")
-                    weight, absmax, *buffers = layer.stored
+                    weight, absmax, *buffers = layer.quantised
                     own = nf4.dequantise((weight.full_tensor(), absmax.full_tensor(), *buffers), compute)
                     same, count = same and torch.equal(own, functional.dequantize_4bit(packed, state)), count + 1
         gathered: list[int] = []
@@ -240,14 +240,14 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
     checkpoint, and those that have an evaluation.
     """
     run = build(recipe, [])
-    beat, rundir = run.engine.beat, run.session.rundir
+    on_progress, rundir = run.engine.on_progress, run.session.rundir
 
     def stopping() -> None:
-        beat()
+        on_progress()
         if not run.engine.model.training and run.totals.tokens and not run.session.stop.count:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run.engine.beat = stopping
+    run.engine.on_progress = stopping
 
     def state(stopped: int | None) -> list[Any]:
         return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
@@ -373,7 +373,7 @@ def saves(recipe: str, faults: list[str]) -> dict[str, Any]:
     run = build(recipe, [])
     curve(run, 1)
     reports: list[int] = []
-    run.checkpointer.write_event = lambda _, **facts: reports.append(facts["step"])
+    run.checkpointer.write_event = lambda _, **fields: reports.append(fields["step"])
     folder = run.checkpointer.rundir.checkpoints
     for step, name in enumerate(faults, 1):
         error = None
@@ -561,7 +561,7 @@ def compare_updates(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, float]
 
 
 def inspect(recipe: str, variants: dict[str, list[str]], backend: str = "aot_eager") -> dict[str, Any]:
-    """Return facts about the sharded model of each variant after two steps, and their curve.
+    """Return the sharded model of each variant after two steps, and their curve.
 
     `graphs` counts what was compiled in the first step and in the second, with this backend.
     """
@@ -737,7 +737,7 @@ def watch(run: Trainer, events: list[Any], late: bool, most_unread: int = 1, bad
     read, trainer.count_within = run.engine.read, lambda *_: most_unread
     run.engine.read = lambda queued: together.append(len(queued)) or read(queued)  # type: ignore
     shown = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "total_tokens", "what")
-    run.reporter.event = lambda kind, **facts: events.append([kind, *(facts.get(key) for key in shown)])  # type: ignore
+    run.reporter.event = lambda kind, **fields: events.append([kind, *(fields.get(key) for key in shown)])  # type: ignore
     whole, seed, at = run.engine.loss, run.engine.seed, [0]
 
     def seeded(step: int) -> None:
@@ -1030,7 +1030,7 @@ def parity(kind: str, plan: Any, world: World, folder: Path) -> list[Any]:
     config = AutoConfig.from_pretrained(folder)
     plan.recipe.model.id, plan.recipe.model.attn_implementation = str(folder), "eager"
     bare = skeleton(config, plan.recipe.model)
-    plan.recipe.fsdp.wrap = "auto" if blocks_of(bare) else {"min_params": 20_000}
+    plan.recipe.fsdp.wrap = "auto" if decoder_layers(bare) else {"min_params": 20_000}
     model, _ = shard.build(plan, config, world)
     weights.read_weights(model, bare, plan, world.device, lambda *_: None)
     ids = torch.arange(3, 35)[None]
@@ -1147,7 +1147,7 @@ def refusals(recipe: str, variants: dict[str, list[str]], folders: Sequence[str]
 
 
 def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
-    """Stall between two beats; return after which of the next beats this rank counts as hung.
+    """Stall between two resets of the watchdog; return after which of the next ones this rank counts as hung.
 
     `stalls` has for each rank the seconds in which it makes progress before, those of the stall, and whether it holds
     the interpreter lock meanwhile.
@@ -1159,16 +1159,16 @@ def stall(recipe: str, stalls: list[tuple[float, float, bool]]) -> list[bool]:
     with Watchdog(plan, rank) as watchdog:
         watchdog.begin(1)
         before_s, seconds, holding_the_gil = stalls[rank]
-        watchdog.beat(step_done=True)
+        watchdog.reset(step_done=True)
         time.sleep(before_s)
-        watchdog.beat()
+        watchdog.reset()
         if holding_the_gil:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         else:
             time.sleep(seconds)
         end = time.monotonic() + 3
         while time.monotonic() < end:
-            watchdog.beat()
+            watchdog.reset()
             found.append(bool(hung_ranks(plan.rundir, 1, [rank])))
             time.sleep(0.05)
     return found

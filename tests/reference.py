@@ -23,7 +23,7 @@ from fsdptrain.plan.topology import find_topology
 
 
 def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
-    """The data of a recipe (which rows are in which batch, and their tokens), and the blocks that are held out."""
+    """The data of a recipe (which rows are in which batch, and their tokens), and the sequences that are held out."""
     written = load(recipe)
     plan = make_plan(written, find_topology(written.recipe, dict(os.environ)))
     return prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
@@ -32,12 +32,12 @@ def stream_of(recipe: Path) -> tuple[Stream, list[int], Corpus]:
 Documents = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, mask and labels [documents, longest]
 
 
-def documents_of(corpus: Corpus, blocks: Sequence[int]) -> Documents:
-    """Return the documents of some blocks, each in a row of its own: nothing is packed, a mask hides the padding.
+def documents_of(corpus: Corpus, sequences: Sequence[int]) -> Documents:
+    """Return the documents of some sequences, each in a row of its own: nothing is packed, a mask hides the padding.
 
     They are made from the tokens of the data alone: a label is the next token of the same row of the data.
     """
-    pieces = [piece for block in blocks for piece in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]]
+    pieces = [piece for n in sequences for piece in corpus.pieces[corpus.offsets[n] : corpus.offsets[n + 1]]]
     shape = (len(pieces), max(length for _, length, _ in pieces))
     ids, mask = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
     labels = torch.full(shape, -100)
@@ -50,7 +50,7 @@ def documents_of(corpus: Corpus, blocks: Sequence[int]) -> Documents:
 
 
 def batches_of(stream: Stream, size: int, steps: int) -> list[Documents]:
-    """The documents of the first batches of a run, whose blocks are in the order of its stream."""
+    """The documents of the first batches of a run, whose sequences are in the order of its stream."""
     return [documents_of(stream.corpus, stream.at(range(step * size, (step + 1) * size))) for step in range(steps)]
 
 

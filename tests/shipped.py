@@ -37,10 +37,10 @@ COMMANDS = [  # in the comments of the recipes
     for path in sorted(RECIPES.glob("*.yaml"))
     for found in re.finditer(r"^# +fsdptrain validate (\S+ --hardware .*)$", path.read_text(), re.MULTILINE)
 ]
-TWO_BLOCKS = " model.config.num_hidden_layers=2"
+TWO_LAYERS = " model.config.num_hidden_layers=2"
 # Of every strategy one, and quantised and offloaded weights: a few seconds each.
 SHALLOW = [
-    command + TWO_BLOCKS
+    command + TWO_LAYERS
     for command in COMMANDS
     if re.search("llama3.1-8b-full|13b-shard-grad-op|7b-no-shard|hybrid|cpu_offload", command)
 ]
@@ -55,7 +55,7 @@ def planned(command: str) -> tuple[Plan, Hardware]:
 
 
 def forecast(command: str, forecaster: Forecaster) -> dict[str, Any]:
-    """Forecast a command; return the facts that are stored."""
+    """Forecast a command; return the values that are stored."""
     found = forecaster.forecast(*planned(command))
     sent = {f"{each['kind']} over {each['ranks']}": each["wire"] for each in found.collectives}
     return {name: getattr(found, name) for name in KEPT} | {"sent": sent}

@@ -75,17 +75,17 @@ class Slurm:
         said = self.call(sys.executable, "-m", "fsdptrain", "submit", recipe, *size, *words, **extra)
         return re.findall(r"Slurm job (\d+)", said)[0]
 
-    def facts(self, job: str) -> dict[str, str]:
+    def show(self, job: str) -> dict[str, str]:
         """Return what `scontrol show job` says."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
 
     def wait(self, job: str, *values: str, key: str = "JobState", timeout: float = 900) -> dict[str, str]:
-        """Wait until a fact about a job, by default its state, has one of these values; return all facts."""
+        """Wait until a field of a job, by default its state, has one of these values; return what `show` returns."""
         end = time.monotonic() + timeout
-        while (facts := self.facts(job))[key] not in values:
-            assert time.monotonic() < end, f"{key} of job {job} is {facts[key]}, not {' or '.join(values)}"
+        while (shown := self.show(job))[key] not in values:
+            assert time.monotonic() < end, f"{key} of job {job} is {shown[key]}, not {' or '.join(values)}"
             time.sleep(0.5)
-        return facts
+        return shown
 
 
 def missing() -> str:

@@ -97,10 +97,10 @@ def waits(made: Iterable[Event], evaluated: Iterable[Event], steps: int) -> Coun
 
 def trainer_of(engine: Engine) -> Trainer:
     """Return a trainer of this engine whose data is zeros, which reports to nobody."""
-    plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **facts: None, progress=lambda *_: None)
+    plan, nothing = engine.plan, SimpleNamespace(event=lambda *_, **options: None, progress=lambda *_: None)
     session: Any = SimpleNamespace(
-        asked=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
-        watchdog=SimpleNamespace(beat=lambda **_: None),
+        initial_plan=plan, rundir=None, reporter=nothing, stop=SimpleNamespace(count=0),
+        watchdog=SimpleNamespace(reset=lambda **_: None),
     )  # fmt: skip
     labels = np.ones(EVALUATED * engine.world.size, dtype=np.int64)
     corpus = SimpleNamespace(labels=labels, batch=lambda numbers: batch_of_zeros(plan))

@@ -1,7 +1,7 @@
 """The claim of a run in an object store, so that two machines do not write one run. No torch.
 
-The claim is an object that only one process can create; it names host and process, and is written again every REFRESH_S
-while the run lives. Whoever finds one waits: a claim that changes meanwhile is held, one that does not change for
+The claim is an object that only one process can create; it names host and process, and is written again every RENEW_S
+while the run lives. A command that finds one waits: a claim that changes is held, one that does not change for
 STALE_S is taken over. No clocks are compared. On the machine that is named, a look at the process decides at once.
 """
 
@@ -25,7 +25,7 @@ from fsdptrain.folder.runstore import CLAIM, described, read_claim, this_process
 from fsdptrain.folder.storage import ObjectPath, object_path, store_errors
 from fsdptrain.plan.plan import Plan
 
-REFRESH_S = 20.0
+RENEW_S = 20.0
 STALE_S = 90.0  # without a change, after which a claim is of a process that is dead or cut off
 POLL_S = 2.0
 
@@ -54,13 +54,13 @@ def claimed(plan: Plan) -> Iterator[str]:
     mine: dict[str, Any] = {"run": run, **this_process(), "node": node_name(), "started": _start_of(os.getpid())}
     _acquire(place, mine, url)
     ended = threading.Event()
-    refresher = threading.Thread(target=_refresh, args=(place, mine, ended), name="claim", daemon=True)
-    refresher.start()
+    renewer = threading.Thread(target=_renew, args=(place, mine, ended), name="claim", daemon=True)
+    renewer.start()
     try:
         yield run
     finally:
         ended.set()
-        refresher.join(REFRESH_S)
+        renewer.join(RENEW_S)
         with contextlib.suppress(StorageError, FileNotFoundError), store_errors(place):
             if (read_claim(place) or {}).get("run") == run:
                 place.fs.rm_file(place.key)
@@ -110,17 +110,17 @@ def _start_of(process: object) -> str | None:
     The number of a dead process may be that of a new one, most of all in containers.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        facts = Path(f"/proc/{int(str(process))}/stat").read_text(encoding="utf-8", errors="replace")
-        return facts.rpartition(")")[2].split()[19]  # field 22 of proc(5)
+        stat = Path(f"/proc/{int(str(process))}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[19]  # field 22 of proc(5)
     return None
 
 
-def _refresh(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> None:
-    """Write the claim again every REFRESH_S, unless it is that of another run.
+def _renew(place: ObjectPath, mine: dict[str, Any], ended: threading.Event) -> None:
+    """Write the claim again every RENEW_S, unless it is that of another run.
 
     That may be a machine which was frozen between reading and writing the claim, and will notice that it is late.
     """
-    while not ended.wait(REFRESH_S):
+    while not ended.wait(RENEW_S):
         with contextlib.suppress(StorageError), store_errors(place):  # it is tried again
             if (read_claim(place) or mine).get("run") == mine["run"] and not ended.is_set():
                 place.fs.pipe_file(place.key, _content(mine))

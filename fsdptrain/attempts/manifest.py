@@ -40,7 +40,7 @@ DATA_KEY, HELD_OUT_KEY = "data.content", "data.eval.content"  # digests of files
 TOKENS_KEY = "data.tokens"  # the digest of the rows as they are trained
 TOKENIZER_KEY = "model.tokenizer.content"  # the digest of the tokenizer, with its chat template
 CODE_KEY = "model.code"  # of a model's own code, the SHA-256 of each file
-SETTLED = "settled."  # before each key of the model's configuration that decides what is trained
+RESOLVED = "settled."  # before each key of the model's configuration that decides what is trained
 MEASURED = (HELD_OUT_KEY,)  # changes what is measured, not what is trained: a resume may change it, and says so
 ANOTHER_RUN = "choose another `name` or output_dir"
 DIGITS = 12  # of a digest that is shown
@@ -141,7 +141,7 @@ def _field_problem(fields: dict[str, Any]) -> str | None:
     }
     invalid = {name: fields[name] for name, is_valid in valid.items() if not is_valid}
     if valid["files"]:
-        invalid |= {f"files: {name!r}": facts for name, facts in files.items() if not _is_file_entry(name, facts)}
+        invalid |= {f"files: {name!r}": entry for name, entry in files.items() if not _is_file_entry(name, entry)}
     return next((f"{name}: {reprlib.repr(value)}" for name, value in invalid.items()), None)
 
 
@@ -149,10 +149,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_file_entry(name: str, facts: Any) -> bool:
-    if not FILE_NAME.fullmatch(name) or not isinstance(facts, dict) or facts.keys() != {"bytes", "sha256"}:
+def _is_file_entry(name: str, entry: Any) -> bool:
+    if not FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
         return False
-    return _is_count(facts["bytes"]) and isinstance(facts["sha256"], str) and bool(SHA256.fullmatch(facts["sha256"]))
+    return _is_count(entry["bytes"]) and isinstance(entry["sha256"], str) and bool(SHA256.fullmatch(entry["sha256"]))
 
 
 def file_entry(path: Location) -> dict[str, Any]:
@@ -161,28 +161,28 @@ def file_entry(path: Location) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def file_sums(folder: Path, names: Iterable[str], meanwhile: Callable[[], None]) -> dict[str, str]:
-    """Return the SHA-256 of files, read in parallel; `meanwhile` is called until all are read, and may raise."""
+def file_sums(folder: Path, names: Iterable[str], poll: Callable[[], None]) -> dict[str, str]:
+    """Return the SHA-256 of files, read in parallel; `poll` is called until all are read, and may raise."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         entries = {name: pool.submit(file_entry, folder / name) for name in names}
         try:
             while wait(entries.values(), timeout=0).not_done:
-                meanwhile()
+                poll()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return {name: entry.result()["sha256"] for name, entry in entries.items()}
 
 
-def file_problem(path: Location, facts: dict[str, Any], checksums: bool, record: str = "the manifest's") -> str | None:
+def file_problem(path: Location, entry: dict[str, Any], checksums: bool, record: str = "the manifest's") -> str | None:
     """Return how a file differs from its recorded size and, with `checksums`, SHA-256; None if it does not."""
     try:
         with system_errors(path):
             status = regular_file_status(path)
             if not status:
                 return f"{path} is not a regular file"
-            if status.st_size != facts["bytes"]:
-                return f"{path} has {status.st_size} bytes, not {facts['bytes']}"
-            if checksums and file_entry(path) != facts:
+            if status.st_size != entry["bytes"]:
+                return f"{path} has {status.st_size} bytes, not {entry['bytes']}"
+            if checksums and file_entry(path) != entry:
                 return f"{path} is damaged: its checksum differs from {record}"
     except NOTHING_THERE:
         return f"{path} is missing"
@@ -298,14 +298,14 @@ def measured_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, l
 
 def recipe_key(path: str) -> str:
     """Return the key of the recipe that a key of an identity belongs to."""
-    if path.startswith(SETTLED):
-        return f"model.config.{path.removeprefix(SETTLED)}"
+    if path.startswith(RESOLVED):
+        return f"model.config.{path.removeprefix(RESOLVED)}"
     fields = {DATA_KEY: "data.path", TOKENS_KEY: "data.path", CODE_KEY: "model.id"}
     return fields.get(path) or path.removesuffix(".content").removesuffix(KEEPS_STATE)
 
 
 def _changed(path: str, before: Any, now: Any) -> Problem:
-    if path.startswith(SETTLED):
+    if path.startswith(RESOLVED):
         message = (
             f"was {before!r} in the run to resume, is {now!r} now: restore it in the config.json of the model (or the "
             f"version of transformers, if this is a default), or {ANOTHER_RUN}"

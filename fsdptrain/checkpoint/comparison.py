@@ -111,7 +111,7 @@ def logits_from(child: Child, job: dict[str, Any], wait: Callable[[], None]) -> 
 
 
 class Comparison:
-    """The comparison of one export with the trained model; `facts` are its fields of the event `export`."""
+    """The comparison of one export with the trained model; `fields` are its part of the event `export`."""
 
     def __init__(
         self, sample: Sample | None, ways: dict[str, Way], trust: bool, progress: Progress, wait: Callable[[], None]
@@ -121,7 +121,7 @@ class Comparison:
         `trust`: the model's own code may run. `wait` is called while the other process works; it may raise.
         """
         self._sample, self._ways, self._trust, self._progress, self._wait = sample, ways, trust, progress, wait
-        self.facts: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}
         self._child = None
         try:
             obstacle = memory_obstacle(ways)
@@ -129,11 +129,11 @@ class Comparison:
         except OSError as error:
             obstacle = f"no process could be started: {error.strerror}"
         if obstacle:
-            self.facts[self._omission] = obstacle
+            self.fields[self._omission] = obstacle
 
     @property
     def _omission(self) -> str:
-        """The name of the fact that says why nothing was compared, or without a sample why nothing was opened."""
+        """The name of the field that says why nothing was compared, or without a sample why nothing was opened."""
         return "not_compared" if self._sample else "not_opened"
 
     def check(self, root: Path) -> None:
@@ -146,11 +146,11 @@ class Comparison:
         job = {"rows": sample.rows if sample else [[0]], "trust_remote_code": self._trust, "exports": exports}
         answer = logits_from(self._child, job, self._wait)
         if isinstance(answer, str):
-            self.facts[self._omission] = answer
+            self.fields[self._omission] = answer
         elif sample:
-            self.facts["compared"] = differences(sample, self._ways, answer)
+            self.fields["compared"] = differences(sample, self._ways, answer)
         else:
-            self.facts["opened"] = True
+            self.fields["opened"] = True
 
     def __enter__(self) -> Comparison:
         return self
@@ -170,20 +170,20 @@ def differences(sample: Sample, ways: dict[str, Way], answer: Tensors) -> list[d
         opened = torch.cat([answer[f"{name}.{number}"] for number in range(len(sample.rows))])
         trained = torch.cat(sample.logits)
         far, spread = (_centred(opened) - _centred(trained)).abs(), _centred(trained).abs()
-        facts = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
+        distance = {"largest": far.max().item(), "mean": far.mean().item(), "spread": spread.mean().item()}
         tokens, limit = sum(map(len, sample.rows)), None
         if way.rounded_to:
             rounding = torch.finfo(getattr(torch, way.rounded_to)).eps * trained.abs().mean().item()
-            limit = LIMITS[way.rounded_to] * facts["spread"] + rounding
-        if not math.isfinite(facts["mean"]) or (limit is not None and facts["mean"] > limit):
+            limit = LIMITS[way.rounded_to] * distance["spread"] + rounding
+        if not math.isfinite(distance["mean"]) or (limit is not None and distance["mean"] > limit):
             raise CheckpointError(
                 f"the export ({name}) does not compute what was trained: on {tokens} tokens its logits differ by "
-                f"{facts['mean']:.3g} on average and {facts['largest']:.3g} at most"
+                f"{distance['mean']:.3g} on average and {distance['largest']:.3g} at most"
                 + (f", and rounding explains {limit:.3g} on average" if limit is not None else "")
                 + f". {WAY_OUT}"
             )
         judged = {"limit": limit, "rounded_to": way.rounded_to}
-        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **facts, **judged})
+        found.append({"what": name, "tokens": tokens, "held_out": sample.held_out, **distance, **judged})
     return found
 
 

@@ -17,7 +17,7 @@ from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, size
 
 
-def disk_facts(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, Any]:
+def disk_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, Any]:
     """Return the bytes that checkpoints and export need on the disk of output_dir, and the bytes free there.
 
     A checkpoint holds trained master weights and optimizer state. While one is written there is one more than is kept.
@@ -49,26 +49,26 @@ def export_bytes(recipe: Recipe, counts: Counts) -> int:
     return {"separate": adapter, "merged": model, "both": model + adapter}[kind]
 
 
-def disk_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error when there is too little space, with what needs it."""
-    if facts["free_bytes"] < facts["needed_bytes"]:
+    if space["free_bytes"] < space["needed_bytes"]:
         way_out = "lower checkpoint.keep, or set output_dir to another disk"
         if plan.rundir.url is not None:
             way_out = "set FSDPTRAIN_CACHE to a folder on another disk"
         yield CheckpointError(
-            f"output_dir: no space: needs {size(facts['needed_bytes'])}, has {size(facts['free_bytes'])} on the disk "
-            f"of {plan.run_dir} ({_breakdown(facts)}): {way_out}"
+            f"output_dir: no space: needs {size(space['needed_bytes'])}, has {size(space['free_bytes'])} on the disk "
+            f"of {plan.run_dir} ({_breakdown(space)}): {way_out}"
         )
 
 
-def disk_summary(facts: dict[str, Any]) -> str:
-    """Return the facts in one line."""
-    return f"{size(facts['needed_bytes'])} needed ({_breakdown(facts)}), {size(facts['free_bytes'])} free"
+def disk_summary(space: dict[str, Any]) -> str:
+    """Return the space in one line."""
+    return f"{size(space['needed_bytes'])} needed ({_breakdown(space)}), {size(space['free_bytes'])} free"
 
 
-def _breakdown(facts: dict[str, Any]) -> str:
-    checkpoints = f"{counted(facts['checkpoints'], 'checkpoint')} of {size(facts['checkpoint_bytes'])}"
-    return f"at most {checkpoints} at a time, an export of {size(facts['export_bytes'])}"
+def _breakdown(space: dict[str, Any]) -> str:
+    checkpoints = f"{counted(space['checkpoints'], 'checkpoint')} of {size(space['checkpoint_bytes'])}"
+    return f"at most {checkpoints} at a time, an export of {size(space['export_bytes'])}"
 
 
 def existing_parent(path: Path) -> Path:

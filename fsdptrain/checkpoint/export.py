@@ -1,4 +1,4 @@
-"""Sharded weights → a Hugging Face folder, one block at a time, so that no process holds the whole model.
+"""Sharded weights → a Hugging Face folder, one layer at a time, so that no process holds the whole model.
 
 The weights come from a live model (every rank gathers, rank 0 writes) or from a checkpoint on disk (one process); the
 rest is the same.
@@ -29,7 +29,7 @@ from fsdptrain.attempts.manifest import (
 )
 from fsdptrain.checkpoint.comparison import POLL_S, Comparison, Sample
 from fsdptrain.checkpoint.exported import Exported
-from fsdptrain.checkpoint.load import StoredCheckpoint
+from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.checkpoint.shards import Tensors
 from fsdptrain.checkpoint.verify import CONFIG
@@ -63,8 +63,8 @@ def gathered_tensors(
         yield tensors_on_cpu
 
 
-def stored_tensors(
-    checkpoint: StoredCheckpoint, unsharded: PreTrainedModel, groups: list[list[str]]
+def checkpoint_tensors(
+    checkpoint: CheckpointReader, unsharded: PreTrainedModel, groups: list[list[str]]
 ) -> Iterator[Tensors]:
     """Yield the state in a checkpoint, group by group; raises CheckpointError when it is not that of `unsharded`."""
     tensors = trained_state(unsharded)
@@ -109,10 +109,10 @@ def export_live(
         with Comparison(sample, ways, what.runs_own_code, reporter.progress, wait) as comparison:
             try:
                 with output_lock(rundir.export):
-                    facts = _write_and_record(
+                    fields = _write_and_record(
                         rundir, step, what, tensors, reporter.progress, comparison, wait, check_base
                     )
-                reporter.event("export", **facts)
+                reporter.event("export", **fields)
             except (CheckpointError, RecipeError) as error:
                 failure = error
     for _ in tensors:  # gathering is collective: complete it even after a failure
@@ -142,8 +142,8 @@ def export_checkpoint(
     plan = with_options(open_plan(rundir.plan), adapter, merge_base)
     folder = _choose_checkpoint(rundir, plan, step, screen.say)
     with _removal_reported(folder, plan):
-        facts = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
-    screen.show({"event": "export", **facts})
+        fields = _write_checkpoint(rundir, plan, folder, out, dtype, screen, compare and plan.recipe.export.compare)
+    screen.show({"event": "export", **fields})
     screen.summary(0.0)
 
 
@@ -168,14 +168,14 @@ def _write_checkpoint(
     ways = {name: way for name, way in what.ways().items() if compare and not way.adapter}
     wait = partial(time.sleep, POLL_S)
     with (
-        StoredCheckpoint(folder) as checkpoint,
+        CheckpointReader(folder) as checkpoint,
         Comparison(None, ways, what.runs_own_code, progress, wait) as comparison,
     ):
-        tensors = stored_tensors(checkpoint, what.trained, what.trained_groups)
+        tensors = checkpoint_tensors(checkpoint, what.trained, what.trained_groups)
         if out == rundir.export:
             return _write_and_record(rundir, manifest.step, what, tensors, progress, comparison, wait)
         done = what.write(tensors, out, progress, check=comparison.check)
-        return _facts(what, out, done) | comparison.facts
+        return _fields(what, out, done) | comparison.fields
 
 
 @contextlib.contextmanager
@@ -261,14 +261,14 @@ def _write_and_record(
 
     done = what.write(tensors, rundir.export, progress, before, check, check_base)
     write_export_record(rundir, step, done.files, sums)
-    return {"step": step, **_facts(what, rundir.export, done), **comparison.facts}
+    return {"step": step, **_fields(what, rundir.export, done), **comparison.fields}
 
 
-def _facts(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
+def _fields(what: Exported, out: Path, done: ExportResult) -> dict[str, Any]:
     """Return what was written, and where, for the event `export`."""
-    facts = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
-    facts |= {"adapter": what.adapter} if what.adapter else {}
-    return facts | ({"kept": str(done.kept)} if done.kept else {})
+    fields = {"path": str(out), "bytes": done.bytes, "dtype": what.dtype}
+    fields |= {"adapter": what.adapter} if what.adapter else {}
+    return fields | ({"kept": str(done.kept)} if done.kept else {})
 
 
 def _build_skeleton(rundir: RunDir, plan: Plan) -> PreTrainedModel:

@@ -28,7 +28,7 @@ from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.nf4 import round_trip
 from fsdptrain.model.peft import adapted_layers, base_name, is_adapter, merged_weight, save_config, saved_names
 from fsdptrain.model.skeleton import skeleton_in_dtype
-from fsdptrain.model.units import blocks_of, saved_state, trained_state
+from fsdptrain.model.units import decoder_layers, saved_state, trained_state
 from fsdptrain.model.weights import read_groups
 from fsdptrain.plan.plan import Plan
 
@@ -36,12 +36,13 @@ from fsdptrain.plan.plan import Plan
 OF_MODEL = ("config.json", "generation_config.json")
 
 
-def names_by_block(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of the model's state in groups that are exported together: each block, and each other tensor."""
-    blocks = [f"{name}." for name, _ in blocks_of(model)]
+def names_by_decoder_layer(model: PreTrainedModel) -> list[list[str]]:
+    """Return the names of the model's state in groups that are exported together: each decoder layer, each other
+    tensor."""
+    layers = [f"{name}." for name, _ in decoder_layers(model)]
     groups: dict[str, list[str]] = {}
     for name in saved_state(model):
-        groups.setdefault(next((block for block in blocks if name.startswith(block)), name), []).append(name)
+        groups.setdefault(next((layer for layer in layers if name.startswith(layer)), name), []).append(name)
     return list(groups.values())
 
 
@@ -57,7 +58,7 @@ class Exported:
         self.adapter = plan.recipe.export.adapter if plan.recipe.adapter.kind else None
         separate = self.adapter == "separate"
         self.dtype = plan.recipe.model.dtype if separate else dtype or plan.recipe.export.dtype
-        self.groups = names_by_block(unsharded)
+        self.groups = names_by_decoder_layer(unsharded)
         self.trained: Any = freeze(copy.deepcopy(unsharded), plan.recipe) if plan.freezes else unsharded
         self.trained_groups = trained_groups(self.trained, self.groups)
 

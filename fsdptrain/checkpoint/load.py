@@ -3,7 +3,7 @@
 every rank: read the headers of its share of the files → which rows of which tensors are where (`find_pieces`)
 all ranks:  exchange that ─> every rank: check that no row is missing, read its rows from the files that have them
 
-Files are opened where they are stored: whole on a disk, or piece by piece in an object store.
+Files are opened where they are: whole on a disk, or piece by piece in an object store.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice
     numbers = {name: number for number, name in enumerate(sorted(shards))}
     found = []
     for file_number, file in [*enumerate(sorted(read_manifest(folder).files))][share]:
-        with StoredCheckpoint(folder, [file]) as stored:
-            if unknown := sorted(stored.shapes.keys() - shards.keys()):
+        with CheckpointReader(folder, [file]) as reader:
+            if unknown := sorted(reader.shapes.keys() - shards.keys()):
                 raise CheckpointError(f"{folder}: it holds {unknown[0]!r}, which the model does not have")
-            for name in stored.shapes:
-                stored.compare(name, shards[name])
-                found += [(numbers[name], file_number, *span) for span in stored.spans(name)]
+            for name in reader.shapes:
+                reader.compare(name, shards[name])
+                found += [(numbers[name], file_number, *span) for span in reader.spans(name)]
     return np.array(found, np.int64).reshape(-1, 4)
 
 
@@ -70,13 +70,13 @@ def load_checkpoint(folder: Location, shards: dict[str, Shard], pieces: PieceTab
         overlap = (starts < shard.first + len(shard.local)) & (ends > shard.first)
         needed.update(files[overlap].tolist())
     names = sorted(read_manifest(folder).files)
-    with StoredCheckpoint(folder, [names[number] for number in sorted(needed)]) as stored:
+    with CheckpointReader(folder, [names[number] for number in sorted(needed)]) as reader:
         for name, shard in shards.items():
             if len(shard.local):
-                stored.fill(name, shard)
+                reader.fill(name, shard)
 
 
-class StoredCheckpoint:
+class CheckpointReader:
     """A checkpoint open for reading: whole tensors or some of their rows, whichever ranks wrote them.
 
     Correct checksums prove that the files are as they were written, not that fsdptrain wrote them. So their metadata is
@@ -101,7 +101,7 @@ class StoredCheckpoint:
                 self._reject_several_dtypes(name)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> StoredCheckpoint:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -147,7 +147,7 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.folder}: {name} is {dtype}, the model needs {shard.local.dtype}")
 
     def fill(self, name: str, shard: Shard) -> None:
-        """Copy into a shard the stored rows that overlap it; raises what `compare` raises."""
+        """Copy into a shard the rows in the files that overlap it; raises what `compare` raises."""
         self.compare(name, shard)
         wanted = range(shard.first, shard.first + len(shard.local))
         for first, rows in self._pieces[name]:
@@ -185,7 +185,7 @@ def open_tensors(path: Location) -> contextlib.AbstractContextManager[Any]:
 class RemoteTensors:
     """A safetensors file in an object store, with those methods of `safe_open` that loading needs.
 
-    Only the rows that are asked for are read.
+    Only the requested rows are read.
     """
 
     def __init__(self, path: ObjectPath) -> None:

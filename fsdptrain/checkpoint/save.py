@@ -5,9 +5,9 @@
 
 `storage` knows what delivering (an upload), publishing and removing are in a folder and in an object store.
 
-Shards are slices along dimension 0, as FSDP2 makes them, stored with their first row. So any world size can read them:
+Shards are slices along dimension 0, as FSDP2 makes them, written with their first row. So any world size can read them:
 a rank copies the rows that overlap its own. The position in the data and the dropout seeds are functions of the step,
-so a checkpoint stores nothing but tensors and the step.
+so a checkpoint holds nothing but tensors and the step.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Checkpointer:
             keep = self.plan.recipe.checkpoint.keep
             remove = self._if_writer(partial(remove_old_checkpoints, self.rundir, step, keep))
             self._on_rank_zero("remove old checkpoints", remove)
-            facts = {"step": step, "path": str(target), "bytes": size}
-            facts |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
-            self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **facts))
+            fields = {"step": step, "path": str(target), "bytes": size}
+            fields |= {"seconds": time.monotonic() - started, "blocked_s": blocked_s}
+            self._on_rank_zero(f"report {target}", partial(self.write_event, "save", **fields))
         except BaseException as error:
             self._error = error  # the training thread raises it in its next wait()
 
@@ -162,7 +162,7 @@ class Checkpointer:
                 with contextlib.suppress(StorageError):
                     self._if_writer(partial(storage.discard, step))()
             raise
-        return sum(facts["bytes"] for facts in files.values())
+        return sum(entry["bytes"] for entry in files.values())
 
     def _if_writer(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Return the same work, which raises RunLost instead if another machine has taken over a run in a store.
@@ -332,7 +332,7 @@ def write_shards(
     tensors = {name: shard.local.contiguous() for name, shard in shards.items()}
     save_tensors(tensors, path, {"places": json.dumps(places)})
     pieces = pieces_of_file(path, tensors)
-    # One thread waits for the disk while the other computes the checksum: of the memory, not of what came to the file.
+    # One thread waits for the disk while the other computes the checksum: of the memory, not of the file.
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(fsync, path)
         entry = {"bytes": sum(map(len, pieces)), "sha256": checksum_of(pieces)}

@@ -80,9 +80,9 @@ def _survey_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
         problems = checkpoint_problems(folder)
     except (OtherVersion, StorageError) as error:
         problems, refused = [str(error)], error
-    facts = {"step": step, "path": str(folder), "bytes": total, "files": files, "problems": problems}
+    survey = {"step": step, "path": str(folder), "bytes": total, "files": files, "problems": problems}
     kinds = {"other_version": OtherVersion, "unreadable": StorageError}
-    return facts | {name: isinstance(refused, kind) for name, kind in kinds.items()}
+    return survey | {name: isinstance(refused, kind) for name, kind in kinds.items()}
 
 
 def _resume_step(checkpoints: list[dict[str, Any]]) -> int | None:
@@ -122,10 +122,10 @@ def _differences(folder: Path, record: ExportRecord) -> list[str]:
     if record.fault:
         return [f"{record.fault}, so contents were not compared"]
     names = sorted(record.files)
-    facts = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
+    entries = [{"bytes": record.files[name][0], "sha256": record.sums.get(name)} for name in names]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compare = partial(file_problem, record="that in export.json")
-        found = pool.map(compare, [folder / name for name in names], facts, [name in record.sums for name in names])
+        found = pool.map(compare, [folder / name for name in names], entries, [name in record.sums for name in names])
         return [problem for problem in found if problem]
 
 

@@ -145,7 +145,7 @@ def write_folder(
         config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
         config.dtype = getattr(torch, dtype)
         config.save_pretrained(scratch)
-        # One group at a time is cast, converted to the layout of files, and written.
+        # One group at a time is cast, converted to the form of files, and written.
         writer = SafetensorsWriter(scratch, tensors_in_files(wanted))
         for done, group in enumerate(tensors, 1):
             cast = {name: tensor.to(state[name].dtype) for name, tensor in group.items()}
@@ -191,7 +191,7 @@ def tensors_in_files(model: PreTrainedModel) -> Tensors:
 
 
 def check_export(folder: Path, wanted: PreTrainedModel) -> None:
-    """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the layout of files.
+    """Raise CheckpointError unless the folder holds exactly the tensors of this skeleton, in the form of files.
 
     Its configurations and its tokenizer must agree on the special tokens.
     """

@@ -100,7 +100,7 @@ class Adapter:
 
 @dataclass
 class Data:
-    """The training data, and how its rows become blocks of tokens."""
+    """The training data, and how its rows become sequences of tokens."""
 
     path: Any = key(
         None,
@@ -180,7 +180,7 @@ class Fsdp:
     )
     wrap: Any = key(
         "auto",
-        "what becomes a unit: auto (the model's blocks), a list of class names, or {min_params: N}",
+        "what becomes a unit: auto (the model's decoder layers), a list of class names, or {min_params: N}",
         forms=("auto", list[str], {"min_params": int}),
     )
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -207,7 +207,7 @@ class Fsdp:
     cpu_offload: bool = key(False, "keep parameter shards, gradients and optimizer state in host memory")
     activation_checkpointing: Any = key(
         "none",
-        "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} blocks",
+        "what backward recomputes: none, full, selective (all but matrix products and attention), or {every: n} layers",
         forms=("none", "full", "selective", {"every": int}),
     )
 
@@ -301,7 +301,7 @@ class Train:
         "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
     )
     compile: Any = key(
-        "auto", "apply torch.compile to every block; auto: on GPUs, where it saves time", forms=("auto", bool)
+        "auto", "apply torch.compile to every decoder layer; auto: on GPUs, where it saves time", forms=("auto", bool)
     )
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(

@@ -1,1 +1,1 @@
-"""Rows, tokens, packed blocks."""
+"""Rows, tokens, packed sequences."""

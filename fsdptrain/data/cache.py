@@ -1,4 +1,4 @@
-"""Prepared data and tokenizers on disk: made once, stored with checksums, made again when damaged."""
+"""Prepared data and tokenizers on disk: made once, kept with checksums, made again when damaged."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Rows → tokens → packed blocks, once, before any process group exists; then `batch(position)`, a pure function.
+"""Rows → tokens → packed sequences, once, before any process group exists; then `batch(position)`, a pure function.
 
 The cache holds folders of flat, memory-mapped arrays, named by a digest of what they were made from: the tokens, and
 for each seed how they are packed. So the ranks of a node share one copy and a second run starts at once. Terms:
 
-    row     one document or conversation, as tokens
-    piece   consecutive tokens of one row in one block; pieces of a block do not attend to one another
-    block   `seq_len` tokens: one sequence of a batch
+    row       one document or conversation, as tokens
+    piece     consecutive tokens of one row in one sequence; pieces of a sequence do not attend to one another
+    sequence  `seq_len` tokens: a row of a batch
 """
 
 from __future__ import annotations
@@ -77,46 +77,46 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class Corpus(EncodedRows):
-    """Rows that are cut into pieces and packed into blocks.
+    """Rows that are cut into pieces and packed into sequences.
 
-    `pieces` int64 [P, 3] (first token, length, end of its row), in block order; `blocks` int64 [B+1] offsets into
-    pieces; `labels` int64 [B] label tokens of each block.
+    `pieces` int64 [P, 3] (first token, length, end of its row), sequence by sequence; `offsets` int64 [B+1] of the
+    sequences in `pieces`; `labels` int64 [B] label tokens of each sequence.
     """
 
     pieces: Ints
-    blocks: Ints
+    offsets: Ints
     labels: Ints
     count_padding: bool = True  # whether positions of padding continue those of the last piece, or are 0
 
     def __len__(self) -> int:
-        return len(self.blocks) - 1
+        return len(self.offsets) - 1
 
     def fill(self) -> float:
-        """Return the fraction of tokens, in all blocks, that are not padding."""
+        """Return the fraction of tokens, in all sequences, that are not padding."""
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
 
-    def lengths_per_block(self) -> float:
-        """Return how many different lengths the pieces of a block have on average."""
-        block = np.repeat(np.arange(len(self)), np.diff(self.blocks))
-        return len(np.unique(block * (self.seq_len + 1) + self.pieces[:, 1])) / len(self)
+    def lengths_per_sequence(self) -> float:
+        """Return how many different lengths the pieces of a sequence have on average."""
+        sequence = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return len(np.unique(sequence * (self.seq_len + 1) + self.pieces[:, 1])) / len(self)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Return blocks `numbers` as the rows of a micro-batch.
+        """Return sequences `numbers` as the rows of a micro-batch.
 
         Labels are already shifted: position i predicts labels[i], or nothing when that is -100. Position ids restart at
         every piece, from which transformers derives that pieces do not attend to one another. Padding continues the
-        positions of the last piece: causal attention hides it from the tokens before it, and a block of one piece needs
-        no other mask, so that it gets the flash kernel. With `count_padding=False`, for models in which the highest
-        position affects every token, positions of padding are 0. The number -1 gives a block of padding. In `documents`
-        the padding of a block is a document.
+        positions of the last piece: causal attention hides it from the tokens before it, and a sequence of one piece
+        needs no other mask, so that it gets the flash kernel. With `count_padding=False`, for models in which the
+        highest position affects every token, positions of padding are 0. The number -1 gives a sequence of padding. In
+        `documents` the padding of a sequence is a document.
         """
         shape = (len(numbers), self.seq_len)
         ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
         lengths: list[list[int]] = []
         for row, number in enumerate(numbers):
-            at = length = 0  # the next free position of the block; the length of its last piece
-            pieces = self.pieces[self.blocks[number] : self.blocks[number + 1]] if number >= 0 else self.pieces[:0]
+            at = length = 0  # the next free position of the sequence; the length of its last piece
+            pieces = self.pieces[self.offsets[number] : self.offsets[number + 1]] if number >= 0 else self.pieces[:0]
             for start, length, end in pieces:
                 ids[row, at : at + length] = self.tokens[start : start + length]
                 positions[row, at : at + length] = np.arange(length)
@@ -137,14 +137,14 @@ class Corpus(EncodedRows):
         }
 
     def beginnings(self, numbers: Sequence[int], length: int) -> Corpus:
-        """Return a corpus with the beginning of the first piece of blocks `numbers`, each in a block of its own.
+        """Return a corpus with the beginning of the first piece of sequences `numbers`, each in one of its own.
 
         A beginning has at most `length` tokens.
         """
-        first = self.pieces[self.blocks[list(numbers)]]
+        first = self.pieces[self.offsets[list(numbers)]]
         lengths = np.minimum(first[:, 1], length)
         pieces = np.stack([first[:, 0], lengths, first[:, 2]], axis=1)
-        return dataclasses.replace(self, pieces=pieces, blocks=np.arange(len(pieces) + 1), labels=lengths)
+        return dataclasses.replace(self, pieces=pieces, offsets=np.arange(len(pieces) + 1), labels=lengths)
 
     def show(self, tokenizer: Any) -> str:
         """Return the first row as text, with the trained parts in ⟦ ⟧."""
@@ -181,45 +181,45 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless stream over some blocks of a corpus: epoch after epoch, each a new permutation.
+    """An endless stream over some sequences of a corpus: epoch after epoch, each a new permutation.
 
-    The block at a position depends on (seed, position) alone: not on the world size or on what was read before.
+    The sequence at a position depends on (seed, position) alone: not on the world size or on what was read before.
     """
 
     corpus: Corpus
-    numbers: Ints  # of the blocks in this stream
+    numbers: Ints  # of the sequences in this stream
     seed: int
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def at(self, positions: Sequence[int]) -> list[int]:
-        """Return the block numbers at these positions of the stream."""
+        """Return the sequence numbers at these positions of the stream."""
         return [int(self.numbers[_epoch_order(self.seed, p // len(self), len(self))[p % len(self)]]) for p in positions]
 
     def batch(self, positions: Sequence[int]) -> Batch:
-        """Return the blocks at these positions; see `Corpus.batch`."""
+        """Return the sequences at these positions; see `Corpus.batch`."""
         return self.corpus.batch(self.at(positions))
 
     def label_tokens(self, positions: Sequence[int]) -> int:
-        """Return how many label tokens the blocks at these positions have in total."""
+        """Return how many label tokens the sequences at these positions have in total."""
         return int(self.corpus.labels[self.at(positions)].sum())
 
     def digest(self, positions: Sequence[int]) -> str:
-        """Return a short digest of the block numbers at these positions, with which runs are compared."""
+        """Return a short digest of the sequence numbers at these positions, with which runs are compared."""
         return hashlib.sha256(np.array(self.at(positions), np.int64).tobytes()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)  # a batch may span two epochs; two threads make batches
 def _epoch_order(seed: int, epoch: int, size: int) -> Ints:
-    """Return the order of blocks in one epoch."""
+    """Return the order of sequences in one epoch."""
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def prepare(
     plan: Plan, tokenizer: Any, progress: Progress, count_padding: bool = True, day: date | None = None
 ) -> tuple[Stream, list[int], Corpus]:
-    """Return the training stream, the held-out block numbers and their corpus; `count_padding` as in `Corpus`.
+    """Return the training stream, the held-out sequence numbers and their corpus; `count_padding` as in `Corpus`.
 
     `day` is what a chat template sees as today. Raises DataError for wrong rows, and when no row has a trained token.
     """
@@ -279,25 +279,29 @@ def pack_rows(
         if fraction is not None:
             starts, stops, held, divided = choose_held_out(rows.ends, fraction, seed, data.format.long_rows == "split")
         for name, side in zip(names, (~held, held), strict=False):
-            pieces, blocks, labels = cut_and_pack(
+            pieces, offsets, labels = cut_and_pack(
                 starts[side], stops[side], rows.trained, data, None if layout == BY_LENGTH else seed
             )
             if not len(pieces):
                 use = "to hold out" if name == "held" else "to train on"
                 raise DataError(f"data.eval: fraction {fraction} of {len(rows.ends) - 1} rows leaves none {use}")
-            for kind, values in zip(_PACKED, (pieces, blocks, labels), strict=True):
+            for kind, values in zip(_PACKED.values(), (pieces, offsets, labels), strict=True):
                 np.save(folder / f"{name}-{kind}.npy", values)
         (folder / "notes.json").write_text(json.dumps({"divided": divided}), encoding="utf-8")
 
     folder = cached_folder("packed", [rows.name, seed, fraction, layout], write)
     notes = rows.notes | json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return [
-        Corpus(**vars(rows) | {"notes": notes} | {kind: _array(folder / f"{name}-{kind}.npy") for kind in _PACKED})
+        Corpus(
+            **vars(rows)
+            | {"notes": notes}
+            | {field: _array(folder / f"{name}-{kind}.npy") for field, kind in _PACKED.items()}
+        )
         for name in names
     ]
 
 
-_PACKED = ("pieces", "blocks", "labels")
+_PACKED = {"pieces": "pieces", "offsets": "blocks", "labels": "labels"}  # field of `Corpus` → its file in the cache
 
 
 def _array(path: Path) -> Any:

@@ -41,7 +41,7 @@ POLL_S = 0.25  # between two reports of progress
 
 
 @dataclass(frozen=True)
-class StoredObject:
+class DataObject:
     """An object as the store listed it."""
 
     place: ObjectPath
@@ -67,7 +67,7 @@ def _digest(value: Any) -> str:
 
 
 @functools.cache  # per process: everything that reads the data sees the same objects
-def list_objects(url: str) -> tuple[StoredObject, ...]:
+def list_objects(url: str) -> tuple[DataObject, ...]:
     """Return the data files behind the URL of an object, a folder or a glob, in the order of `data_files`.
 
     As in a local folder, `*` matches no name that starts with a dot, and an object that is named or matched is returned
@@ -93,7 +93,7 @@ def _data_errors(place: object, if_missing: DataError) -> Iterator[None]:
         raise NoData(f"data: {error}") from None
 
 
-def _find(root: ObjectPath) -> dict[str, StoredObject]:
+def _find(root: ObjectPath) -> dict[str, DataObject]:
     """Return the objects behind a path or a glob by their keys; raises FileNotFoundError when nothing is there."""
     try:
         matched = {root.key: root.fs.info(root.key)}
@@ -107,14 +107,14 @@ def _find(root: ObjectPath) -> dict[str, StoredObject]:
         if not matched:
             raise
     found = {}
-    folders = {key for key, facts in matched.items() if facts["type"] != "file"}
-    for key, facts in matched.items():
+    folders = {key for key, info in matched.items() if info["type"] != "file"}
+    for key, info in matched.items():
         if key in folders and not folders.isdisjoint(_parents(key)):
             continue  # it is listed with that folder
-        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: facts}
+        below = _list_folder(ObjectPath(root.fs, key)) if key in folders else {key: info}
         for name, each in below.items():
             if (name == key or data_kind(name)) and not name.endswith("/"):
-                found[name] = StoredObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
+                found[name] = DataObject(place := ObjectPath(root.fs, name), each["size"], _etag(each))
                 if not found[name].etag:
                     raise DataError(f"data: {place} has no ETag, without which a change of it is not noticed")
     return found
@@ -152,24 +152,24 @@ def _matching(root: ObjectPath) -> dict[str, Any]:
         fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), pattern.split("/")))
         matches = re.compile(fsspec.utils.glob_translate(pattern)).match
         listed = root.fs.find(fixed, withdirs=True, detail=True)
-        matched = {key: facts for key, facts in listed.items() if matches(key)}
+        matched = {key: info for key, info in listed.items() if matches(key)}
     named = [part for part in pattern.split("/") if part.startswith(".")]
 
     def is_seen(part: str) -> bool:
         return not part.startswith(".") or any(fnmatchcase(part, each) for each in named)
 
-    return {key: facts for key, facts in matched.items() if all(map(is_seen, key.split("/")))}
+    return {key: info for key, info in matched.items() if all(map(is_seen, key.split("/")))}
 
 
-def _etag(facts: dict[str, Any]) -> str:
+def _etag(info: dict[str, Any]) -> str:
     """Return the ETag in what a store reports about an object; libraries spell it in two ways, some add quotes."""
-    return str(facts.get("ETag") or facts.get("etag") or "").strip('"')
+    return str(info.get("ETag") or info.get("etag") or "").strip('"')
 
 
-def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None) -> None:
+def fetch(objects: Sequence[DataObject], progress: Progress = lambda *_: None) -> None:
     """Download the objects of which the cache has no copy; other processes of the node wait for the one that does.
 
-    Raises NoData when the store refuses or does not answer, DataError when an object changes meanwhile, and
+    Raises NoData when the store refuses or does not answer, DataError when an object changes during the download, and
     CheckpointError when the disk is too small. What was complete then stays in the cache.
     """
     if all(each.is_here for each in objects):
@@ -191,7 +191,7 @@ def fetch(objects: Sequence[StoredObject], progress: Progress = lambda *_: None)
 
 
 @contextlib.contextmanager
-def _locked(path: Path, objects: Sequence[StoredObject], progress: Progress) -> Iterator[None]:
+def _locked(path: Path, objects: Sequence[DataObject], progress: Progress) -> Iterator[None]:
     """Hold a lock; while another process holds it, report what that one has completed, so that a stop ends the wait."""
     lock, total = FileLock(path), sum(each.size for each in objects)
     while not lock.is_locked:
@@ -220,7 +220,7 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress) -> None:
+def _download(objects: Sequence[DataObject], scratch: Path, progress: Progress) -> None:
     """Download objects into `scratch`, AT_ONCE at a time, and rename each when it is complete."""
     total, received, stop, lock = sum(each.size for each in objects), [0], threading.Event(), threading.Lock()
 
@@ -252,7 +252,7 @@ def _download(objects: Sequence[StoredObject], scratch: Path, progress: Progress
             pool.shutdown(cancel_futures=True)
 
 
-def _read(each: StoredObject, start: int) -> bytes:
+def _read(each: DataObject, start: int) -> bytes:
     with _data_errors(each.place, _changed(each)):
         try:
             return each.place.read(start, min(start + PIECE, each.size))
@@ -262,13 +262,13 @@ def _read(each: StoredObject, start: int) -> bytes:
             raise
 
 
-def _reject_changed(each: StoredObject, received: int) -> None:
+def _reject_changed(each: DataObject, received: int) -> None:
     """Raise DataError when an object is no longer the one that was listed: its pieces may be of two versions."""
     with _data_errors(each.place, _changed(each)):
-        facts = each.place.fs.info(each.place.key)
-    if (facts["size"], _etag(facts)) != (each.size, each.etag) or received != each.size:
+        info = each.place.fs.info(each.place.key)
+    if (info["size"], _etag(info)) != (each.size, each.etag) or received != each.size:
         raise _changed(each)
 
 
-def _changed(each: StoredObject) -> DataError:
+def _changed(each: DataObject) -> DataError:
     return DataError(f"data: {each.place} changed while it was downloaded: run again when nothing writes to it")

@@ -1,7 +1,7 @@
-"""Cut rows into pieces and pack the pieces into blocks.
+"""Cut rows into pieces and pack the pieces into sequences.
 
-Rows are packed in random order: rows of one length, or of one place in the file, in one block would make the gradient
-of a step a worse estimate, and learning slower (`benchmarks/packing.py`).
+Rows are packed in random order: rows of one length, or of one place in the file, in one sequence would make the
+gradient of a step a worse estimate, and learning slower (`benchmarks/packing.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from fsdptrain.config.schema import Data
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-WINDOW = 1024  # pieces among which `fill_blocks` looks for those that fill a block
+WINDOW = 1024  # pieces among which `fill_sequences` looks for those that fill a sequence
 TRIED = 4  # pieces that it tries to complete with another
 
 
 def cut_and_pack(
     starts: Ints, stops: Ints, trained: np.ndarray[Any, Any], data: Data, seed: int | None
 ) -> tuple[Ints, Ints, Ints]:
-    """Cut and pack rows, given by starts [R] and ends [R]: pieces [P, 3], blocks [B+1] and labels [B] of a `Corpus`.
+    """Cut and pack rows, given by starts [R] and ends [R]: `pieces`, `offsets` and `labels` of a `Corpus`.
 
-    Rows that share blocks are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs of
-    earlier versions. Pieces without a label token are left out.
+    Rows that share sequences are shuffled by `seed`. Without a seed they are packed in order or by length, as in runs
+    of earlier versions. Pieces without a label token are left out.
     """
     if data.packing != "none" and seed is not None:
         shuffled = np.random.default_rng([seed, 0, 2]).permutation(len(starts))  # [seed, epoch] is the stream's
@@ -42,14 +42,14 @@ def cut_and_pack(
     used = labels > 0
     if not used.any():
         return placed[used], np.zeros(1, np.int64), labels[used]
-    order, blocks = pack(pieces[used], data, by_length=seed is None)
-    return placed[used][order], blocks, np.add.reduceat(labels[used][order], blocks[:-1])
+    order, offsets = pack(pieces[used], data, by_length=seed is None)
+    return placed[used][order], offsets, np.add.reduceat(labels[used][order], offsets[:-1])
 
 
 def cut(ends: Ints, data: Data) -> Ints:
     """Cut rows (offsets [R+1]) into pieces [P, 3] of at most seq_len tokens: (first token, length, end of the row).
 
-    With `concat` the stream of all rows is cut every seq_len tokens, so that blocks are full; otherwise every row is
+    With `concat` the stream of all rows is cut every seq_len tokens, so that sequences are full; otherwise every row is
     cut from its own beginning.
     """
     size = data.seq_len
@@ -77,41 +77,41 @@ def piece_labels(pieces: Ints, trained: np.ndarray[Any, Any]) -> Ints:
 
 
 def pack(pieces: Ints, data: Data, by_length: bool = False) -> tuple[Ints, Ints]:
-    """Put pieces into blocks; return the order of the pieces [P] and the offsets of the blocks [B+1].
+    """Put pieces into sequences; return the order of the pieces [P] and the offsets of the sequences [B+1].
 
-    `concat` fills block after block in order; `none` gives every piece its own block; `bfd` is `fill_blocks`, or
+    `concat` fills one after another in order; `none` gives each piece its own; `bfd` is `fill_sequences`, or
     `best_fit_decreasing` if it goes `by_length`.
     """
     if data.packing == "none":
         return np.arange(len(pieces)), np.arange(len(pieces) + 1)
     if data.packing == "concat":
-        block = pieces[:, 0] // data.seq_len
-        changes = np.flatnonzero(np.diff(block)) + 1
+        sequence = pieces[:, 0] // data.seq_len
+        changes = np.flatnonzero(np.diff(sequence)) + 1
         return np.arange(len(pieces)), np.concatenate([[0], changes, [len(pieces)]])
-    members = (best_fit_decreasing if by_length else fill_blocks)(pieces[:, 1].tolist(), data.seq_len)
+    members = (best_fit_decreasing if by_length else fill_sequences)(pieces[:, 1].tolist(), data.seq_len)
     return np.array([*itertools.chain.from_iterable(members)]), np.cumsum([0, *map(len, members)])
 
 
-def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return blocks of at most `size`, as numbers of pieces, which have these lengths and come in random order.
+def fill_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return sequences of at most `size`, as numbers of pieces, which have these lengths and come in random order.
 
-    A block takes the pieces that come next until there is space for about two more. The rest is filled as well as
-    possible with one or two of the next WINDOW pieces, again and again until none fits. So a block is a random sample
-    of the pieces but for its last ones, and is filled as well as by best-fit decreasing over all pieces.
+    A sequence takes the pieces that come next until there is space for about two more. The rest is filled as well as
+    possible with one or two of the next WINDOW pieces, again and again until none fits. So a sequence is a random
+    sample of the pieces but for its last ones, and is filled as well as by best-fit decreasing over all pieces.
     """
-    window, blocks = _Window(lengths), []
+    window, sequences = _Window(lengths), []
     two = 2 * sum(lengths) / max(1, len(lengths))
     while window.waiting:
-        block: list[int] = []
+        sequence: list[int] = []
         space = size
-        while (piece := window.first()) is not None and (not block or space >= max(two, lengths[piece])):
+        while (piece := window.first()) is not None and (not sequence or space >= max(two, lengths[piece])):
             space -= window.take(piece)
-            block.append(piece)
+            sequence.append(piece)
         while found := window.best_fit(space):
             space -= sum(map(window.take, found))
-            block += found
-        blocks.append(block)
-    return blocks
+            sequence += found
+        sequences.append(sequence)
+    return sequences
 
 
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ Pinned = dict[str, Any]  # `commits`: Commits; `date`: as in ISO 8601. Each is t
 def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
     """Return the plan with every Hub data set at a commit; `keep` writes the commits (a dry run does not).
 
-    Raises CheckpointError when the stored commits cannot be read.
+    Raises CheckpointError when the pinned commits cannot be read.
     """
     hub_paths = [path for path in (plan.data_path, plan.eval_path) if path and is_hub_data(path)]
     if not hub_paths:
@@ -54,7 +54,7 @@ def pin_commits(plan: Plan, rundir: RunDir, keep: bool = True) -> Plan:
 def pin_date(plan: Plan, tokenizer: Any, rundir: RunDir, keep: bool = True) -> datetime.date | None:
     """Return the date that the chat template renders, if it renders one and conversations are trained.
 
-    It is that of the day on which the run begins. `keep` writes it. Raises CheckpointError when the stored one cannot
+    It is that of the day on which the run begins. `keep` writes it. Raises CheckpointError when the pinned one cannot
     be read.
     """
     if not plan.recipe.data.format.is_chat or "strftime_now" not in str(tokenizer.chat_template):
@@ -70,29 +70,29 @@ def date_note(day: datetime.date) -> str:
 
 
 def _pin(rundir: RunDir, keep: bool, complete: Callable[[Pinned], Pinned]) -> Pinned:
-    """Return what is stored and still valid, completed; `keep` stores it."""
+    """Return what is pinned and still valid, completed; `keep` writes it."""
     with FileLock(rundir.logs / "pinned.lock") if keep else contextlib.nullcontext():
-        pinned = _stored(rundir)
+        pinned = _pinned_before(rundir)
         pinned |= complete(pinned)
         if keep:
             write_atomically(rundir.pinned, json.dumps({"start": _newest_start(rundir), **pinned}, indent=2))
     return pinned
 
 
-def _stored(rundir: RunDir) -> Pinned:
-    """Return what earlier attempts stored; {} before the first checkpoint, unless it is of this start."""
+def _pinned_before(rundir: RunDir) -> Pinned:
+    """Return what earlier attempts pinned; {} before the first checkpoint, unless it is of this start."""
     names = (rundir.pinned, rundir.root / "commits.json")  # the second is that of versions without dates
     path = next(filter(is_there, names), None)
     if path is None:
         return {}
     try:
-        stored = read_object(path)
+        written = read_object(path)
         found: Pinned = {}
-        if rundir.checkpoint_steps() or stored["start"] == _newest_start(rundir):
-            if "commits" in stored:
-                found["commits"] = {name: _check_commit(commit) for name, commit in stored["commits"].items()}
-            if "date" in stored:
-                found["date"] = datetime.date.fromisoformat(stored["date"]).isoformat()
+        if rundir.checkpoint_steps() or written["start"] == _newest_start(rundir):
+            if "commits" in written:
+                found["commits"] = {name: _check_commit(commit) for name, commit in written["commits"].items()}
+            if "date" in written:
+                found["date"] = datetime.date.fromisoformat(written["date"]).isoformat()
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error!r}), so the commit of the data or the date of the chat template is not "

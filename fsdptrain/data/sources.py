@@ -13,7 +13,7 @@ from typing import Any
 from fsdptrain.config.paths import DataPath, data_kind, is_hub_data, matching_paths, places
 from fsdptrain.data.cache import PIECE, QUICKLY_READ, cached_folder
 from fsdptrain.data.hub_data import hub_commit, open_hub_data
-from fsdptrain.data.objects import StoredObject, fetch, list_objects
+from fsdptrain.data.objects import DataObject, fetch, list_objects
 from fsdptrain.data.readers import (
     SUPPORTED,
     DataFile,
@@ -62,9 +62,9 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def _found(path: DataPath) -> list[DataFile | StoredObject]:
+def _found(path: DataPath) -> list[DataFile | DataObject]:
     """Return the files and objects behind every place of a path, each once; none for a Hub data set."""
-    found: dict[str, DataFile | StoredObject] = {}
+    found: dict[str, DataFile | DataObject] = {}
     for place in places(path):
         if URL.fullmatch(place):
             found |= {str(each.place): each for each in list_objects(place)}
@@ -73,9 +73,9 @@ def _found(path: DataPath) -> list[DataFile | StoredObject]:
     return list(found.values())
 
 
-def stored_objects(path: DataPath) -> list[StoredObject]:
+def data_objects(path: DataPath) -> list[DataObject]:
     """Return the objects behind the URLs of a path; none for local files and Hub data. Raises as `list_objects`."""
-    return [each for each in _found(path) if isinstance(each, StoredObject)]
+    return [each for each in _found(path) if isinstance(each, DataObject)]
 
 
 def readable_files(path: DataPath, limit: int | None = None, progress: Progress = lambda *_: None) -> list[DataFile]:
@@ -84,7 +84,7 @@ def readable_files(path: DataPath, limit: int | None = None, progress: Progress 
     Raises as `data_files`, `list_objects` and `fetch` do.
     """
     found = _found(path)[:limit]
-    fetch([each for each in found if isinstance(each, StoredObject)], progress)
+    fetch([each for each in found if isinstance(each, DataObject)], progress)
     return [_downloaded(each) for each in found]
 
 
@@ -95,7 +95,7 @@ def count_files(path: DataPath) -> int:
 
 def bytes_to_download(path: DataPath) -> int:
     """Return the bytes of the objects behind a path of which the cache has no copy; 0 for anything else."""
-    return sum(each.size for each in stored_objects(path) if not each.is_here)
+    return sum(each.size for each in data_objects(path) if not each.is_here)
 
 
 def data_stamps(path: DataPath) -> list[tuple[str, int, int]]:
@@ -115,7 +115,7 @@ def fingerprint(path: DataPath) -> str:
     From QUICKLY_READ on they are read by one process of a node only: their digest is cached, until a file is changed.
     The copies of objects do not change: their digest is cached by URL, size and ETag.
     """
-    files, objects = readable_files(path), stored_objects(path)
+    files, objects = readable_files(path), data_objects(path)
     if is_hub_data(path):
         data = HubData.of(path)
         identity = [data.name, data.config, data.split or "train", hub_commit(path)]
@@ -164,7 +164,7 @@ def quick_fingerprint(path: DataPath, budget: int) -> str:
     found, digest = _found(path), hashlib.sha256()
     if not found:
         raise NoData(f"data.path: {shortened(', '.join(places(path)))!r} was not found")
-    listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, StoredObject)]
+    listed = [(data_kind(e.place.name), e.size, e.etag) for e in found if isinstance(e, DataObject)]
     digest.update(json.dumps(listed).encode())
     files = [_stamp(file) for file in found if isinstance(file, DataFile)]
     whole = sum(size for _, size, _ in files) <= budget
@@ -216,7 +216,7 @@ def _open_files(files: Iterable[DataFile], count_rows: bool) -> Iterator[Source]
         )
 
 
-def _downloaded(found: DataFile | StoredObject) -> DataFile:
+def _downloaded(found: DataFile | DataObject) -> DataFile:
     """Return a file that can be read; an object is downloaded first."""
     if isinstance(found, DataFile):
         return found

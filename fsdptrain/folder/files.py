@@ -159,7 +159,7 @@ def scratch_folder() -> Iterator[Path]:
             descriptor = try_lock(folder / SCRATCH_LOCK)
         except FileNotFoundError:  # another process has removed it, before it was locked
             folder = None
-        except OSError:  # this file system has no locks, so nobody finds it unlocked
+        except OSError:  # this file system has no locks, so no process finds it unlocked
             break
     try:
         content = folder / "content"

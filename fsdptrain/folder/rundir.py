@@ -194,7 +194,7 @@ class RunDir:
         return self.root / "export"
 
     def has_run(self) -> bool:
-        """Return whether a run was started in this folder, or has checkpoints where this one would store them."""
+        """Return whether a run was started in this folder, or has checkpoints where this one would keep them."""
         here = any(is_there(path) for path in (self.plan, self.metrics, self.checkpoints))
         return here or bool(self.checkpoint_path and self.checkpoint_steps())
 

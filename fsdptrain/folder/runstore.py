@@ -159,7 +159,7 @@ class RunStore:
         return read_if_there(self.rundir.root / WRITTEN_BY)
 
     def fetch(self, folder: Path, names: Collection[str] = SMALL) -> None:
-        """Download small files into a folder. Raises FileNotFoundError if one disappears meanwhile.
+        """Download small files into a folder. Raises FileNotFoundError if one disappears.
 
         Their modification time is 1970, so that it tells which were changed here. What ranks of earlier attempts have
         written about hangs is not downloaded: attempts are numbered in each folder.
@@ -195,7 +195,7 @@ class RunStore:
         changed = {name: stamp for name, stamp in stamps.items() if stamp[1] and self._sent.get(name) != stamp}
 
         def copy(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 self._put(name)
 
         _all(copy, changed)
@@ -214,10 +214,10 @@ class RunStore:
         """Return the bytes of every file of the complete export; empty if there is none."""
         return {name: size for name, (size, _) in self._export_record().get("files", {}).items()}
 
-    def push_export(self, stop: StopRequest, progress: Progress, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def push_export(self, stop: StopRequest, progress: Progress, poll: Callable[[], None] = lambda: None) -> None:
         """Upload the export of the local folder in place of the one in the store, unless that is of the same step.
 
-        It cannot be opened until it is complete. `meanwhile` is called every POLL_S. Raises Stopped after a signal, and
+        It cannot be opened until it is complete. `poll` is called every POLL_S. Raises Stopped after a signal, and
         RunLost if another machine has taken over the run.
         """
         record = read_export_record(self.rundir)
@@ -244,7 +244,7 @@ class RunStore:
 
         for group in ([name for name in names if name not in last], last):
             self.check_writer()
-            _all(lambda name: self._put(f"{EXPORT}/{name}", count), group, meanwhile)
+            _all(lambda name: self._put(f"{EXPORT}/{name}", count), group, poll)
         found = self.uploaded_sizes()
         if wrong := [name for name in names if found.get(name) != files[name][0]]:
             raise CheckpointError(f"{target / wrong[0]} has not the size of the file that was uploaded: run again")
@@ -260,7 +260,7 @@ class RunStore:
         folder = self.root / below if below else self.root
         with store_errors(folder):
             found = folder.fs.find(folder.key, detail=True)
-        return {key.removeprefix(f"{self.root.key}/"): facts["size"] for key, facts in found.items()}
+        return {key.removeprefix(f"{self.root.key}/"): info["size"] for key, info in found.items()}
 
     def _put(self, name: str, count: Callable[[int], None] = lambda size: None) -> None:
         from fsspec.callbacks import Callback
@@ -328,14 +328,14 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in WEIGHTS)
 
 
-def _all(copy: Callable[[str], None], names: Iterable[str], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Copy files, AT_ONCE at a time; call `meanwhile` every POLL_S. After an error no further one is begun."""
+def _all(copy: Callable[[str], None], names: Iterable[str], poll: Callable[[], None] = lambda: None) -> None:
+    """Copy files, AT_ONCE at a time; call `poll` every POLL_S. After an error no further one is begun."""
     failure: BaseException | None = None
     with ThreadPoolExecutor(AT_ONCE, "copy") as pool:
         waiting = {pool.submit(copy, name) for name in names}
         while waiting:
             done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
-            meanwhile()
+            poll()
             errors = [each.exception() for each in done if not each.cancelled()]
             failure = failure or next(filter(None, errors), None)
             if failure:

@@ -113,9 +113,9 @@ class ObjectPath:
     def lstat(self) -> os.stat_result:
         """Return size and kind of an object; raises FileNotFoundError if there is none."""
         with store_errors(self):
-            facts = self.fs.info(self.key)
-        kind = stat.S_IFREG if facts["type"] == "file" else stat.S_IFDIR
-        return os.stat_result((kind, 0, 0, 0, 0, 0, facts["size"] or 0, 0, 0, 0))
+            info = self.fs.info(self.key)
+        kind = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
+        return os.stat_result((kind, 0, 0, 0, 0, 0, info["size"] or 0, 0, 0, 0))
 
     stat = lstat
 
@@ -131,7 +131,7 @@ class ObjectPath:
                 found = self.fs.ls(self.key, detail=True)
         except FileNotFoundError:
             return []
-        keys = {facts["name"].rstrip("/"): "/" * (facts["type"] == "directory") for facts in found}
+        keys = {info["name"].rstrip("/"): "/" * (info["type"] == "directory") for info in found}
         return sorted(key.rpartition("/")[2] + slash for key, slash in keys.items() if key != self.key)
 
     def create(self, content: bytes) -> bool:
@@ -157,7 +157,7 @@ Location = Path | ObjectPath
 
 
 class _ObjectReader(io.RawIOBase):
-    """An object as a stream, read in the pieces that are asked for."""
+    """An object as a stream, read in the requested pieces."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._at, self._size = path, 0, path.stat().st_size
@@ -449,10 +449,10 @@ class _ObjectStorage(CheckpointStorage):
         with store_errors(self.root):
             found = self.root.fs.find(self.root.key, detail=True)
         folders: dict[str, dict[str, int]] = {}
-        for key, facts in found.items():
+        for key, info in found.items():
             folder, _, name = key.removeprefix(f"{self.root.key}/").partition("/")
             if name and "/" not in name:
-                folders.setdefault(folder, {})[name] = facts["size"]
+                folders.setdefault(folder, {})[name] = info["size"]
         return folders
 
     def _remove(self, folder: str) -> None:

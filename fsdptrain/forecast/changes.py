@@ -1,7 +1,7 @@
 """What can be changed in a plan for the same job, as overrides of its recipe, and what helps where memory ran out.
 
-Layouts (strategy, micro-batch, recomputation, offload) change only memory and time. Other kinds of training change the
-numerics, or what is trained: only the user can decide on them. So they are offered apart, and only where no layout fits
+Strategy, micro-batch, recomputation and offload change only memory and time. Other kinds of training change the
+numerics, or what is trained: only the user can decide on them. So they are offered apart, and only where nothing fits
 without offload.
 """
 
@@ -185,8 +185,8 @@ def least_counts(plan: Plan, counts: Counts) -> Counts:
 def changes_of_kind(plan: Plan, offload: bool) -> list[tuple[Kind, dict[str, Any]]]:
     """Return the kinds of training that need less memory, each with the overrides that save the most with it."""
     ladder = ladders_of(plan, offload)[0]  # the strategy that shards most
-    layout = overrides_of(plan, ladder, ladder.sizes[0], "full", 1)
-    return [(kind, layout | kind.overrides) for kind in leaner_kinds(plan)]
+    smallest = overrides_of(plan, ladder, ladder.sizes[0], "full", 1)
+    return [(kind, smallest | kind.overrides) for kind in leaner_kinds(plan)]
 
 
 def relief_lines(plan: Plan, start: Record | None, request: RequestForecast, **job: Any) -> list[str]:

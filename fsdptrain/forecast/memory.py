@@ -91,7 +91,7 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 
 
 def network_share(ranks: int, nodes: int) -> float:
-    """Return the share of a rank's bytes that leave its node, if a group has `ranks` on so many `nodes`.
+    """Return the share of a rank's bytes that leave its node, if a group has this many `ranks` on this many `nodes`.
 
     A ring enters and leaves each node once, and NCCL divides the bytes over as many rings as the node has ranks of the
     group, each of which leaves through another network card. So with 8 ranks on each node, an eighth leaves it.

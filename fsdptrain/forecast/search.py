@@ -1,6 +1,6 @@
 """Search for the fastest plan that fits: over strategies, micro-batches, recomputation and offload.
 
-Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its blocks are equal.
+Other processes forecast the plans (`forecast.forecaster`), from shallow copies of the model where its layers are equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.plan.topology import Topology
 
-SearchProgress = Callable[..., None]  # (settled, in total[, what]): plans, unless `what` names something else
+SearchProgress = Callable[..., None]  # (done, in total[, what]): plans, unless `what` names something else
 RECOMPUTATION = ("none", "selective", "full")  # the fastest first
 TIGHT_COST = 1.05  # factor on the time of a step when memory is released and allocated again
 SAME_TIME = 1.01  # steps whose times differ by a smaller factor count as equally fast
@@ -46,7 +46,7 @@ FINALISTS = 2  # how many of the fastest plans are simulated in full
 ROUNDS = 3  # how often that is repeated when the full simulation makes other plans the fastest
 TYPICAL = Weight((4096, 4096))
 MAX_NODES = 64  # up to which the cards that a kind of training needs are counted
-MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the blocks do not count as equal
+MAX_DRIFT = {"peak_bytes": 0.005, "step_s": 0.03}  # with a larger relative error, the layers do not count as equal
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def search(
     """Try other plans for the same job on the same ranks; `own` is the forecast of the recipe's plan.
 
     `requests` are used concurrently, each in a thread. `config` is the model's configuration as a mapping. Without it,
-    or if its blocks are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
+    or if its layers are not equal, every plan is simulated in full. `count_cards`: also count the cards that each kind
     of training needs. `so_far` gets the plans that are known whenever one more is forecast. `job` is passed on with
     every request.
     """
@@ -209,7 +209,7 @@ def _cards_needed(
 ) -> dict[str, int | None]:
     """Return the least number of cards for each kind of training, in nodes of `node` cards.
 
-    Nothing is offloaded, blocks are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
+    Nothing is offloaded, layers are recomputed, micro-batches have one sequence. A kind whose forecast fails is left
     out. The memory of a card does not grow with their number, so few numbers are tried: the first that can hold the
     state, then twice as far in the list each time, then between the last two.
     """
@@ -346,17 +346,17 @@ def _option(plan: Plan, overrides: dict[str, Any], forecast: Forecast, exact: bo
 
 
 class _PlanCount:
-    """The number of plans that are settled (tried, ruled out, or not worth trying), reported as progress."""
+    """The number of plans that are done (tried, ruled out, or not worth trying), reported as progress."""
 
     def __init__(self, total: int, progress: SearchProgress) -> None:
-        self._settled, self._total, self._progress = 0, total, progress
+        self._done, self._total, self._progress = 0, total, progress
         self._lock = threading.Lock()
 
-    def settle(self, plans: int) -> None:
-        """Count `plans` more as settled."""
+    def add(self, plans: int) -> None:
+        """Count `plans` more as done."""
         with self._lock:
-            self._settled += plans
-            self._progress(self._settled, self._total)
+            self._done += plans
+            self._progress(self._done, self._total)
 
 
 def _climb_all(
@@ -377,9 +377,9 @@ def _climb_all(
                 if not cannot_fit(least, counts, trials.memory):
                     for option in _climb(ladder, ranks, micros, trials):
                         tried += 1
-                        count.settle(1)
+                        count.add(1)
                         found += [option] if option and not option.own else []
-            count.settle(each - tried)
+            count.add(each - tried)
         return found
 
     return [option for options in threads.map(climb, ladders) for option in options]

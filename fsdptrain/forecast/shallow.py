@@ -1,6 +1,6 @@
-"""Forecast a stack of equal blocks from two shallow copies of the model.
+"""Forecast a stack of equal layers from two shallow copies of the model.
 
-Each further block adds the same bytes and seconds, so the figures of the copies are extrapolated.
+Each further layer adds the same bytes and seconds, so the figures of the copies are extrapolated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fsdptrain.forecast.forecaster import Forecast
 from fsdptrain.plan.plan import Plan, varied
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-SHALLOW_BLOCKS = 4  # of the shallower copy: two at each end differ from those between them
-DEPTH_STEP = 4  # minimum difference in blocks between the two copies, and between the deeper copy and the model
+SHALLOW_LAYERS = 4  # of the shallower copy: two at each end differ from those between them
+DEPTH_STEP = 4  # minimum difference in layers between the two copies, and between the deeper copy and the model
 MAX_REACH = 6  # maximum extrapolation, in differences between the copies: fragments are not quite linear in the depth
 MAX_ALLOCATED = 0.97  # of torch's share of the card: with more allocated, releasing fragments does not help
 
-UNIFORM_VALUES = {  # settings that can make blocks differ, and the value with which they do not
+UNIFORM_VALUES = {  # settings that can make layers differ, and the value with which they do not
     "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1,
     "interleave_moe_layer_step": 1, "sliding_window_pattern": 1, "attn_layer_period": 1, "expert_layer_period": 1,
     "hybrid_override_pattern": "", "num_kv_shared_layers": 0,
@@ -29,7 +29,7 @@ UNIFORM_VALUES = {  # settings that can make blocks differ, and the value with w
 
 @dataclass(frozen=True)
 class Shallow:
-    """How to make a model of equal blocks shallow: the key with their number, the number, lists with one entry each."""
+    """How to make a model of equal layers shallow: the key with their number, the number, lists with one entry each."""
 
     key: str
     layers: int
@@ -37,9 +37,9 @@ class Shallow:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shallow | None:
-        """Return how to cut the model of a configuration; None if its blocks differ or there are too few of them."""
+        """Return how to cut the model of a configuration; None if its layers differ or there are too few of them."""
         key = next((key for key in LAYER_KEYS if isinstance(config.get(key), int)), None)
-        if key is None or config[key] < SHALLOW_BLOCKS + 2 * DEPTH_STEP:
+        if key is None or config[key] < SHALLOW_LAYERS + 2 * DEPTH_STEP:
             return None
         layers = config[key]
         lists = {name: value for name, value in config.items() if isinstance(value, list) and len(value) == layers}
@@ -49,28 +49,28 @@ class Shallow:
         return cls(key, layers, lists)
 
     def depths(self, plan: Plan) -> tuple[int, int] | None:
-        """Return the numbers of blocks of the two copies; units gathered ahead make the ends longer.
+        """Return the numbers of layers of the two copies; units gathered ahead make the ends longer.
 
-        None if copies cannot stand for the model: it has too few blocks, or it is on one GPU, where the strategy
+        None if copies cannot stand for the model: it has too few layers, or it is on one GPU, where the strategy
         depends on whether there is room for a copy of all weights (see `fastest_on_one_gpu`).
         """
         topology = plan.topology
         if topology.device == "cuda" and topology.world_size == 1 and not plan.recipe.fsdp.cpu_offload:
             return None
-        few = SHALLOW_BLOCKS + 2 * plan.recipe.fsdp.forward_prefetch
+        few = SHALLOW_LAYERS + 2 * plan.recipe.fsdp.forward_prefetch
         more = few + max(DEPTH_STEP, (self.layers - few) // MAX_REACH)
         return (few, more) if few + 2 * DEPTH_STEP <= self.layers else None
 
     def cut(self, plan: Plan, depth: int) -> Plan:
-        """Return the plan with a model of `depth` blocks."""
+        """Return the plan with a model of `depth` layers."""
         lists = {name: entries[:depth] for name, entries in self.lists.items()}
         return varied(plan, {"model.config": {**plan.recipe.model.config, **lists, self.key: depth}})
 
 
 def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> Forecast | None:
-    """Extrapolate the forecast of `layers` equal blocks from those of `a` and `b`; None if their moments differ.
+    """Extrapolate the forecast of this many equal layers from those of `a` and `b`; None if their moments differ.
 
-    A block is identified by its distance from the nearer end: its memory is then linear in the depth. Between the ends
+    A layer is identified by its distance from the nearer end: its memory is then linear in the depth. Between the ends
     memory rises or falls evenly, so the peak is at one of them. Fields that cannot be extrapolated are left empty.
     """
     below, above = ({_place(m, n, a // 2): x for m, x in f.peaks.items()} for f, n in ((few, a), (more, b)))
@@ -99,12 +99,12 @@ def extrapolate(few: Forecast, more: Forecast, a: int, b: int, layers: int) -> F
     )  # fmt: skip
 
 
-# A moment's name, split at the number of its block, which is counted from the nearer end.
+# A moment's name, split at the number of its layer, which is counted from the nearer end.
 _Place = tuple[str, int | None, str]
 
 
 def _place(moment: str, layers: int, ends: int) -> _Place | None:
-    """Return where in a stack of `layers` blocks a moment is; None between the ends."""
+    """Return where in a stack of this many layers a moment is; None between the ends."""
     found = re.search(r"\.(\d+)(?=\.|$)", moment)
     if found is None:
         return moment, None, ""
@@ -115,6 +115,6 @@ def _place(moment: str, layers: int, ends: int) -> _Place | None:
 
 
 def _moment_name(place: _Place, layers: int) -> str:
-    """Return the moment's name in a model of `layers` blocks."""
+    """Return the moment's name in a model of this many layers."""
     before, number, after = place
     return before if number is None else f"{before}{number % layers}{after}"

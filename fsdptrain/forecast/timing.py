@@ -18,7 +18,7 @@ LATENCY_S = 20e-6  # of every collective
 HOP_S = 1.5e-6  # added for every rank of the ring
 IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few ahead, and one reduction behind
 
-# The host's seconds that recomputation adds to the backward of a block: torch's hooks for each saved tensor and, if
+# The host's seconds that recomputation adds to the backward of a layer: torch's hooks for each saved tensor and, if
 # selective, Python code for each operator in forward and in backward. Measured in docs/measurements.md.
 RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 
@@ -61,7 +61,7 @@ def replay_streams(
         if isinstance(event, Kernel):
             seconds = kernel_s(event, hardware, half)
             timing.flops += event.flops
-            if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy meanwhile
+            if event.stream == HOST_STREAM or hardware.is_cpu:  # the host computes, so it is busy
                 host += seconds
                 timing.host_s += seconds
                 continue
@@ -102,7 +102,7 @@ def _overlap(start: float, end: float, collectives: Iterable[tuple[float, float]
 
 
 def recomputation_s(kind: str | dict[str, int]) -> float:
-    """Return the host's seconds that `fsdp.activation_checkpointing` adds to the backward of a block, on average."""
+    """Return the host's seconds that `fsdp.activation_checkpointing` adds to the backward of a layer, on average."""
     return RECOMPUTATION_S["full"] / kind["every"] if isinstance(kind, dict) else RECOMPUTATION_S[kind]
 
 

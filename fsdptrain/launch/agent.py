@@ -251,7 +251,7 @@ def kills_for_memory() -> int:
 def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> dict[str, object]:
     """Return the failure that caused the others: `{rank, exitcode, signal, out_of_memory, record}`.
 
-    The worker wrote `record`. `full_memory`: the kernel has killed a process meanwhile, because memory was full.
+    The worker wrote `record`. `full_memory`: the kernel has killed a process, because memory was full.
 
     A killed worker comes first, because the others fail when it stops answering. Next come workers whose error is not
     that they lost their peers, the earliest first. (torchelastic's times are whole seconds, too coarse to tell a
@@ -263,10 +263,10 @@ def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> di
         record = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"] if path.is_file() else {}
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
         killed = name not in (None, "SIGTERM")
-        facts = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
-        facts["out_of_memory"] = full_memory and name == "SIGKILL"
+        report = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
+        report["out_of_memory"] = full_memory and name == "SIGKILL"
         lost = record.get("type") == WorkerLost.__name__
-        candidates.append(((not killed, not record, lost, record.get("at", 0.0), rank), facts))
+        candidates.append(((not killed, not record, lost, record.get("at", 0.0), rank), report))
     return min(candidates, key=lambda each: each[0])[1]
 
 

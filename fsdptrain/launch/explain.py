@@ -32,7 +32,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.plan.plan import Plan
 from fsdptrain.text import hosts_of, ranks_text
 
-ALIVE_S, STAMPS_PER_S = 5.0, 100  # how often each rank says that it is alive; how often all ranks together
+HEARTBEAT_S, HEARTBEATS_PER_S = 5.0, 100  # seconds between heartbeats of a rank; heartbeats of all ranks a second
 MISSED = 3  # such intervals, after which a rank is silent
 REPORT = re.compile(r"rank-([0-9]+)\.json")
 NOT_READ = (*NOTHING_THERE, Unreadable, StorageError)  # errors of a file that is missing, damaged, or out of reach
@@ -80,22 +80,22 @@ def _is_stuck(dump: Path) -> bool:
     return False
 
 
-def alive_every_s(world: int) -> float:
-    """Return the seconds between two signs of life of a rank: one file system may get those of all ranks."""
-    return max(ALIVE_S, world / STAMPS_PER_S)
+def heartbeat_s(world: int) -> float:
+    """Return the seconds between two heartbeats of a rank: one file system may get those of all ranks."""
+    return max(HEARTBEAT_S, world / HEARTBEATS_PER_S)
 
 
 def silent_ranks(rundir: RunDir, attempt: int, world: int) -> list[int]:
-    """Return the ranks whose process has given no sign of life for some time, while others have.
+    """Return the ranks whose process has sent no heartbeat for some time, while others have.
 
-    The sign is the modification time of the file for stack dumps (see `train.watchdog`). These times are compared with
+    A heartbeat is the modification time of the file for stack dumps (see `train.watchdog`). They are compared with
     each other, because the clock of this machine may differ.
     """
     stamps: dict[int, float] = {}
     for rank in range(world):
         with contextlib.suppress(*NOT_READ), open_regular(rundir.stack_dump(attempt, rank)) as file:  # opened: NFS asks
             stamps[rank] = os.fstat(file.fileno()).st_mtime
-    oldest = max(stamps.values(), default=0.0) - MISSED * alive_every_s(world)
+    oldest = max(stamps.values(), default=0.0) - MISSED * heartbeat_s(world)
     return [rank for rank, stamp in stamps.items() if stamp < oldest]
 
 
@@ -126,8 +126,8 @@ def explain_hang(attempt: int, plan: Plan, rundir: RunDir, when: str, hosts: Seq
 def _place(rundir: RunDir, attempt: int, rank: int) -> str:
     """Return where a rank is that hangs: as its watchdog reports or, if that could not run, from its stacks."""
     with contextlib.suppress(*NOT_READ, KeyError):
-        facts = read_object(rundir.hang_report(attempt, rank))
-        return f"{'waits in' if facts['waits'] else 'is in'} {facts['where']}"
+        report = read_object(rundir.hang_report(attempt, rank))
+        return f"{'waits in' if report['waits'] else 'is in'} {report['where']}"
     with contextlib.suppress(*NOT_READ):
         stacks = read_text(rundir.stack_dump(attempt, rank))
         return f"is in {_innermost_function(stacks)}, in native code that blocks Python"

@@ -85,7 +85,7 @@ def _describe_data(plan: Plan) -> str:
 def nodes_text(plan: Plan) -> str:
     """Return two labelled lines for the nodes that have met: how many of those allowed, with which ranks and batch."""
     topology = plan.topology
-    met = f"nodes  {topology.nnodes} of {nodes_allowed(plan)} have met: {_describe_layout(plan)}"
+    met = f"nodes  {topology.nnodes} of {nodes_allowed(plan)} have met: {_describe_topology(plan)}"
     return f"{met}\nbatch  {_describe_factors(plan)}"
 
 
@@ -100,10 +100,10 @@ def _describe_ranks(plan: Plan) -> str:
     if topology.is_elastic:
         on = f"on each of {nodes_allowed(plan)} nodes, as many as meet at {topology.endpoint}"
         return f"{topology.nproc_per_node} × {topology.device} {on}; {plan.recipe.fsdp.strategy}"
-    return _describe_layout(plan)
+    return _describe_topology(plan)
 
 
-def _describe_layout(plan: Plan) -> str:
+def _describe_topology(plan: Plan) -> str:
     topology = plan.topology
     nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
     hybrid = 1 < plan.shard_size < topology.world_size

@@ -212,7 +212,7 @@ class Attempt:
         with (
             os.fdopen(read, "rb") as pipe,
             self.rundir.launcher_log.open("ab") as log,
-            ThreadPoolExecutor(1) as reader,  # reads meanwhile: a pipe holds 64 KiB, then its writer waits
+            ThreadPoolExecutor(1) as reader,  # reads while the agent runs: a pipe holds 64 KiB, then its writer waits
         ):
             agent = subprocess.Popen(
                 child_command("fsdptrain.launch.agent", self.rundir.plan, write, self.worker),

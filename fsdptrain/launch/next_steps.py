@@ -12,7 +12,7 @@ from fsdptrain.launch.heading import short_path
 from fsdptrain.plan.plan import Plan
 
 LENGTH_KEYS = ("train.steps", "train.epochs")
-VLLM_RANK = 16  # the largest rank that vLLM serves unless it is told
+VLLM_RANK = 16  # the largest rank that vLLM serves unless it is given a larger one
 QUESTION = "What is 7 times 6?"
 
 

@@ -1,4 +1,4 @@
-"""What goes on in a run, read from its folder by any machine that sees it. Changes nothing. No torch.
+"""The state of a run, read from its folder by any machine that sees it. Changes nothing. No torch.
 
 The folder says what the workers did and when. Whether they still run is certain only where the lock of the folder can
 be seen: on the same machine. From another one, the age of the newest record must do.
@@ -38,7 +38,7 @@ CURRENT_STEPS = 40  # a straggler is looked for every 20 steps: an older one has
 LATE_STEPS, LATE_S = 10, 5.0  # by which the next record of a late run is overdue: steps, and seconds at least
 SAME_END_S = 60.0  # errors that were recorded within such a time are of one attempt
 
-FACTS = (  # all that `facts` returns
+FIELDS = (  # all that `status` returns
     "state", "why", "name", "run_dir", "ranks", "nodes", "nodes_allowed", "source", "host", "hosts", "attempts",
     "last_record_age_s", "late", "silent_ranks", "stage", "step", "total_steps", "loss", "lr", "grad_norm", "step_s",
     "positions_per_s", "mfu", "eta_s", "eval", "checkpoint", "unsaved_steps", "straggler", "hung_ranks", "export",
@@ -54,8 +54,8 @@ class Waiting:
     def __init__(self, rundir: RunDir) -> None:
         self.rundir = rundir
 
-    def facts(self) -> dict[str, Any]:
-        """Return the facts of `Observer`, of which most are None."""
+    def status(self) -> dict[str, Any]:
+        """Return the fields of `Observer.status`, of which most are None."""
         why = "no attempt has started yet; its job may be in the queue of a scheduler"
         if logs := [path for path in self.rundir.logs.glob("slurm-*.log") if path.stat().st_size]:
             why = f"no attempt has started yet; the log of its job: {max(logs, key=lambda path: path.stat().st_mtime)}"
@@ -70,11 +70,11 @@ class Waiting:
             "hung_ranks": [],
             "skipped": [],
         }
-        return dict.fromkeys(FACTS) | known | none
+        return dict.fromkeys(FIELDS) | known | none
 
 
 class Observer:
-    """Follows a run: `facts` reads what is new in its folder, and returns what is known."""
+    """Follows a run: `status` reads what is new in its folder, and returns what is known."""
 
     def __init__(self, rundir: RunDir) -> None:
         """Raise RecipeError if the folder has no plan that this version can read."""
@@ -87,7 +87,7 @@ class Observer:
         self._run = RunState(self.plan.topology.is_elastic)
         self._last = self._run.newest
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the state of the run, why it is in this state, and how far it is; times are in seconds."""
         for tail in self._tails:
             for record in tail.read():
@@ -240,7 +240,7 @@ class Observer:
         return (total - made) * statistics.fmean(self._run.step_times)
 
     def _checkpoint(self, now: float) -> dict[str, Any] | None:
-        """Return the newest checkpoint, wherever it is; its path and age are None if only a resume tells of it."""
+        """Return the newest checkpoint, wherever it is; its path and age are None if only a resume names it."""
         if not (step := self._run.saved_step):
             return None
         save = self._last.get("save")
@@ -303,7 +303,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the facts of every run below a folder; of one that cannot be read, the reason as `why`.
+    """Return the status of every run below a folder; of one that cannot be read, the reason as `why`.
 
     Raises RecipeError if there is none.
     """
@@ -311,11 +311,11 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     for path in runs_below(folder):
         rundir = RunDir.open(path)
         try:
-            found.append(observe(rundir).facts())
+            found.append(observe(rundir).status())
         except RecipeError as error:
             if is_marked(path):  # else plan.json is of another program
                 known = {"state": "unreadable", "why": first_line(error), "run_dir": str(path), "skipped": []}
-                found.append(dict.fromkeys(FACTS) | known)
+                found.append(dict.fromkeys(FIELDS) | known)
     if not found:
         why = "it has no plan.json, and there is no run below it" if folder.is_dir() else "there is no such folder"
         raise RecipeError(f"{folder} is not a run folder: {why}")
@@ -325,16 +325,16 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 def show_runs(runs: list[dict[str, Any]], folder: Path, page: Page) -> None:
     """Print a line for each run below a folder: its name, state, steps, loss, and the age of its newest record."""
     rows = []
-    for facts in runs:
-        steps = "" if facts["total_steps"] is None else f"{facts['step']:,}/{facts['total_steps']:,}"
-        loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
-        age = "" if facts["last_record_age_s"] is None else _age_text(facts["last_record_age_s"])
-        rows.append([os.path.relpath(facts["run_dir"], folder), facts["state"], steps, loss, age])
+    for status in runs:
+        steps = "" if status["total_steps"] is None else f"{status['step']:,}/{status['total_steps']:,}"
+        loss = "" if status["loss"] is None else f"{status['loss']:.4f}"
+        age = "" if status["last_record_age_s"] is None else _age_text(status["last_record_age_s"])
+        rows.append([os.path.relpath(status["run_dir"], folder), status["state"], steps, loss, age])
     page.table(["run", "state", "step", "loss", "age"], rows)
 
 
 def _age_text(seconds: float) -> str:
-    """Return an age of days in days, because nobody counts the seconds then."""
+    """Return an age of days in days, because seconds do not matter then."""
     days = int(seconds // 86400)
     return duration(seconds) if days < 2 else f"{days:,} days"
 
@@ -349,21 +349,21 @@ def is_locked(rundir: RunDir) -> bool:
         for path in (rundir.mark, *rundir.logs.glob("lock*")):
             if not path.exists():
                 continue
-            status = path.stat()
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            if f"{device}:{status.st_ino}" in held:
+            stat = path.stat()
+            device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
+            if f"{device}:{stat.st_ino}" in held:
                 return True
     return False
 
 
-def show_status(facts: dict[str, Any], page: Page) -> None:
-    """Print the facts as labelled lines."""
-    for line in status_lines(facts):
+def show_status(status: dict[str, Any], page: Page) -> None:
+    """Print the status as labelled lines."""
+    for line in status_lines(status):
         page.say(line)
 
 
 def watch(rundir: RunDir, console: Console) -> None:
-    """Show the facts on a terminal, always new, until the run has ended or the user presses Ctrl-C.
+    """Show the status on a terminal, always new, until the run has ended or the user presses Ctrl-C.
 
     Raises RecipeError if it is no run folder, or of another version.
     """
@@ -372,13 +372,13 @@ def watch(rundir: RunDir, console: Console) -> None:
         while True:
             if isinstance(observer, Waiting):
                 observer = observe(rundir)
-            facts = observer.facts()
-            ended = facts["state"] in ENDED
-            text.plain = wrapped("\n".join(status_lines(facts)), console.width)
+            status = observer.status()
+            ended = status["state"] in ENDED
+            text.plain = wrapped("\n".join(status_lines(status)), console.width)
             bar.clear()
-            if facts["total_steps"] and not ended:
+            if status["total_steps"] and not ended:
                 bar.show_step(
-                    facts["step"], facts["total_steps"], [Part(1, f"{facts['step'] / facts['total_steps']:.1%}")]
+                    status["step"], status["total_steps"], [Part(1, f"{status['step'] / status['total_steps']:.1%}")]
                 )
             display.refresh()
             if ended:
@@ -386,75 +386,76 @@ def watch(rundir: RunDir, console: Console) -> None:
             time.sleep(REFRESH_S)
 
 
-def status_lines(facts: dict[str, Any]) -> list[str]:
+def status_lines(status: dict[str, Any]) -> list[str]:
     """Return one labelled line for each thing that is known."""
-    between = " " if facts["why"].startswith(("on ", "by ")) else "; "
-    run = f"{facts['name'] or Path(facts['run_dir']).name}: {facts['state']}{between}{facts['why']}"
-    if facts["state"] == "waiting":
+    between = " " if status["why"].startswith(("on ", "by ")) else "; "
+    run = f"{status['name'] or Path(status['run_dir']).name}: {status['state']}{between}{status['why']}"
+    if status["state"] == "waiting":
         return [f"run    {run}"]
     lines = {
         "run": run,
-        "ranks": _ranks_text(facts),
-        "step": _step_text(facts),
-        "stage": _stage_text(facts),
-        "eval": facts["eval"] and f"held-out loss {facts['eval']['loss']:.4f} at step {facts['eval']['step']:,}",
-        "saved": _checkpoint_text(facts),
-        "late": _late_text(facts),
-        "slow": _straggler_text(facts),
-        "export": facts["export"],
-        "note": "; ".join(facts["skipped"]),
+        "ranks": _ranks_text(status),
+        "step": _step_text(status),
+        "stage": _stage_text(status),
+        "eval": status["eval"] and f"held-out loss {status['eval']['loss']:.4f} at step {status['eval']['step']:,}",
+        "saved": _checkpoint_text(status),
+        "late": _late_text(status),
+        "slow": _straggler_text(status),
+        "export": status["export"],
+        "note": "; ".join(status["skipped"]),
     }
     return [f"{label:<7}{text}" for label, text in lines.items() if text]
 
 
-def _ranks_text(facts: dict[str, Any]) -> str:
-    nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
-    if facts["nodes_allowed"]:
-        least, most = facts["nodes_allowed"]
-        nodes = f" on {facts['nodes']} of {least} to {most} nodes"
-    host = f", rank 0 on {facts['host']}" if facts["host"] else ""
-    starts = f"; started {facts['attempts']} times" if facts["attempts"] > 1 else ""
-    return f"{facts['ranks']}{nodes}{f' (from {source})' if (source := facts['source']) else ''}{host}{starts}"
+def _ranks_text(status: dict[str, Any]) -> str:
+    nodes = f" on {status['nodes']} nodes" if status["nodes"] > 1 else ""
+    if status["nodes_allowed"]:
+        least, most = status["nodes_allowed"]
+        nodes = f" on {status['nodes']} of {least} to {most} nodes"
+    host = f", rank 0 on {status['host']}" if status["host"] else ""
+    starts = f"; started {status['attempts']} times" if status["attempts"] > 1 else ""
+    return f"{status['ranks']}{nodes}{f' (from {source})' if (source := status['source']) else ''}{host}{starts}"
 
 
-def _step_text(facts: dict[str, Any]) -> str:
-    if facts["total_steps"] is None:
+def _step_text(status: dict[str, Any]) -> str:
+    if status["total_steps"] is None:
         return ""
-    parts = [f"{facts['step']:,} of {facts['total_steps']:,}"]
-    if facts["loss"] is not None:
-        parts += [f"loss {float(facts['loss']):.4f}", rate(facts["positions_per_s"]), f"{facts['step_s']:.2f} s a step"]
-    if facts["eta_s"] is not None:
-        parts.append(f"ETA {duration(facts['eta_s'])}")
+    parts = [f"{status['step']:,} of {status['total_steps']:,}"]
+    if status["loss"] is not None:
+        parts += [f"loss {float(status['loss']):.4f}", rate(status["positions_per_s"])]
+        parts.append(f"{status['step_s']:.2f} s a step")
+    if status["eta_s"] is not None:
+        parts.append(f"ETA {duration(status['eta_s'])}")
     return " · ".join(parts)
 
 
-def _stage_text(facts: dict[str, Any]) -> str:
-    if not (stage := facts["stage"]):
+def _stage_text(status: dict[str, Any]) -> str:
+    if not (stage := status["stage"]):
         return ""
     return stage["stage"] + (f": {stage['done']:,} of {stage['total']:,}" if stage["total"] > 1 else "")
 
 
-def _checkpoint_text(facts: dict[str, Any]) -> str:
-    if not (checkpoint := facts["checkpoint"]):
+def _checkpoint_text(status: dict[str, Any]) -> str:
+    if not (checkpoint := status["checkpoint"]):
         return "no checkpoint yet"
-    unsaved = f"; {counted(facts['unsaved_steps'], 'step')} since" if facts["unsaved_steps"] else ""
+    unsaved = f"; {counted(status['unsaved_steps'], 'step')} since" if status["unsaved_steps"] else ""
     age = "" if checkpoint["age_s"] is None else f", {duration(checkpoint['age_s'])} ago"
     return f"step {checkpoint['step']:,}{age}{unsaved}"
 
 
-def _late_text(facts: dict[str, Any]) -> str:
-    ranks, parts = facts["silent_ranks"], []
-    if facts["late"]:
-        usual = "no step yet" if facts["step_s"] is None else f"a step took {facts['step_s']:.2f} s"
-        parts.append(f"nothing was recorded for {duration(facts['last_record_age_s'])} ({usual})")
+def _late_text(status: dict[str, Any]) -> str:
+    ranks, parts = status["silent_ranks"], []
+    if status["late"]:
+        usual = "no step yet" if status["step_s"] is None else f"a step took {status['step_s']:.2f} s"
+        parts.append(f"nothing was recorded for {duration(status['last_record_age_s'])} ({usual})")
     if ranks:
         verb = "does" if len(ranks) == 1 else "do"
-        parts.append(f"{ranks_text(ranks, facts['hosts'])} {verb} not respond")
+        parts.append(f"{ranks_text(ranks, status['hosts'])} {verb} not respond")
     return "; ".join(parts)
 
 
-def _straggler_text(facts: dict[str, Any]) -> str:
-    if not (found := facts["straggler"]):
+def _straggler_text(status: dict[str, Any]) -> str:
+    if not (found := status["straggler"]):
         return ""
-    cost, who = f"about {found['cost']:.0%} of each step", ranks_text([found["rank"]], facts["hosts"])
+    cost, who = f"about {found['cost']:.0%} of each step", ranks_text([found["rank"]], status["hosts"])
     return f"{who}: all others wait for its {found['cause']}, {cost} (at step {found['step']:,})"

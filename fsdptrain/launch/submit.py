@@ -73,7 +73,7 @@ if [ -n "$again" ]; then
 fi
 exit "$code"
 """
-STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written meanwhile
+STOP_BEFORE_S = 300  # from the stop signal to the time limit: the last checkpoint must be written by then
 EARLY_S = 60  # by which Slurm may send the signal too early
 INSTEAD = {  # options that a job sets itself → what to do instead
     ("--nodes", "-N"): "use --nodes",
@@ -248,7 +248,7 @@ def submit_to_slurm(job: Job, script: str) -> str:
         job.logs.mkdir(exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
-        with contextlib.suppress(OSError):  # a folder that another process has written to meanwhile stays
+        with contextlib.suppress(OSError):  # a folder that another process has written to stays
             for path in new:
                 path.rmdir() if path.is_dir() else path.unlink()
         raise RecipeError(f"sbatch refused the job: {done.stderr.strip()}")

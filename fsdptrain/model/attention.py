@@ -1,8 +1,8 @@
 """Attention on the CPU, in tiles: keys that no query of a tile sees are skipped.
 
-torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a block it also computes the
-scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to the
-last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
+torch's own CPU kernel takes a fifth of a step in bf16, and where several documents share a sequence it also computes
+the scores between documents, which are masked. Here oneDNN multiplies a tile of queries with the keys from the first to
+the last that any of them sees, and scores are computed again in backward, as in FlashAttention (Dao et al.,
 arXiv:2205.14135).
 """
 
@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 QUERIES = 64  # in a tile: fewer are slow to multiply, more include keys that most of them do not see
 SHORT = 1024  # tokens in a row: up to here float32 is faster in tiles, if nothing but what is later is masked
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # asked here, because compilers cannot trace the question
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # at import, because compilers cannot trace the call
 LARGE = 8  # above it bf16 rounds a score by up to 2^-5, which changes its weight by 3%
 STEP = 64  # tiles of keys begin at multiples of it: oneDNN compiles a kernel for every new shape
 
@@ -194,7 +194,7 @@ def _weights(tile: Tile, queries: torch.Tensor, k: torch.Tensor, scale: float, l
     return scores.softmax(dim=-1)
 
 
-_tiles_by_mask: Any = WeakIdKeyDictionary()  # all blocks of a model share a mask, in forward and in backward
+_tiles_by_mask: Any = WeakIdKeyDictionary()  # all layers of a model share a mask, in forward and in backward
 
 
 def tiles(q: torch.Tensor, mask: torch.Tensor | None) -> list[Tile]:

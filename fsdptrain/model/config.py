@@ -130,7 +130,7 @@ def check_base_config(plan: Plan, config: PreTrainedConfig) -> None:
             )
 
 
-def settled_values(config: PreTrainedConfig) -> dict[str, Any]:
+def resolved_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values of a configuration that decide what is trained, by dotted key, as JSON would give them back.
 
     They are those after all defaults and overrides. A limit of positions decides nothing where these are rotary.
@@ -140,7 +140,7 @@ def settled_values(config: PreTrainedConfig) -> dict[str, Any]:
     for name, value in config.to_dict().items():
         inner = vars(config).get(name)  # an attribute that differs between layers raises an error
         if isinstance(inner, PreTrainedConfig):
-            found |= {f"{name}.{key}": each for key, each in settled_values(inner).items()}
+            found |= {f"{name}.{key}": each for key, each in resolved_values(inner).items()}
         elif name not in ignored:
             found[name] = json.loads(json.dumps(value, default=str))
     return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdptrain.model.peft import base_name
 from fsdptrain.model.skeleton import layer_values
-from fsdptrain.model.units import blocks_of, tied
+from fsdptrain.model.units import decoder_layers, tied
 
 # What configurations call the number of experts, and how many of them a token uses.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -44,7 +44,7 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     heads, sizes = (layer_values(config, name) for name in ("num_attention_heads", "head_dim"))
     heads, sizes = (values * layers if len(values) == 1 else values for values in (heads, sizes))
     widths = [n * (size or config.hidden_size // n) if n else 0 for n, size in zip(heads, sizes, strict=True)]
-    forward_only = _blocks_without_gradient(bare, reached)
+    forward_only = _decoder_layers_without_gradient(bare, reached)
     pairs = 4.0 * sum(widths[:forward_only]) + 12.0 * sum(widths[forward_only:])
     return (products + pairs * seq_len) * tokens
 
@@ -52,14 +52,14 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
 def _with_gradient_of_input(bare: Any) -> set[nn.Parameter]:
     """Return the parameters of layers that compute a gradient of their input, because something before is trained.
 
-    Layers count in the order in which they are registered, a block's norms first. Those of one part of a block
+    Layers count in the order in which they are registered, a decoder layer's norms first. Those of one part of it
     (attention, MLP) have the input of the part, except the last one, whose input is the result of the others.
     """
     found: set[nn.Parameter] = set()
     before = False
-    blocks = {f"{name}." for name, block in blocks_of(bare) if _trains_norms(block)}
+    layers = {f"{name}." for name, layer in decoder_layers(bare) if _trains_norms(layer)}
     for owner, members in itertools.groupby(bare.named_parameters(), key=lambda member: _part_of(member[0])):
-        before = before or f"{owner}.".startswith(tuple(blocks))
+        before = before or f"{owner}.".startswith(tuple(layers))
         part = [(_layer_of(name), ".lora_B." in name, param) for name, param in members]
         last = part[-1][0]
         inside = any(param.requires_grad for layer, _, param in part if layer != last)
@@ -70,9 +70,9 @@ def _with_gradient_of_input(bare: Any) -> set[nn.Parameter]:
     return found
 
 
-def _trains_norms(block: nn.Module) -> bool:
-    """Return whether a norm of a block itself, not of one of its parts, is trained."""
-    return any(p.requires_grad and p.ndim == 1 and name.count(".") == 1 for name, p in block.named_parameters())
+def _trains_norms(layer: nn.Module) -> bool:
+    """Return whether a norm of a decoder layer itself, not of one of its parts, is trained."""
+    return any(p.requires_grad and p.ndim == 1 and name.count(".") == 1 for name, p in layer.named_parameters())
 
 
 def _layer_of(name: str) -> str:
@@ -85,14 +85,14 @@ def _part_of(name: str) -> str:
     return _layer_of(name).rpartition(".")[0]
 
 
-def _blocks_without_gradient(bare: Any, reached: set[nn.Parameter]) -> int:
-    """Return how many blocks at the beginning have attention that passes no gradient on."""
-    blocks = blocks_of(bare)
-    for number, (_, block) in enumerate(blocks):
-        matrices = [(_part_of(name), param) for name, param in block.named_parameters() if param.ndim > 1]
+def _decoder_layers_without_gradient(bare: Any, reached: set[nn.Parameter]) -> int:
+    """Return how many decoder layers at the beginning have attention that passes no gradient on."""
+    layers = decoder_layers(bare)
+    for number, (_, layer) in enumerate(layers):
+        matrices = [(_part_of(name), param) for name, param in layer.named_parameters() if param.ndim > 1]
         if any(part == matrices[0][0] and param in reached for part, param in matrices):  # attention comes first
             return number
-    return len(blocks)
+    return len(layers)
 
 
 def expert_count(config: Any) -> int:

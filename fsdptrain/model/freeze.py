@@ -263,7 +263,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _nearest(pattern: str, names: Any) -> str:
-    """Return a hint with the names nearest to a pattern: whole ones, or their last words without block numbers."""
+    """Return a hint with the names nearest to a pattern: whole ones, or their last words without layer numbers."""
     wider = next(
         (p for p in (f"*{pattern}", f"{pattern}*", f"*{pattern}*") if any(_matches(n, p) for n in names)), None
     )

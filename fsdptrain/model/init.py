@@ -1,4 +1,4 @@
-"""Draw initial weights as `from_config` does, one block at a time, the same on every rank."""
+"""Draw initial weights as `from_config` does, one decoder layer at a time, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.patches import constructor_arguments, constructor_arguments_recorded
 from fsdptrain.model.skeleton import parameters_on_meta, skeleton
-from fsdptrain.model.units import blocks_of
+from fsdptrain.model.units import decoder_layers
 
 
 def seed_of(*parts: object) -> int:
@@ -36,7 +36,7 @@ def draw_weights(
 ) -> None:
     """Fill a sharded model with random weights, which depend on the recipe's seed and the parameter's name only.
 
-    Every rank draws the same weights, one block at a time, and keeps its rows: all world sizes start from the same
+    Every rank draws the same weights, one layer at a time, and keeps its rows: all world sizes start from the same
     weights, and no rank holds the whole model. `mirror` is an unsharded skeleton. `copy_own_rows(parameter, whole)`
     sets this rank's rows of a sharded parameter.
     """
@@ -57,21 +57,21 @@ class InitGroup:
 
 
 def init_groups(mirror: Any) -> list[InitGroup]:
-    """Split a skeleton into groups: blocks, children of other lists of modules, and what surrounds them.
+    """Split a skeleton into groups: decoder layers, children of other lists of modules, and what surrounds them.
 
-    A block is one group, because `_init_weights` of a module may change its children. A module that contains blocks is
-    a group without its children, because with them it would be the whole model.
+    A decoder layer is one group, because `_init_weights` of a module may change its children. A module that contains
+    some is a group without its children, because with them it would be the whole model.
     """
     # Groups are filled in the order in which transformers initialises modules: children first, each module once.
-    blocks = {id(module) for _, module in blocks_of(mirror)}
+    layers = {id(module) for _, module in decoder_layers(mirror)}
     groups: dict[str, InitGroup] = {}
     visited: set[int] = set()
 
     def stays_whole(module: nn.Module, parent: nn.Module | None) -> bool:
         inner = list(module.modules())
-        if id(module) in blocks:
+        if id(module) in layers:
             return True
-        if any(id(m) in blocks for m in inner):
+        if any(id(m) in layers for m in inner):
             return False
         return isinstance(parent, nn.ModuleList) or not any(isinstance(m, nn.ModuleList) for m in inner)
 

@@ -41,7 +41,7 @@ class AdaptedLinear(Linear):
         (name,) = self.lora_A
         layers = base, first, second = self.base_layer, self.lora_A[name], self.lora_B[name]
         a, b = first.weight, second.weight
-        weight_of, stored = _weight(base)
+        weight_of, tensors = _weight(base)
         same = x.dtype == a.dtype == b.dtype and (isinstance(base, NF4Linear) or x.dtype == base.weight.dtype)
         # A layer that is a unit of its own gathers its weights when it is called.
         units = any(isinstance(layer, FSDPModule) for layer in layers)
@@ -51,7 +51,7 @@ class AdaptedLinear(Linear):
         dropout = self.lora_dropout[name]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
         result: torch.Tensor = _Adapted.apply(
-            x, dropped, a, b, self.scaling[name], self.in_place, base.bias, weight_of, *stored
+            x, dropped, a, b, self.scaling[name], self.in_place, base.bias, weight_of, *tensors
         )
         return result.unflatten(0, x.shape[:-1])  # not in the function: some models change what it returns in place
 
@@ -59,16 +59,16 @@ class AdaptedLinear(Linear):
 def _weight(layer: Any) -> tuple[WeightOf, tuple[torch.Tensor, ...]]:
     """Return how the weight [out, in] of a linear layer is made, and from what."""
     if isinstance(layer, NF4Linear):
-        return dequantise, layer.stored
+        return dequantise, layer.quantised
     return (_transposed if isinstance(layer, Conv1D) else _as_it_is), (layer.weight,)
 
 
-def _as_it_is(stored: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return stored[0]
+def _as_it_is(tensors: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return tensors[0]
 
 
-def _transposed(stored: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return stored[0].T
+def _transposed(tensors: tuple[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return tensors[0].T
 
 
 class _Adapted(torch.autograd.Function):
@@ -80,25 +80,25 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dropped: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
-        in_place: bool, bias: torch.Tensor | None, weight_of: WeightOf, *stored: torch.Tensor,
+        in_place: bool, bias: torch.Tensor | None, weight_of: WeightOf, *tensors: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         seen = x if dropped is None else dropped
         small = functional.linear(seen, a).flatten(0, -2)
-        base = functional.linear(x.flatten(0, -2), weight_of(stored, x.dtype), bias)  # no view of another tensor
-        ctx.save_for_backward(seen, small, a, b, *stored)  # FSDP2 frees what it has gathered, and gathers it again
+        base = functional.linear(x.flatten(0, -2), weight_of(tensors, x.dtype), bias)  # no view of another tensor
+        ctx.save_for_backward(seen, small, a, b, *tensors)  # FSDP2 frees what it has gathered, and gathers it again
         ctx.scale, ctx.weight_of = scale, weight_of
         return (base.addmm_ if in_place else base.addmm)(small, b.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        seen, small, a, b, *stored = ctx.saved_tensors
+        seen, small, a, b, *tensors = ctx.saved_tensors
         needs_x, needs_dropped, needs_a, needs_b, *_ = ctx.needs_input_grad
         of_small = (grad @ b).mul_(ctx.scale)
         of_a = of_small.T @ seen.flatten(0, -2) if needs_a else None
         of_b = grad.T @ (small * ctx.scale) if needs_b else None
-        of_x = grad @ ctx.weight_of(stored, grad.dtype) if needs_x else None
+        of_x = grad @ ctx.weight_of(tensors, grad.dtype) if needs_x else None
         of_dropped = of_small @ a if needs_dropped else None
         if of_x is not None and of_dropped is None:  # without dropout
             of_x.addmm_(of_small, a)
         of_inputs = (found if found is None else found.view_as(seen) for found in (of_x, of_dropped))
-        return *of_inputs, of_a, of_b, *[None] * (4 + len(stored))
+        return *of_inputs, of_a, of_b, *[None] * (4 + len(tensors))

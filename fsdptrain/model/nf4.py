@@ -21,7 +21,7 @@ GROUP = 256  # scales that share one scale of their own
 CHUNK = 2**24  # weights that are quantised at a time: bitsandbytes needs some 15 bytes for each on a CPU
 
 # `weight`, `absmax`, `scales`, `offset` and `code` of an NF4Linear.
-Stored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NF4Linear(nn.Linear):
@@ -56,13 +56,13 @@ class NF4Linear(nn.Linear):
         self.register_buffer("code", torch.zeros(256), persistent=False)
 
     @property
-    def stored(self) -> Stored:
+    def quantised(self) -> Quantised:
         """What `dequantise` needs. The parameters are whole only where FSDP2 has gathered them."""
         return self.weight, self.absmax, self.scales, self.offset, self.code
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input · weightᵀ + bias; the dequantised weight is freed at once, and made again in backward."""
-        result: torch.Tensor = _Product.apply(input, self.bias, *self.stored)
+        result: torch.Tensor = _Product.apply(input, self.bias, *self.quantised)
         return result
 
 
@@ -70,9 +70,9 @@ class _Product(torch.autograd.Function):
     """input · weightᵀ + bias with a quantised weight, which gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, *stored: Any) -> torch.Tensor:
-        ctx.save_for_backward(*stored)  # FSDP2 frees what it has gathered, and gathers it again for backward
-        return functional.linear(input, dequantise(stored, input.dtype), bias)
+    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, *quantised: Any) -> torch.Tensor:
+        ctx.save_for_backward(*quantised)  # FSDP2 frees what it has gathered, and gathers it again for backward
+        return functional.linear(input, dequantise(quantised, input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -82,9 +82,10 @@ class _Product(torch.autograd.Function):
         return of_input, of_bias, None, None, None, None, None
 
 
-def dequantise(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight [out, in] of an NF4Linear from its whole parameters and its buffers, as `stored` has them."""
-    packed, absmax, scales, offset, code = stored
+def dequantise(quantised: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight [out, in] of an NF4Linear from its whole parameters and its buffers, as `quantised` has
+    them."""
+    packed, absmax, scales, offset, code = quantised
     bnb = torch.ops.bitsandbytes
     levels = bnb.dequantize_blockwise(absmax.flatten(), scales, code, GROUP, torch.float32) + offset
     shape = [packed.shape[0], packed.shape[1] * 2]
@@ -133,7 +134,7 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def round_trip(weight: torch.Tensor, layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight that an NF4Linear in the place of a plain layer computes with, in the layout of that layer.
+    """Return the weight that an NF4Linear in the place of a plain layer computes with, in the shape of that layer's.
 
     `weight` is the whole one, which is cast to `dtype` before it is quantised.
     """

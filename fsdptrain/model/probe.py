@@ -1,8 +1,8 @@
 """Test by a run whether a model computes a document alone as it does among others; there is no list of architectures.
 
-Only position ids separate the documents of a block, and some architectures ignore them (bloom, state space models);
+Only position ids separate the documents of a sequence, and some architectures ignore them (bloom, state space models);
 some choose their rotary frequencies by the longest position of a micro-batch; some are not causal. The architecture
-runs in its own sizes, but with one block of each kind, random weights that take no memory, and a selection of the
+runs in its own sizes, but with one layer of each kind, random weights that take no memory, and a selection of the
 inputs instead of every large product: this takes about a second on a CPU for a model of any size.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fsdptrain.model.patches import torch_operators
-from fsdptrain.model.units import blocks_of
+from fsdptrain.model.units import decoder_layers
 
 SMALL = 2**16  # elements of a weight; products with larger ones are not computed
 TOLERANCE = 1e-3  # of the largest logit: above rounding, and far below the effect of another document
@@ -36,10 +36,10 @@ class Probe:
         """Reduce a skeleton, in place: it must not be used otherwise. Its parameters get the dtype `compute`."""
         self.model = model.eval()
         model.set_experts_implementation("eager")  # one expert at a time: all at once would be copied
-        kinds = {id(block): block_kind(block) for _, block in blocks_of(model)}
+        kinds = {id(layer): layer_kind(layer) for _, layer in decoder_layers(model)}
         for module in model.modules():
-            if isinstance(module, nn.ModuleList) and all(id(block) in kinds for block in module):
-                there = [kinds[id(block)] for block in module]
+            if isinstance(module, nn.ModuleList) and all(id(layer) in kinds for layer in module):
+                there = [kinds[id(layer)] for layer in module]
                 del module[max((there.index(kind) for kind in there), default=0) + 1 :]
         fill_cheaply(model, compute)
 
@@ -82,14 +82,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def block_kind(block: nn.Module) -> str:
-    """Return a text that is equal for blocks that differ only by number and weights."""
+def layer_kind(layer: nn.Module) -> str:
+    """Return a text that is equal for layers that differ only by number and weights."""
     return repr([
         (type(module).__name__, sorted(
             (name, value) for name, value in vars(module).items()
             if isinstance(value, (bool, int, float, str, type(None))) and not name.endswith(("idx", "index", "_id"))
         ))
-        for module in block.modules()
+        for module in layer.modules()
     ])  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     made.float32_names = explicit | _kept_in_float32(made, computed)
     made.frozen_names = set()  # of parameters, by the recipe: see `model.freeze.freeze`
     wide = made.float32_names | _kept_in_float32(made, master)
-    stored = {
+    cast = {
         id(tensor): _cast(tensor, torch.float32 if name in wide else master)
         for name, tensor in state.items()
         if tensor.dtype != (torch.float32 if name in wide else master)
@@ -100,8 +100,8 @@ def skeleton(config: Any, model: Model, compute: str | None = None) -> Any:
     for module in made.modules():
         own = {"recurse": False, "remove_duplicate": False}
         for key, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
-            if id(tensor) in stored:
-                setattr(module, key, stored[id(tensor)])
+            if id(tensor) in cast:
+                setattr(module, key, cast[id(tensor)])
     made.tie_weights()
     return made
 

@@ -20,11 +20,11 @@ class Unit:
     modules: list[nn.Module]
 
 
-def blocks_of(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the model's transformer blocks, by the class names that transformers lists for this purpose.
+def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return the model's decoder layers, by the class names that transformers lists for this purpose.
 
-    The model may be sharded: FSDP gives a module a class that is derived from its own. Of blocks inside one another
-    (mamba lists blocks and their mixers) only the outer one is returned.
+    The model may be sharded: FSDP gives a module a class that is derived from its own. Of those inside one another
+    (mamba lists decoder layers and their mixers) only the outer one is returned.
     """
     classes = set(model._no_split_modules or ())
     found: list[tuple[str, nn.Module]] = []
@@ -52,8 +52,8 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
 def units_of(model: Any, wrap: Any) -> list[Unit]:
     """Return the units of a skeleton in forward order; the root holds what is in no unit.
 
-    `wrap` is `fsdp.wrap`. `auto`: the blocks; the embedding, and what follows the blocks with the head, unless the two
-    are tied: tied weights stay together in the root. A list names classes; `{min_params: N}` takes the innermost
+    `wrap` is `fsdp.wrap`. `auto`: the decoder layers; the embedding, and what follows them with the head, unless the
+    two are tied: tied weights stay together in the root. A list names classes; `{min_params: N}` takes the innermost
     modules of that size. Raises RecipeError if nothing matches, with the classes of the model.
     """
     # Make the units that the recipe asks for.
@@ -62,7 +62,7 @@ def units_of(model: Any, wrap: Any) -> list[Unit]:
     elif isinstance(wrap, list):
         units = _units_by_class(model, wrap)
     else:
-        units = [Unit(name, [module]) for name, module in blocks_of(model)]
+        units = [Unit(name, [module]) for name, module in decoder_layers(model)]
         if units and not tied(model):
             units = _with_embedding_and_head(model, units)
     # Move shared weights to the root, which gathers them once; a class that the recipe names is rejected instead.
@@ -86,19 +86,19 @@ def tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _with_embedding_and_head(model: Any, blocks: list[Unit]) -> list[Unit]:
-    """Return the blocks, with the embedding before and [what follows the blocks, head] after them."""
+def _with_embedding_and_head(model: Any, layers: list[Unit]) -> list[Unit]:
+    """Return these units, with the embedding before and [what follows them, head] after them."""
     base = model.base_model
-    if base is model:  # llama4_text has no base model: use the module that holds the list of blocks
-        base = model.get_submodule(blocks[-1].name.rpartition(".")[0].rpartition(".")[0])
-    inside = {id(m) for unit in blocks for m in unit.modules}
+    if base is model:  # llama4_text has no base model: use the module that holds the list of decoder layers
+        base = model.get_submodule(layers[-1].name.rpartition(".")[0].rpartition(".")[0])
+    inside = {id(m) for unit in layers for m in unit.modules}
     children = list(base.children())
     last = max((i for i, c in enumerate(children) if any(id(m) in inside for m in c.modules())), default=-1)
     after = [child for child in children[last + 1 :] if _holds_parameters(child)]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding in after:
-        return blocks
-    return [Unit("embedding", [embedding]), *blocks, Unit("head", [*after, head])]
+        return layers
+    return [Unit("embedding", [embedding]), *layers, Unit("head", [*after, head])]
 
 
 def _units_by_class(model: Any, names: list[str]) -> list[Unit]:
@@ -132,7 +132,7 @@ def _units_by_size(model: Any, size: int) -> list[Unit]:
 
 
 def _with_shared_weights(units: list[Unit]) -> list[Unit]:
-    """Return the units that share weights with another one (zamba's blocks share an attention layer)."""
+    """Return the units that share weights with another one (zamba's decoder layers share an attention layer)."""
     holders: dict[int, list[Unit]] = {}
     for unit in units:
         for param in {id(param) for module in unit.modules for param in module.parameters()}:

@@ -176,7 +176,7 @@ def _load(
 ) -> Any:
     """Let transformers put the tensors of a checkpoint into `model`; return what it reports of them.
 
-    transformers maps the names and layouts of files to the model's (fused experts, for example) by class names. FSDP
+    transformers maps the names and shapes in files to the model's (fused experts, for example) by class names. FSDP
     changes class names, so the mapping is made for the unsharded skeleton `bare`.
     """
     settings = LoadStateDictConfig(

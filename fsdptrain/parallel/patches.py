@@ -208,7 +208,7 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
 
 
 def allow_graphs(count: int) -> None:
-    """Let torch.compile make so many graphs of one function: above its limit, 8, a function runs uncompiled."""
+    """Let torch.compile make this many graphs of one function: above its limit, 8, a function runs uncompiled."""
     config = torch._dynamo.config  # a setting, not a function: nothing to read
     config.recompile_limit = max(config.recompile_limit, count)
 

@@ -4,9 +4,9 @@ MIN nodes are there ── LAST_CALL_S are over, or MAX are there ──> the wo
                                                                                 │
 a node that comes now waits until the workers exit: after a checkpoint (`on_waiting` asks them to), or one is lost
 
-A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the store of
-the meeting place. If it hosts this store, it stays until all others have read it. A fixed number of nodes
-cannot meet then, so those that wait end (`on_refused`). The store ends with them, so no later attempt reads it.
+A node that is refused before it can come (`tell_refusal`), or there (`check_run`), leaves its reason in the
+TCPStore. If it hosts that, it stays until all others have read the reason. A fixed number of nodes cannot meet then, so
+those that wait end (`on_refused`). The TCPStore ends with them, so no later attempt reads it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fsdptrain.errors import RecipeError, to_record
 
 BACKEND = "fsdptrain"  # its name for torchrun
 LISTEN_S = 0.5  # between two looks of a waiting node for a refusal of another
-LEAVE_S = 5.0  # for which a node stays that knows of a refusal, so that all can read it: it may host the store
-RUN_KEY = "fsdptrain/run"  # under which the first node stores what it runs
+LEAVE_S = 5.0  # how long a node that knows of a refusal stays, so that all can read it: it may host the TCPStore
+RUN_KEY = "fsdptrain/run"  # under which the first node leaves what it runs
 LAST_CALL_S = 30  # once MIN nodes are there: how long others may still come, as in torchrun
 
 
@@ -113,13 +113,13 @@ def register_rendezvous(
     rendezvous_handler_registry.register(BACKEND, partial(_create, *callbacks, _refusal_key(meeting), run))
 
 
-def check_run(store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
+def check_run(tcp_store: dist.Store, run: str, endpoint: str, tell: Callable[[dict[str, str]], None]) -> None:
     """Raise RecipeError if nodes of another run, or with another plan, meet at this place.
 
-    The first node stores the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
+    The first node leaves the description of its run, JSON with `digest`, `name`, `output_dir`, `versions` and `host`.
     `tell` is called with the refusal if the others belong to the same run, and so wait for this node.
     """
-    first, own = json.loads(store.compare_set(RUN_KEY, "", run)), json.loads(run)
+    first, own = json.loads(tcp_store.compare_set(RUN_KEY, "", run)), json.loads(run)
     if first.get("digest") == own.get("digest"):
         return
     there = f"{endpoint}: {first.get('host', 'another command')}"
@@ -143,20 +143,20 @@ def _create(
     run: str,
     wanted: RendezvousParameters,
 ) -> RendezvousHandler:
-    backend, store = create_backend(wanted)
+    backend, tcp_store = create_backend(wanted)
     can_meet_without = wanted.min_nodes < wanted.max_nodes
     check_run(
-        store, run, wanted.endpoint,
-        lambda refusal: None if can_meet_without else _tell(store, key, wanted.max_nodes, refusal, LEAVE_S),
+        tcp_store, run, wanted.endpoint,
+        lambda refusal: None if can_meet_without else _tell(tcp_store, key, wanted.max_nodes, refusal, LEAVE_S),
     )  # fmt: skip
     timeout = RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL_S))
     handler = Rendezvous.from_backend(
-        wanted.run_id, store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
+        wanted.run_id, tcp_store, backend, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, timeout
     )
     handler.on_met, handler.on_waiting, handler.on_others = on_met, on_waiting, on_others
     handler.met = threading.Event()
     if not can_meet_without:
-        listening = (store, key, wanted.max_nodes, handler.met, on_refused)
+        listening = (tcp_store, key, wanted.max_nodes, handler.met, on_refused)
         threading.Thread(target=_listen, args=listening, name="refusals", daemon=True).start()
     return handler
 
@@ -166,15 +166,15 @@ def _refusal_key(meeting: str) -> str:
 
 
 def _listen(
-    store: dist.Store, key: str, nodes: int, met: threading.Event, on_refused: Callable[[dict[str, str]], None]
+    tcp_store: dist.Store, key: str, nodes: int, met: threading.Event, on_refused: Callable[[dict[str, str]], None]
 ) -> None:
-    """Look for the refusal of another node until this one has met the others, or their store is lost."""
+    """Look for the refusal of another node until this one has met the others, or their TCPStore is lost."""
     with contextlib.suppress(dist.DistError):
-        while not store.check([key]):
+        while not tcp_store.check([key]):
             if met.wait(LISTEN_S):
                 return
-        refusal = json.loads(store.get(key))
-        _leave_together(store, key, nodes, LEAVE_S)
+        refusal = json.loads(tcp_store.get(key))
+        _leave_together(tcp_store, key, nodes, LEAVE_S)
         on_refused(refusal)
 
 
@@ -183,26 +183,26 @@ def tell_refusal(
 ) -> None:
     """Tell all nodes of a meeting at an endpoint that this one was refused; give up after `within_s` seconds.
 
-    `is_first` says whether it hosts the store; None if its address must tell.
+    `is_first` says whether it hosts the TCPStore; None if its address must tell.
     """
     settings: dict[str, Any] = {"read_timeout": math.ceil(within_s)}
     settings |= {} if is_first is None else {"is_host": is_first}
     wanted = RendezvousParameters(BACKEND, endpoint, meeting, nodes, nodes, **settings)
-    with contextlib.suppress(dist.DistError, RendezvousError):  # nobody waits there
-        _, store = create_backend(wanted)
-        _tell(store, _refusal_key(meeting), nodes, refusal, within_s)
+    with contextlib.suppress(dist.DistError, RendezvousError):  # no node waits there
+        _, tcp_store = create_backend(wanted)
+        _tell(tcp_store, _refusal_key(meeting), nodes, refusal, within_s)
 
 
-def _tell(store: dist.Store, key: str, nodes: int, refusal: dict[str, str], within_s: float) -> None:
-    """Leave a refusal in the store, and wait until all nodes know of it, at most `within_s` seconds."""
-    store.set(key, json.dumps(refusal))
-    _leave_together(store, key, nodes, within_s)
+def _tell(tcp_store: dist.Store, key: str, nodes: int, refusal: dict[str, str], within_s: float) -> None:
+    """Leave a refusal in the TCPStore, and wait until all nodes know of it, at most `within_s` seconds."""
+    tcp_store.set(key, json.dumps(refusal))
+    _leave_together(tcp_store, key, nodes, within_s)
 
 
-def _leave_together(store: dist.Store, key: str, nodes: int, within_s: float) -> None:
-    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the store."""
-    known, end = store.add(f"{key}/known", 1), time.monotonic() + within_s
+def _leave_together(tcp_store: dist.Store, key: str, nodes: int, within_s: float) -> None:
+    """Wait until all nodes know of a refusal, at most `within_s` seconds, because one of them hosts the TCPStore."""
+    known, end = tcp_store.add(f"{key}/known", 1), time.monotonic() + within_s
     with contextlib.suppress(dist.DistError):  # the node that hosts it has left
         while known < nodes and time.monotonic() < end:
             time.sleep(LISTEN_S / 5)
-            known = store.add(f"{key}/known", 0)
+            known = tcp_store.add(f"{key}/known", 0)

@@ -1,6 +1,6 @@
 """Activation checkpointing → compile → `fully_shard`, in this order.
 
-Recomputation and compilation replace a block's `forward`; FSDP's hooks run around the block's `__call__`. So a block is
+Recomputation and compilation replace a decoder layer's `forward`; FSDP's hooks run around its `__call__`. So it is
 gathered once in backward, before its recomputation, and parameters keep the names that transformers gives them.
 """
 
@@ -24,7 +24,7 @@ from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
 from fsdptrain.model.patches import VARLEN_FORWARD, find_documents_without_waiting, use_torch_operators
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import Unit, blocks_of, units_of
+from fsdptrain.model.units import Unit, decoder_layers, units_of
 from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import (
     allow_graphs,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 aten = torch.ops.aten
-GRAPHS = 64  # of all kinds of blocks that share a `forward`: with and without gradients, with and without a mask
+GRAPHS = 64  # of all kinds of layers that share a `forward`: with and without gradients, with and without a mask
 
 SAVED = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
@@ -79,11 +79,12 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
 def shard(model: Any, units: list[Unit], world: World, plan: Plan) -> None:
     """Shard a skeleton over the ranks in place, by the plan's strategy."""
     fsdp = plan.recipe.fsdp
-    # Recomputation, then compilation: both replace the `forward` of blocks, around which FSDP2 will add its hooks.
-    blocks = [module for _, module in blocks_of(model)]
-    recompute(blocks, fsdp.activation_checkpointing)
+    # Recomputation, then compilation: both replace the `forward` of decoder layers, around which FSDP2 will add its
+    # hooks.
+    layers = [module for _, module in decoder_layers(model)]
+    recompute(layers, fsdp.activation_checkpointing)
     if plan.compiles:
-        compile_blocks(blocks)
+        compile_layers(layers)
     # Units first: `fully_shard` leaves to the root what no unit has taken.
     policies: dict[str, Any] = {
         "mesh": world.mesh,
@@ -189,14 +190,14 @@ def precision(fsdp: Fsdp) -> MixedPrecisionPolicy:
     )
 
 
-def recompute(blocks: list[nn.Module], kind: Any) -> None:
-    """Free the activations of these blocks after forward and compute them again in backward."""
+def recompute(layers: list[nn.Module], kind: Any) -> None:
+    """Free the activations of these layers after forward and compute them again in backward."""
     every = kind["every"] if isinstance(kind, dict) else 1
     if kind == "none":
         return
-    for block in blocks[::every]:
+    for layer in layers[::every]:
         context = functools.partial(create_selective_checkpoint_contexts, SAVED) if kind == "selective" else None
-        block.forward = _recomputed(block.forward, context)
+        layer.forward = _recomputed(layer.forward, context)
 
 
 def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
@@ -209,16 +210,16 @@ def _recomputed(forward: Callable[..., Any], context: Callable[[], Any] | None) 
     return recomputed
 
 
-def compile_blocks(blocks: list[nn.Module]) -> None:
-    """Compile the `forward` of every block when it first runs; equal blocks share one graph.
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile the `forward` of every layer when it first runs; equal layers share one graph.
 
     All micro-batches have one shape, except for the bounds of packed documents, which only attention reads: their
     number and the longest of them are symbols in the graph, so that other documents do not compile again.
     """
     allow_graphs(GRAPHS)
     leave_open(["documents", "longest_document"])
-    for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 def set_prefetch(units: list[Unit], fsdp: Fsdp) -> None:

@@ -23,7 +23,7 @@ from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
 
-POLLS_PER_S = 1000  # requests to rank 0's store from all ranks together, while they wait for the last one
+POLLS_PER_S = 1000  # requests to rank 0's TCPStore from all ranks together, while they wait for the last one
 STOP_S = 2.0  # longer than the second in which the agent sends a stop to every worker
 SLOW_S = 0.02  # of a matrix product that measures the speed of a device: on a CPU 256³ has the rate of 1024³
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -77,10 +77,10 @@ class World:
     attempt: int = 0
 
     @classmethod
-    def start(cls, plan: Plan, stop: StopRequest, store: dist.Store | None = None) -> World:
+    def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
         """Join the process group that torchrun's environment describes; NCCL on GPUs, gloo on CPU.
 
-        `store` is that of the ranks, if they have met already. Raises Stopped if a stop signal comes before all ranks
+        `tcp_store` is that of the ranks, if they have met already. Raises Stopped if a stop signal comes before all
         have joined.
         """
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -95,11 +95,11 @@ class World:
         if not dist.is_initialized():
             # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
             timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
-            store = store or wait_for_ranks(plan, rank, timeout, stop)
-            # A rank gets all addresses in one request: else rank 0's store, or its agent's, answers n² in each group.
+            tcp_store = tcp_store or wait_for_ranks(plan, rank, timeout, stop)
+            # A rank gets all addresses in one request: else one TCPStore answers n² of them in each group.
             os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=topology.world_size, timeout=timeout,
+                backend, store=tcp_store, rank=rank, world_size=topology.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
@@ -250,28 +250,28 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, roun
 
 
 def wait_for_ranks(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Return the store of the run once every rank has opened it. There is no time limit: some ranks may prepare data.
+    """Return the TCPStore of the run once every rank has opened it. There is no time limit: ranks may prepare data.
 
     Raises Stopped if a stop signal comes before the last rank does: after that, some ranks may have continued.
     """
-    store = open_store(plan, rank, timeout, stop)
+    tcp_store = open_tcp_store(plan, rank, timeout, stop)
     size, key = plan.topology.world_size, "fsdptrain/here"
-    present, pause_s = store.add(key, 1), max(0.05, size / POLLS_PER_S)
+    present, pause_s = tcp_store.add(key, 1), max(0.05, size / POLLS_PER_S)
     while present < size:
         if stop.count:
-            if store.add(key, -1) < size - 1:
-                # Rank 0 holds the store: let the others get the signal first, and end their pause.
+            if tcp_store.add(key, -1) < size - 1:
+                # Rank 0 holds the TCPStore: let the others get the signal first, and end their pause.
                 time.sleep(STOP_S + pause_s if rank == 0 else 0)
                 raise _stopped(stop)
-            present = store.add(key, 1)
+            present = tcp_store.add(key, 1)
         else:
             time.sleep(pause_s)
-            present = store.add(key, 0)
-    return store
+            present = tcp_store.add(key, 0)
+    return tcp_store
 
 
-def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
-    """Open the store of all ranks: one that listens on loopback on a single node, torchrun's on several nodes.
+def open_tcp_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> dist.Store:
+    """Open the TCPStore of all ranks: one that listens on loopback on a single node, torchrun's on several nodes.
 
     Raises WorkerLost if that of the first node cannot be reached.
     """
@@ -279,7 +279,7 @@ def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> 
         if plan.topology.nnodes > 1:
             set_gloo_interface(os.environ["MASTER_ADDR"])
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            tcp_store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         except dist.DistNetworkError as error:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             first, last = ephemeral_ports()
@@ -288,7 +288,7 @@ def open_store(plan: Plan, rank: int, timeout: timedelta, stop: StopRequest) -> 
                 f"({first_line(error)}): a firewall is the usual cause; open the ports {first} to {last} "
                 "(net.ipv4.ip_local_port_range) between all nodes (docs/clusters.md, Ports)"
             ) from None
-        return store
+        return tcp_store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     port = int(os.environ["MASTER_PORT"])

@@ -312,12 +312,12 @@ def _node(env: Environment, source: str, names: tuple[str, str], first: str, por
 def _sagemaker(env: Environment) -> Launched | None:
     """Read the hosts of a training job, from SageMaker's toolkit or from the file that every container has."""
     if "SM_HOSTS" in env:
-        facts = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
+        job = {"hosts": _json(env, "SM_HOSTS"), "current_host": _value(env, "SM_CURRENT_HOST")}
     elif SAGEMAKER_HOSTS.is_file():
-        facts = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
+        job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
     else:
         return None
-    hosts, own = sorted(facts["hosts"]), facts["current_host"]
+    hosts, own = sorted(job["hosts"]), job["current_host"]
     if own not in hosts:
         raise RecipeError(
             f"SageMaker names {counted(len(hosts), 'host')} ({listed(hosts)}), and {own} is not among them"
@@ -328,8 +328,8 @@ def _sagemaker(env: Environment) -> Launched | None:
 
 def _vertex(env: Environment) -> Launched:
     """Read the worker pools of a Vertex AI job: the first has one replica, the next ones the others."""
-    facts = _json(env, "CLUSTER_SPEC")
-    pools, task = facts["cluster"], facts["task"]
+    job = _json(env, "CLUSTER_SPEC")
+    pools, task = job["cluster"], job["task"]
     replicas = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
     place = Place(len(replicas), replicas.index((task["type"], int(task["index"]))), 1, 0)
     host, _, port = pools["workerpool0"][0].rpartition(":")

@@ -53,8 +53,8 @@ PLAN_DIGEST = "FSDPTRAIN_PLAN_DIGEST"
 # again, and runs of an older version that is not in EARLIER_LAYOUTS cannot be resumed.
 LAYOUT = 6
 
-BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share blocks
-EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the layout that they began with
+BY_LENGTH = 5  # packed the longest rows first, so that rows of one length share sequences
+EARLIER_LAYOUTS = (BY_LENGTH,)  # of runs that continue with the one that they began with
 FEW_STEPS = 20  # below, a run has hardly any steps between warm-up and the end of its schedule
 
 
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is applied to the blocks."""
+        """Whether torch.compile is applied to the decoder layers."""
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 
@@ -195,7 +195,7 @@ class Plan:
     def on_nodes(self, nnodes: int) -> Plan:
         """Return the plan of the same run on another number of nodes, with as many workers on each."""
         topology = dataclasses.replace(self.topology, nnodes=nnodes)
-        return dataclasses.replace(self, topology=topology, **layout(self.recipe, topology))
+        return dataclasses.replace(self, topology=topology, **divided_among_ranks(self.recipe, topology))
 
     def of_attempt(self, start: Mapping[str, Any] | None) -> Plan:
         """Return the plan of the attempt with this `start` event: another only if the number of nodes may change."""
@@ -209,42 +209,44 @@ class Plan:
     def _numbers_of_nodes(self) -> range:
         return range(self.topology.least_nnodes or self.topology.nnodes, self.topology.nnodes + 1)
 
-    def total_steps(self, blocks: int) -> int:
-        """Return the number of steps on `blocks` sequences: `train.steps`, or enough for `train.epochs` passes."""
+    def total_steps(self, sequences: int) -> int:
+        """Return the number of steps on this many sequences: `train.steps`, or enough for `train.epochs` passes."""
         train = self.recipe.train
         if train.steps is not None:
             return train.steps
         assert train.epochs is not None  # a recipe without both is refused
-        return max(1, math.ceil(train.epochs * blocks / train.global_batch_size))
+        return max(1, math.ceil(train.epochs * sequences / train.global_batch_size))
 
-    def length_problem(self, blocks: int) -> Problem | None:
-        """Return the problem with `train.epochs` passes over `blocks` sequences; None if a step has no more of them.
+    def length_problem(self, sequences: int) -> Problem | None:
+        """Return the problem with `train.epochs` passes over this many sequences; None if a step has no more of them.
 
         Such a step would read the same rows several times, at one learning rate, and call that an epoch.
         """
         train = self.recipe.train
-        if train.steps is not None or train.global_batch_size <= blocks:
+        if train.steps is not None or train.global_batch_size <= sequences:
             return None
         counts = {each.topology.world_size for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
-        most = blocks // unit * unit
+        most = sequences // unit * unit
         power = unit << max(0, (most // unit).bit_length() - 1)
         way_out = f"use {most} or less" + (f", such as {power}" if power < most else "")
         if not most:  # less than one micro-batch for every rank
             way_out = "use fewer ranks, a smaller train.micro_batch_size or data.seq_len, or more data"
-        message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {blocks:,}: {way_out}"
+        message = f"{counted(train.global_batch_size, 'sequence')}, but one epoch has {sequences:,}: {way_out}"
         return Problem(message, "train.global_batch_size")
 
-    def length_notes(self, blocks: int) -> list[str]:
+    def length_notes(self, sequences: int) -> list[str]:
         """Return sentences on a run that reads rows several times a step, or that has few steps for its schedule."""
-        train, steps = self.recipe.train, self.total_steps(blocks)
+        train, steps = self.recipe.train, self.total_steps(sequences)
         if train.steps is None:
             few = (
                 f"only {counted(steps, 'optimizer step')} in all: a smaller train.global_batch_size makes more of them"
             )
             return [few] if steps < FEW_STEPS else []
-        times = train.global_batch_size / blocks
-        again = f"a step of {train.global_batch_size} sequences reads the data ({blocks:,} sequences) {times:.1f} times"
+        times = train.global_batch_size / sequences
+        again = (
+            f"a step of {train.global_batch_size} sequences reads the data ({sequences:,} sequences) {times:.1f} times"
+        )
         return [again] if times > 1 else []
 
     def step_positions(self, step: int) -> range:
@@ -403,7 +405,7 @@ def draft_plan(
         data_path=data_path,
         eval_path=eval_path,
         topology=topology,
-        **layout(recipe, topology),
+        **divided_among_ranks(recipe, topology),
         threads=max(1, len(os.sched_getaffinity(0)) // topology.nproc_per_node),
         trust_remote_code=trust_remote_code,
         libraries={name: version(name) for name in TESTED},
@@ -411,8 +413,8 @@ def draft_plan(
     return plan, [dataclasses.replace(p, where=written.where.get(p.field or "")) for p in problems]
 
 
-def layout(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """Return how a recipe is laid out on its ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
+def divided_among_ranks(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """Return how a step is divided among the ranks: the plan's `replicas`, `shard_size` and `accumulation`."""
     shard_size, world = _shard_size(recipe, topology), topology.world_size
     return {
         "replicas": world // shard_size,
@@ -428,7 +430,7 @@ def varied(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
         section, name = path.split(".")
         part = dataclasses.replace(getattr(recipe, section), **{name: value})
         recipe = dataclasses.replace(recipe, **{section: part})
-    return dataclasses.replace(plan, recipe=recipe, **layout(recipe, plan.topology))
+    return dataclasses.replace(plan, recipe=recipe, **divided_among_ranks(recipe, plan.topology))
 
 
 ROOM = 0.75  # share of a GPU's memory that weights, state and gradients may take; activations need the rest

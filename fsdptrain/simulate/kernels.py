@@ -1,4 +1,4 @@
-"""CUDA's attention kernels: which of them torch chooses, the FLOPs that they compute, and what they allocate meanwhile.
+"""CUDA's attention kernels: which of them torch chooses, the FLOPs that they compute, and what they allocate.
 
 Read in torch 2.11 and 2.13: `sdp_utils.cpp` (the choice), `flash_api.cpp` and `attention_backward.cu` (workspaces).
 """
@@ -24,7 +24,7 @@ _cards: list[Hardware] = []  # the card that is simulated is last
 
 @contextlib.contextmanager
 def on_card(card: Hardware | None) -> Iterator[None]:
-    """Choose the kernels of this card meanwhile; None: of one for which torch does not prefer cuDNN."""
+    """Choose the kernels of this card inside the context; None: of one for which torch does not prefer cuDNN."""
     if card:
         _cards.append(card)
     try:

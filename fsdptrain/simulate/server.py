@@ -183,8 +183,8 @@ class Models:
             return plan
         key = plan.recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan)
         if key not in self._kernels:
-            settled, self._bare = choose_attention(plan, self.config)
-            self._kernels[key] = settled.recipe.model.attn_implementation
+            chosen, self._bare = choose_attention(plan, self.config)
+            self._kernels[key] = chosen.recipe.model.attn_implementation
         return varied(plan, {"model.attn_implementation": self._kernels[key]})
 
     def skeleton(self, plan: Plan) -> Any:

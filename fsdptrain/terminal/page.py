@@ -54,9 +54,9 @@ class Page:
             for row in rows:
                 self.say(" ".join(row[:titles]), indent)
                 cells = zip(header[titles:], row[titles:], strict=True)
-                facts = [f"{name} {cell}".strip().replace(" ", NO_BREAK_SPACE) for name, cell in cells if cell]
+                parts = [f"{name} {cell}".strip().replace(" ", NO_BREAK_SPACE) for name, cell in cells if cell]
                 self.draw(
-                    Text("\n".join(self._lines(", ".join(facts), indent + HANGING_INDENT))), indent + HANGING_INDENT
+                    Text("\n".join(self._lines(", ".join(parts), indent + HANGING_INDENT))), indent + HANGING_INDENT
                 )
             return
         for row in [header, *rows]:

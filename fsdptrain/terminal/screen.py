@@ -216,13 +216,13 @@ class Screen:
         extras += [counted(restarts, "restart")] if restarts else []
         losses = [f"training loss {step['loss']:.4f}"]
         losses += [f"held-out loss {self.last['eval']['loss']:.4f}"] if "eval" in self.last else []
-        facts = [
+        parts = [
             f"{counted(step['step'] - before, 'step')} in {duration(seconds)}"
             + (f" ({', '.join(extras)})" if extras else ""),
             f"{rate(step['total_positions'] / step['total_s'])} while training",
             f"peak {self.peak_memory / GIB:.2f} GiB/rank",
         ]
-        return " · ".join(facts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
+        return " · ".join(parts) + "\n" + " · ".join([f"{sum(self._label_tokens):,} label tokens", *losses])
 
 
 def _comparison_text(compared: list[Record]) -> str:

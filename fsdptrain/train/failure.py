@@ -104,9 +104,9 @@ def record_failure(plan: Plan, error: FsdptrainError) -> None:
 def write_error_file(error: FsdptrainError) -> None:
     """Write the error and the current traceback to torchrun's error file, if there is one.
 
-    The write is atomic: the agent may kill this process meanwhile, and torchrun raises when the file is incomplete.
+    The write is atomic: the agent may kill this process at any moment, and torchrun raises when the file is incomplete.
     """
-    facts, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
-    record = {"py_callstack": stack, "timestamp": str(int(now)), **facts, "traceback": stack, "at": now}
+    fields, stack, now = to_record(error), shortened(traceback.format_exc(), MAX_MESSAGE_CHARS), time.time()
+    record = {"py_callstack": stack, "timestamp": str(int(now)), **fields, "traceback": stack, "at": now}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        write_atomically(Path(path), json.dumps({"message": {"message": facts["message"], "extraInfo": record}}))
+        write_atomically(Path(path), json.dumps({"message": {"message": fields["message"], "extraInfo": record}}))

@@ -247,7 +247,7 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
         raise RecipeError(f"model: {name} is not causal: tokens attend to later positions, so labels are visible")
     if not apart:
         raise RecipeError(
-            f"data.packing: {recipe.data.packing} would let the documents of a block attend to one another, because "
+            f"data.packing: {recipe.data.packing} would let the documents of a sequence attend to one another, because "
             f"{name} ignores position ids: use data.packing=none"
         )
     if not alone:

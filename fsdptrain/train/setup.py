@@ -25,13 +25,13 @@ from fsdptrain.attempts.manifest import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,
-    SETTLED,
+    RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
     recipe_key,
 )
 from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import disk_facts, disk_problems
+from fsdptrain.checkpoint.disk import disk_problems, disk_space
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
@@ -44,7 +44,7 @@ from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
-from fsdptrain.model.config import longrope_threshold, own_code, settled_values
+from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
@@ -72,11 +72,11 @@ KEPT_ATTEMPTS = 2  # of which the folder is kept: this one, and the one before, 
 class Session:
     """What the process of a rank starts with: plan, run folder, reporter, requests to stop, and watchdog.
 
-    `asked` is the plan as the launcher wrote it. Beside what comes before `Inputs`, which settle it, only the identity
-    and the digest in checkpoints are made from it.
+    `initial_plan` is the plan as the launcher wrote it. `Inputs` complete it: after them it is used only for the
+    identity and the digest in checkpoints.
     """
 
-    asked: Plan
+    initial_plan: Plan
     rundir: RunDir
     reporter: Reporter
     stop: StopRequest
@@ -86,7 +86,7 @@ class Session:
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report how far a stage of the set-up is. Raises Stopped after a stop signal."""
         if dist.is_initialized():
-            self.watchdog.beat()
+            self.watchdog.reset()
         if self.stop.count:
             raise Stopped(f"stopped by {self.stop.by} before the first step; nothing was lost")
         self.reporter.progress(stage, done, total)
@@ -94,7 +94,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked model without weights, its tokenizer, and the data: `held_out` are block numbers of `eval_corpus`.
+    """The checked model without weights, its tokenizer, and the data: `held_out` are sequence numbers of `eval_corpus`.
 
     `stamps` are those of the files of weights, if some weights are frozen; `day` is what the chat template renders.
     """
@@ -119,7 +119,7 @@ class Inputs:
         content = {
             DATA_KEY: corpus.fingerprint, TOKENS_KEY: corpus.digest, TOKENIZER_KEY: tokenizer_digest(self.tokenizer),
             CODE_KEY: own_code(prepared.bare),
-            **{f"{SETTLED}{name}": value for name, value in settled_values(prepared.config).items()},
+            **{f"{RESOLVED}{name}": value for name, value in resolved_values(prepared.config).items()},
         }  # fmt: skip
         return content | ({HELD_OUT_KEY: self.eval_corpus.fingerprint} if self.plan.eval_path else {})
 
@@ -154,11 +154,11 @@ def prepare_process(session: Session) -> None:
 
     Raises RecipeError if torch sees other GPUs than the plan.
     """
-    check_gpus(session.asked.topology, torch.cuda.device_count(), os.environ)
-    if session.asked.recipe.train.deterministic:
+    check_gpus(session.initial_plan.topology, torch.cuda.device_count(), os.environ)
+    if session.initial_plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    go_offline_if_unreachable(session.asked, session.progress)
+    go_offline_if_unreachable(session.initial_plan, session.progress)
 
 
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ def prepare_inputs(session: Session) -> Inputs:
     """
     progress = session.progress
     # All ranks, and all attempts of a run, read the same commit of a data set on the Hub.
-    plan = pin_commits(session.asked, session.rundir)
+    plan = pin_commits(session.initial_plan, session.rundir)
     # The model is checked before the data: this takes seconds, tokenising may take hours.
     with session.stop.obeyed_at_once():  # the constructors of a model report no progress
         tokenizer, prepared = prepare_tokenizer_and_model(plan, progress)
@@ -223,7 +223,7 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
     bare = inputs.prepared.bare
     if world.device.type != "cuda" or not varlen.used_by(bare):
         return None
-    session.watchdog.beat()
+    session.watchdog.reset()
     session.reporter.progress("trying the attention kernels", 0, 0)
     note = flash.activate_best(bare, world.device, torch.cuda.get_device_capability(world.device)[0])
     found = world.gather_objects(flash.active())
@@ -272,10 +272,10 @@ def open_run_folder(session: Session, inputs: Inputs, world: World) -> Checkpoin
     plan, rundir, content = inputs.plan, session.rundir, dict(inputs.content)
     check_shared(plan, world)
     if plan.freezes:
-        session.watchdog.beat()
+        session.watchdog.reset()
         session.reporter.progress("comparing the files of the frozen weights", 0, 0)
         content[BASE_KEY] = frozen_digest(plan, world)
-    checkpointer = Checkpointer(rundir, session.asked, world, content, session.reporter.event)
+    checkpointer = Checkpointer(rundir, session.initial_plan, world, content, session.reporter.event)
     checkpointer.remove_leftovers()
     checkpointer.reject_another_run()
     if world.rank == 0:
@@ -332,7 +332,7 @@ def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) 
     if newest < sizes.total_steps:
         problem = None
         if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
-            problem = next(disk_problems(plan, disk_facts(plan, sizes.weights, sizes.total_steps)), None)
+            problem = next(disk_problems(plan, disk_space(plan, sizes.weights, sizes.total_steps)), None)
         checkpointer.raise_on_every_rank(problem)
 
 
@@ -383,22 +383,22 @@ def leave_if_stopped(world: World, stop: StopRequest) -> None:
 
 
 def report_start(
-    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, facts: dict[str, Any]
+    session: Session, inputs: Inputs, checkpointer: Checkpointer, steps_made: int, fields: dict[str, Any]
 ) -> None:
     """Write the events `start` and `resume`, and print the first row to the log."""
-    session.reporter.event("start", **facts)
+    session.reporter.event("start", **fields)
     if checkpointer.world.rank == 0:
-        changed = changes_since(session.rundir, steps_made, session.asked, checkpointer.identity)
+        changed = changes_since(session.rundir, steps_made, session.initial_plan, checkpointer.identity)
         recipe, before = inputs.plan.recipe, session.reporter.trained_by(steps_made)
         note = before and length_note(
-            steps_made, before["total_steps"], facts["total_steps"], recipe.optim, recipe.schedule
+            steps_made, before["total_steps"], fields["total_steps"], recipe.optim, recipe.schedule
         )
         session.reporter.resume(steps_made, changed, [note] if note else [])
     shown = inputs.stream.corpus.show(inputs.tokenizer)
     print(f"the first row, trained parts in ⟦ ⟧:\n{shown}\n", flush=True)
 
 
-def start_facts(
+def start_fields(
     inputs: Inputs, world: World, sizes: Sizes, units: int, baseline_memory: int, flash_note: str | None
 ) -> dict[str, Any]:
     """Return the fields of the `start` event; `baseline_memory` is in bytes, before the model was built."""

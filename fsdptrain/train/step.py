@@ -34,7 +34,7 @@ from fsdptrain.parallel.world import HostCopy, World, send, to_device
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.optim import assert_dtypes, part_of
 from fsdptrain.train.patches import reductions_watched
-from fsdptrain.train.stragglers import BlockClock
+from fsdptrain.train.stragglers import LayerClock
 
 if TYPE_CHECKING:
     from fsdptrain.parallel.shard import ShardedModel
@@ -60,7 +60,8 @@ class StepStats:
     wait for data included, from the later of the beginning of this step and the end of the one before; steps that are
     read together share their mean. `usual_step_s` is that of the slowest rank when it last read, 0 before. One number
     for each rank: `alloc_retries`, of the allocator since the process began; `data_s` (the wait for data, 0
-    if the device had work left from the step before) and `compute_s` (the forward passes of the blocks) in seconds.
+    if the device had work left from the step before) and `compute_s` (the forward passes of the decoder layers) in
+    seconds.
     """
 
     loss: float
@@ -85,12 +86,12 @@ class Engine:
         world: World,
         plan: Plan,
         steps_made: int = 0,
-        beat: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps_made` are steps of earlier processes; `beat` is called after every micro-batch."""
+        """`steps_made` are steps of earlier processes; `on_progress` is called after every micro-batch."""
         self.model, self.optimizer, self.world, self.plan = model, optimizer, world, plan
-        self.steps_made, self.beat = steps_made, beat
-        self._clock = BlockClock(model, world.device)
+        self.steps_made, self.on_progress = steps_made, on_progress
+        self._clock = LayerClock(model, world.device)
         parts = named_parts(optimizer)
         self._params = [(param, parts[name]) for name, param in model.named_parameters() if name in parts]
         self._home = self._params[0][1].device  # of the shards: the host with fsdp.cpu_offload
@@ -168,7 +169,7 @@ class Engine:
             loss = self.loss(batch, label_tokens or 1)  # a global batch without labels has loss 0, not 0/0
             loss.backward()
             total += loss.detach()
-            self.beat()
+            self.on_progress()
         return total
 
     def seed(self, step: int) -> None:
@@ -194,7 +195,7 @@ class Engine:
         dtype = self.plan.recipe.fsdp.mixed_precision.param_dtype
         if "mixed torch.Tensor and DTensor" in str(error):
             return RecipeError(
-                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its blocks instead, by "
+                f"fsdp.wrap: {name} uses weights of a unit outside of that unit's forward: wrap its layers instead, by "
                 "class name"
             )
         if dtype != "float32" and re.search("same dtype|scalar type|mixed dtype", str(error)):
@@ -269,7 +270,7 @@ class Engine:
     def evaluate(
         self, corpus: Corpus, numbers: Sequence[int], stops: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
-        """Return (mean loss, label tokens) over the blocks `numbers` of `corpus`, or None if `stops` returned True.
+        """Return (mean loss, label tokens) over the sequences `numbers` of `corpus`, or None if `stops` returned True.
 
         Every rank computes a share of them, padded to equal counts. `stops` is called before every micro-batch and must
         return the same on every rank.
@@ -284,15 +285,15 @@ class Engine:
                 if stops():
                     return None
                 total += self.loss(corpus.batch(mine[i : i + size]), divisor=1).double()
-                self.beat()
+                self.on_progress()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
-        """Return the logits of `Corpus.beginnings`, for each block float32 [tokens, vocabulary] on the CPU.
+        """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
-        graphs exist, but the head computes the tokens only that are asked for.
+        graphs exist, but the head computes only the requested tokens.
         """
         lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
         longest, found = max(lengths), []
@@ -304,7 +305,7 @@ class Engine:
                 batch = beginnings.batch(numbers + [-1] * (size - len(numbers)))
                 logits = self.model(**self._inputs(to_device(batch, self.world.device))).logits
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
-                self.beat()
+                self.on_progress()
         if hook:
             hook.remove()
         return found
@@ -348,7 +349,7 @@ def find_sources(engine: Engine, step: int, batches: Sequence[Batch], label_toke
             loss = engine.loss(batch, label_tokens or 1)
             loss.backward()
             engine.drop_gradients()
-            engine.beat()
+            engine.on_progress()
             if not math.isfinite(loss.item()):
                 mine.append((number, f"the loss is {loss.item():g}"))
             elif bad_names:  # in the order of backward: the first one is the cause of the others

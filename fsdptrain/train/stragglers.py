@@ -1,8 +1,8 @@
 """Measure the work of each rank, and name a rank that slows the others down.
 
 In sharded training every rank is as slow as the slowest, because all ranks wait for each other in every unit: the time
-of a step is equal on all ranks. A rank waits for no other while it fetches its data, and while it computes a block
-whose weights are gathered. These two times are measured here.
+of a step is equal on all ranks. A rank waits for no other while it fetches its data, and while it computes a decoder
+layer whose weights are gathered. These two times are measured here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fsdptrain.model.units import blocks_of
+from fsdptrain.model.units import decoder_layers
 from fsdptrain.parallel.world import Floats
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ WINDOW = 20  # steps that are judged together
 STEP_PER_FORWARD = 3  # forward and backward take three times as long as forward alone
 
 
-class BlockClock:
-    """Measures the seconds that this rank computes in the forward passes of its blocks, without waiting for weights.
+class LayerClock:
+    """Measures the seconds that this rank computes in the forward passes of its decoder layers, without waiting for
+    weights.
 
-    FSDP's hooks run outside of these hooks, and recomputation runs inside `forward`, so each block is timed once, after
+    FSDP's hooks run outside of these hooks, and recomputation runs inside `forward`, so each layer is timed once, after
     it is gathered. On a GPU it is timed with events, which are read when they have happened, so that nothing waits.
     """
 
@@ -43,9 +44,9 @@ class BlockClock:
         self._queued: deque[list[tuple[Any, Any]]] = deque()  # of the steps that the device may not have finished
         self._finished_s = 0.0  # of the newest step that the device has finished
         self._begin: Any = None
-        for _, block in blocks_of(model):
-            block.register_forward_pre_hook(self._before_block)
-            block.register_forward_hook(self._after_block)
+        for _, layer in decoder_layers(model):
+            layer.register_forward_pre_hook(self._before_layer)
+            layer.register_forward_hook(self._after_layer)
 
     def seconds(self) -> float:
         """Return the seconds measured since the last call; on a GPU, those of the newest step that it has finished."""
@@ -71,11 +72,11 @@ class BlockClock:
         event.record()
         return event
 
-    def _before_block(self, *_: object) -> None:
+    def _before_layer(self, *_: object) -> None:
         if self._running:
             self._begin = self._now()
 
-    def _after_block(self, *_: object) -> None:
+    def _after_layer(self, *_: object) -> None:
         if self._running:
             self._spans.append((self._begin, self._now()))
 

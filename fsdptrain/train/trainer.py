@@ -16,7 +16,7 @@ from fsdptrain.checkpoint.export import export_live
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.schedule import learning_rate
 from fsdptrain.errors import NodeWaits, NonFiniteError, Stopped, WorkerLost
-from fsdptrain.parallel.pulse import Pulse
+from fsdptrain.parallel.heartbeat import Heartbeat
 from fsdptrain.parallel.replicas import check_replicas
 from fsdptrain.parallel.shard import build
 from fsdptrain.parallel.world import World, check_groups
@@ -33,7 +33,7 @@ from fsdptrain.train.setup import (
     prepare_inputs,
     prepare_process,
     report_start,
-    start_facts,
+    start_fields,
     suited_to_one_gpu,
     use_best_flash,
 )
@@ -104,35 +104,35 @@ class Trainer:
         """
         prepare_process(session)
         # Data comes before the process group: tokenising may take longer than a collective is allowed to. Until all
-        # ranks have joined it, only the pulse notices that another node is lost.
+        # ranks have joined it, only the heartbeat notices that another node is lost.
         session.progress("checking the model", 0, 0)
-        with Pulse(session.asked, lambda reason: exit_from_thread(session.asked, WorkerLost(reason))):
+        with Heartbeat(session.initial_plan, lambda reason: exit_from_thread(session.initial_plan, WorkerLost(reason))):
             inputs = prepare_inputs(session)
             session.progress("building the model", 0, 0)
             world = World.start(inputs.plan, session.stop)
         session.watchdog.begin(world.attempt)
         inputs = suited_to_one_gpu(inputs, world)
         plan = inputs.plan
-        session.watchdog.beat()
+        session.watchdog.reset()
         check_groups(plan, world)
         check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
         baseline_memory = world.peak_memory()
         flash_note = use_best_flash(session, inputs, world)
-        session.watchdog.beat()
+        session.watchdog.reset()
         model, units = build(plan, inputs.prepared.config, world)
         # What would end the run later is checked before weights are read, which may take minutes.
         sizes = Sizes.of(inputs)
         check_remaining_steps(plan, checkpointer, sizes)
-        session.watchdog.beat(disk_bytes=2 * sizes.state_bytes)  # a checkpoint is verified, then read
+        session.watchdog.reset(disk_bytes=2 * sizes.state_bytes)  # a checkpoint is verified, then read
         optimizer, steps_made = load_state(model, session, inputs, checkpointer)
         check_replicas(model, world)
-        session.watchdog.beat()
+        session.watchdog.reset()
         # All checks have passed: the start is reported only now, so that a refused run has no `start` event.
-        facts = start_facts(inputs, world, sizes, len(units), baseline_memory, flash_note)
-        report_start(session, inputs, checkpointer, steps_made, facts)
-        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.beat)
+        fields = start_fields(inputs, world, sizes, len(units), baseline_memory, flash_note)
+        report_start(session, inputs, checkpointer, steps_made, fields)
+        engine = Engine(model, optimizer, world, plan, steps_made, session.watchdog.reset)
         compute_dtype = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype)
         return cls(session, inputs, engine, checkpointer, sizes, world.size * world.peak_flops(compute_dtype))
 
@@ -151,7 +151,7 @@ class Trainer:
         gc.enable()
         gc.unfreeze()
         # The last checkpoint may still be under way; if it fails, the run fails.
-        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         return done if stop else None
 
@@ -231,7 +231,7 @@ class Trainer:
 
     def add_step(self, made: MadeStep, stats: StepStats) -> None:
         """Count a finite step, and report it."""
-        self.session.watchdog.beat(step_done=True)
+        self.session.watchdog.reset(step_done=True)
         positions = len(made.inputs.positions) * self.plan.recipe.data.seq_len
         self.totals.add(made.inputs.label_tokens, positions, stats.step_s)
         self.most_unread = count_within(NOTICED_S, stats.usual_step_s)
@@ -291,7 +291,7 @@ class Trainer:
             self.checkpointer.skipped += 1
             return self.any_stop()
         # A checkpoint of earlier steps may still be under way: finish it, so that no more steps are lost.
-        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         limit = f", after {train.max_skipped} skipped steps in a row" if train.on_nonfinite == "skip" else ""
         raise NonFiniteError(
@@ -315,7 +315,7 @@ class Trainer:
         return not (done == self.engine.steps_made and self.world.any(self.reporter.has("eval", done)))
 
     def evaluate(self, done: int) -> bool:
-        """Report the loss over all held-out blocks. Return whether a stop interrupted it."""
+        """Report the loss over all held-out sequences. Return whether a stop interrupted it."""
         self.reporter.progress("evaluating", 0, 0)
         stops = StopPoll(self.world, self.session.stop)
         result = self.engine.evaluate(self.inputs.eval_corpus, self.inputs.held_out, stops)
@@ -333,16 +333,16 @@ class Trainer:
         try:
             check_replicas(self.engine.model, self.world, done)
         except WorkerLost:
-            self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+            self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
             self.checkpointer.wait()
             raise
 
     def save(self, done: int, wait: bool) -> bool:
-        """Save a checkpoint. Return whether a stop came meanwhile; always False without `wait`."""
+        """Save a checkpoint. Return whether a stop came during it; always False without `wait`."""
         # Within this call two saves may be written and read back: the previous one and this one.
-        self.session.watchdog.beat(disk_bytes=4 * self.sizes.state_bytes)
+        self.session.watchdog.reset(disk_bytes=4 * self.sizes.state_bytes)
         self.checkpointer.save(done, self.engine.model, self.engine.optimizer, wait)
-        self.session.watchdog.beat()
+        self.session.watchdog.reset()
         return wait and self.any_stop()  # a collective, so only where all ranks wait anyway
 
     def let_nodes_join(self, done: int) -> None:
@@ -352,7 +352,7 @@ class Trainer:
         """
         if not self.plan.topology.is_elastic or not self.world.any(self.session.join.count):
             return
-        self.session.watchdog.beat(disk_bytes=2 * self.sizes.state_bytes)
+        self.session.watchdog.reset(disk_bytes=2 * self.sizes.state_bytes)
         self.checkpointer.wait()
         if self.any_stop():  # no rank leaves before the checkpoint is complete on all; the next step notices the stop
             return
@@ -362,7 +362,7 @@ class Trainer:
         """Write the Hugging Face folder. Return the number of steps made if a stop interrupted it, else None."""
 
         def check_stop() -> None:
-            self.session.watchdog.beat()
+            self.session.watchdog.reset()
             if self.any_stop():
                 raise Stopped("stopped while exporting")
 
@@ -382,7 +382,7 @@ class Trainer:
 
         They are of the rows that are held out, or of those that it trains on if there are none.
         """
-        self.session.watchdog.beat()
+        self.session.watchdog.reset()
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
         beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], TOKENS)

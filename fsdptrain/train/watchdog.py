@@ -1,14 +1,14 @@
 """Watch one rank from a thread of its own, and report where the rank is when it makes no progress.
 
-The rank calls `Watchdog.beat` after every unit of work: a micro-batch, a tensor read, a block exported. After
-`launch.timeout_s` seconds without a beat the stacks of all threads go to the rank's log, and its last collectives and
+The rank calls `Watchdog.reset` after every unit of work: a micro-batch, a tensor read, a layer exported. After
+`launch.timeout_s` seconds without a reset the stacks of all threads go to the rank's log, and its last collectives and
 its place into the folder of the attempt, of which the launcher makes one paragraph. Native code that holds the
 interpreter lock stops this thread as well: then faulthandler's own thread, the alarm, writes the stacks.
 
-Another thread sets the modification time of the file for these stacks again and again: a sign of life for `status`.
+Another thread sends a heartbeat for `status`: it sets the modification time of the file for these stacks.
 
 All files are in the folder of the attempt (`RunDir.attempt`), whose number the ranks agree on when they meet: a rank of
-an earlier attempt, whose host was frozen meanwhile, writes where nobody looks any more.
+an earlier attempt, whose host was frozen, writes into a folder that is no longer read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from fsdptrain.errors import WorkerLost, own_frame
 from fsdptrain.folder.files import write_atomically
-from fsdptrain.launch.explain import alive_every_s
+from fsdptrain.launch.explain import heartbeat_s
 from fsdptrain.parallel.patches import ISSUED, collective_of, named
 from fsdptrain.plan.plan import Plan
 from fsdptrain.train.patches import recorded_collectives
@@ -35,21 +35,21 @@ POLL_S = 0.25  # how often the thread compares the time with the deadline
 FIRST_STEP_FACTOR = 3  # times the timeout until the first step is done: compilers and allocators warm up
 SLOWEST_DISK = 20e6  # bytes per second; a slower disk counts as a hang
 PAUSE_S = 3.0  # a longer gap between two polls means that the whole process was not scheduled
-ALARM_S = 1.0, 2.0  # from the deadline to the alarm, at least and at most: most beats need not move it
+ALARM_S = 1.0, 2.0  # from the deadline to the alarm, at least and at most: most resets need not move it
 EXIT_S = 15.0  # after its report a hung rank ends itself, unless the launcher did it before
 COLLECTIVES = "distributed_c10d.py"  # a stack with a frame of this file waits for other ranks
 WAITS_FOR = {"save.wait": "checkpoint", "prefetch.get": "data_0"}  # function → the thread for which it waits
 
 
 class Watchdog:
-    """Reports a hang of this rank, from `begin` on, inside of its `with` block; `beat` may be called before."""
+    """Reports a hang of this rank, from `begin` on, inside of its `with` block; `reset` may be called before."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self._rundir, self._rank, self._alive_every_s = plan.rundir, rank, alive_every_s(plan.topology.world_size)
+        self._rundir, self._rank, self._heartbeat_s = plan.rundir, rank, heartbeat_s(plan.topology.world_size)
         self._entered, self._attempt = False, 0  # number 0: it has not begun
         self._timeout = float(plan.recipe.launch.timeout_s)
         self._warm = False
-        self._deadline = float("inf")  # there is none before the first beat: preparing data may take any time
+        self._deadline = float("inf")  # there is none before the first reset: preparing data may take any time
         self._alarm = float("inf")  # when faulthandler writes the stacks
         self._setting_alarm = threading.Lock()
         self._ended = threading.Event()
@@ -70,7 +70,7 @@ class Watchdog:
         self._attempt = attempt
         self._thread.start()
         stamped = os.dup(self._dump.fileno())
-        threading.Thread(target=self._show_alive, args=(stamped,), name="alive", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(stamped,), name="heartbeat", daemon=True).start()
 
     def __exit__(self, *exception: object) -> None:
         self._entered = False
@@ -84,14 +84,14 @@ class Watchdog:
                 self._rundir.stack_dump(self._attempt, self._rank).unlink()
         self._dump.close()
 
-    def beat(self, step_done: bool = False, disk_bytes: int = 0) -> None:
-        """Note progress. The next beat may take as long as a slow disk needs for `disk_bytes` in addition."""
+    def reset(self, step_done: bool = False, disk_bytes: int = 0) -> None:
+        """Restart the timeout, longer by what a slow disk needs for `disk_bytes`."""
         self._warm |= step_done
         timeout = self._timeout * (1 if self._warm else FIRST_STEP_FACTOR)
         self._set_deadline(time.monotonic() + timeout + disk_bytes / SLOWEST_DISK)
 
     def _set_deadline(self, deadline: float) -> None:
-        """Set the deadline and, with it, the alarm. Stacks that the alarm has written meanwhile do not count."""
+        """Set the deadline and, with it, the alarm. Stacks that the alarm has written already do not count."""
         self._deadline = deadline
         least, most = ALARM_S
         if not self._attempt or deadline == float("inf") or least <= self._alarm - deadline <= most:
@@ -115,12 +115,12 @@ class Watchdog:
                 self._report()
                 return
 
-    def _show_alive(self, stamped: int) -> None:
+    def _send_heartbeats(self, stamped: int) -> None:
         """Set the modification time of an open file again and again, until the watchdog has ended.
 
         Nothing waits for this thread, because a shared folder may not answer.
         """
-        while not self._ended.wait(self._alive_every_s):
+        while not self._ended.wait(self._heartbeat_s):
             with contextlib.suppress(OSError):
                 os.utime(stamped)
         os.close(stamped)
@@ -178,10 +178,10 @@ def last_collectives(count: int = 40) -> str:
     """
     recorded = recorded_collectives()
     # NCCL, where it was used: a build with CUDA has its recorder on a CPU too, without entries.
-    trained_with = max((backend for backend, facts in recorded.items() if facts.get("entries")), default="")
+    trained_with = max((backend for backend, dump in recorded.items() if dump.get("entries")), default="")
     newest = {}
-    for backend, facts in recorded.items():
-        entries = named(facts.get("entries", []), [*ISSUED] if backend == trained_with else [])
+    for backend, dump in recorded.items():
+        entries = named(dump.get("entries", []), [*ISSUED] if backend == trained_with else [])
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in entries:
             groups.setdefault(entry["process_group"][0], []).append(entry)
@@ -191,5 +191,5 @@ def last_collectives(count: int = 40) -> str:
             for place, entry in enumerate(group)
             if len(group) - place <= count or not (entry["retired"] or entry["state"] == "completed")
         ]
-        newest[backend] = {**facts, "entries": kept}
+        newest[backend] = {**dump, "entries": kept}
     return json.dumps(newest, indent=1)

@@ -64,7 +64,7 @@ def check_step(
         return
     findings.send_busy("simulating a step")
     forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)
-    # The facts come first, because the verdict reads them; other plans last, because their search takes minutes.
+    # The forecast comes first, because the verdict reads it; other plans last, because their search takes minutes.
     cost = run_cost(forecast, plan, steps, request.price)
     findings.step = dataclasses.asdict(forecast) | {"needed_bytes": forecast.needed_bytes} | cost
     show_forecast(forecast, plan, cost, findings)
@@ -134,8 +134,8 @@ def advise(
     model = findings.levels["model"]
     counts = Counts(*(model[f"{kind}parameters"] for kind in ("", "trainable_", "adapter_", "quantised_")))
 
-    def progress(settled: int, total: int, what: str = "comparing plans") -> None:
-        findings.send_progress(what, settled, total)
+    def progress(done: int, total: int, what: str = "comparing plans") -> None:
+        findings.send_progress(what, done, total)
 
     def so_far(advice: Advice) -> None:  # shown if Ctrl-C stops the search
         show_advice(advice, hardware, findings)

@@ -18,7 +18,7 @@ from fsdptrain.data.corpus import Stream, open_rows, prepare, row_notes
 from fsdptrain.data.hub import hub_arguments
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.sizing import LONGEST, RowLengths, choose_sizes
-from fsdptrain.data.sources import bytes_to_download, count_files, open_sources, readable_files, stored_objects
+from fsdptrain.data.sources import bytes_to_download, count_files, data_objects, open_sources, readable_files
 from fsdptrain.data.tokenizer import load_tokenizer, vocabulary_size
 from fsdptrain.errors import CheckpointError, NoData, NoModel, RecipeError, is_disk_full, listed
 from fsdptrain.model.assets import check_special_tokens
@@ -65,7 +65,7 @@ def _files_to_read(plan: Plan, findings: Findings) -> int | None:
     left = sum(bytes_to_download(path) for path in (plan.data_path, plan.eval_path) if path)
     if left <= LARGEST_DOWNLOAD:
         return None
-    files = int(sum(each.size for each in stored_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
+    files = int(sum(each.size for each in data_objects(plan.data_path)[:1] if not each.is_here) <= LARGEST_DOWNLOAD)
     findings.add_note(
         f"{size(left)} of data are not in the cache of this machine, and validate downloads at most "
         f"{size(LARGEST_DOWNLOAD)}: {'only the first file was read' if files else 'none was read'}, and the number of "
@@ -98,10 +98,10 @@ def check_rows(plan: Plan, findings: Findings) -> None:
     needed = {field: data.columns.get(field, field) for field in data.format.fields}
     optional = {field: data.columns.get(field, field) for field in data.format.optional}
     needed |= {field: column for field, column in optional.items() if column in columns}
-    facts = {"path": plan.data_path, "files": count_files(plan.data_path), "columns": columns, "needed": needed}
+    reading = {"path": plan.data_path, "files": count_files(plan.data_path), "columns": columns, "needed": needed}
     reads = describe_columns(plan.data_path, data)
     line = f"format {data.format}, which reads {reads}; columns of the first row: {listed(columns)}"
-    findings.add_facts("data", facts, HEADING, line)
+    findings.add_values("data", reading, HEADING, line)
     if data.format.has_prompt and (seam := seam_without_space(first_rows, data)):
         findings.add_note(
             f"no white space between prompt and completion, for example in {seam}; set data.separator to add some"
@@ -121,13 +121,13 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         findings.add_note(date_note(day))
     is_chat = plan.recipe.data.format.is_chat
     has_template = not str(tokenizer.chat_template).endswith(PLAIN_CHAT_TEMPLATE)
-    facts = sequence_facts(plan, stream, len(held_out)) | {
+    packed = describe_sequences(plan, stream, len(held_out)) | {
         "vocab_size": vocabulary_size(tokenizer),
         "template": ("the tokenizer's" if has_template else "plain") if is_chat else None,
         "example": stream.corpus.show(tokenizer),
     }
-    findings.add_facts("data", facts, HEADING)
-    show_sequences(plan, facts, findings)
+    findings.add_values("data", packed, HEADING)
+    show_sequences(plan, packed, findings)
     if is_chat and not has_template:
         findings.add_note("the tokenizer has no chat template: a plain one is used (see the first row above)")
     lost, divided = row_notes(stream.corpus, eval_corpus)
@@ -137,27 +137,27 @@ def check_sequences(plan: Plan, tokenizer: PreTrainedTokenizerBase, findings: Fi
         findings.add_note(text)
     if problem := plan.length_problem(len(stream)):
         findings.add_problem(RecipeError([problem]))
-    return int(facts["steps"])
+    return int(packed["steps"])
 
 
-def sequence_facts(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
+def describe_sequences(plan: Plan, stream: Stream, held_out: int) -> dict[str, Any]:
     """Return what the rows became: counts of rows, tokens, sequences and steps. `held_out` counts sequences."""
     corpus, train = stream.corpus, plan.recipe.train
     return {
         **corpus.notes,
-        "lengths": length_facts(corpus.lengths, corpus.seq_len),
+        "lengths": describe_lengths(corpus.lengths, corpus.seq_len),
         "sequences": len(stream),
         "eval_sequences": held_out,
         "fill": corpus.fill(),
         "rows_per_sequence": len(corpus.pieces) / len(corpus),
-        "lengths_per_sequence": corpus.lengths_per_block(),
+        "lengths_per_sequence": corpus.lengths_per_sequence(),
         "steps_per_epoch": len(stream) / train.global_batch_size,
         "steps": plan.total_steps(len(stream)),
         "prepared_bytes": sum(array.nbytes for array in (corpus.tokens, corpus.trained, corpus.pieces, corpus.lengths)),
     }
 
 
-def length_facts(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
+def describe_lengths(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
     """Return a histogram of row lengths in tokens. A bin is {from, to, rows}, ends included.
 
     The bins double in size, and one of them ends at `seq_len`.
@@ -179,41 +179,42 @@ def length_facts(lengths: np.ndarray[Any, Any], seq_len: int) -> dict[str, Any]:
     }
 
 
-def show_sequences(plan: Plan, facts: dict[str, Any], findings: Findings) -> None:
-    """Add the lines of these facts: counts, a histogram of row lengths, and an example."""
-    data, lengths = plan.recipe.data, facts["lengths"]
+def show_sequences(plan: Plan, packed: dict[str, Any], findings: Findings) -> None:
+    """Add the lines of packed rows: counts, a histogram of row lengths, and an example."""
+    data, lengths = plan.recipe.data, packed["lengths"]
     beyond = {"continued": "cut wherever a sequence ends", "cut": f"cut at {data.seq_len:,}", "split": "split"}[
         data.long_rows
     ]
-    longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], facts['rows'], 'row')}, {beyond}"
+    longer = f"longer than seq_len {data.seq_len:,}: {share(lengths['over_seq_len'], packed['rows'], 'row')}, {beyond}"
     findings.add_lines(
         HEADING,
-        f"{counted(facts['rows'], 'row')}, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them trained; "
+        f"{counted(packed['rows'], 'row')}, {packed['tokens']:,} tokens, {packed['label_tokens']:,} of them trained; "
         + (
-            f"{share(facts['dropped'], facts['rows'], 'row')} dropped: no trained token"
-            if facts["dropped"]
+            f"{share(packed['dropped'], packed['rows'], 'row')} dropped: no trained token"
+            if packed["dropped"]
             else "no rows dropped"
         ),
         f"tokens per row: median {lengths['median']:,}, longest {lengths['longest']:,}; "
         + (longer if lengths["over_seq_len"] else f"none longer than seq_len {data.seq_len:,}"),
     )
     mixed = (
-        f", with {facts['rows_per_sequence']:.1f} rows of {facts['lengths_per_sequence']:.1f} different lengths in each"
+        f", with {packed['rows_per_sequence']:.1f} rows of {packed['lengths_per_sequence']:.1f} different lengths in "
+        "each"
         if data.packing != "none"
         else ""
     )
     findings.add_item(HEADING, "lengths", bins=lengths["bins"], seq_len=data.seq_len, beyond=beyond)
     findings.add_lines(
         HEADING,
-        f"{facts['sequences']:,} sequences of {data.seq_len:,} tokens, {facts['fill']:.1%} filled{mixed}; "
-        f"{facts['eval_sequences']:,} held out; {facts['steps_per_epoch']:,.1f} steps per epoch, {facts['steps']:,} in "
-        f"total; {size(facts['prepared_bytes'])} in the cache",
-        f"the first row, trained parts in ⟦ ⟧:\n{facts['example']}",
+        f"{packed['sequences']:,} sequences of {data.seq_len:,} tokens, {packed['fill']:.1%} filled{mixed}; "
+        f"{packed['eval_sequences']:,} held out; {packed['steps_per_epoch']:,.1f} steps per epoch, "
+        f"{packed['steps']:,} in total; {size(packed['prepared_bytes'])} in the cache",
+        f"the first row, trained parts in ⟦ ⟧:\n{packed['example']}",
     )
 
 
 def choose(plan: Plan, findings: Findings) -> Plan:
-    """Return the plan with sizes chosen from its data, which become the level `chosen` of the facts.
+    """Return the plan with sizes chosen from its data, which become the level `chosen` of the report.
 
     Raises DataError for data that cannot be read, and RecipeError for a model without a tokenizer.
     """

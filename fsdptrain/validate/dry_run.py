@@ -2,7 +2,7 @@
 
 The levels below the recipe are plan, machine, data, model, and step (memory, communication, time). A level with a
 problem does not stop the next one, so that all problems are reported together. `request` sends the
-request; `docs/validate.md` documents the facts that `--json` prints.
+request; `docs/validate.md` documents the values that `--json` prints.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
     for problem in request.problems:
         findings.add_problem(RecipeError(problem))
     if not request.problems:
-        facts, lines = describe_plan(plan)
-        findings.add_facts("plan", facts, "Plan", *lines)
+        values, lines = describe_plan(plan)
+        findings.add_values("plan", values, "Plan", *lines)
     with findings.continue_on_error():
         check_machine(plan, findings)
     vocab_size, steps = check_data(plan, findings)
@@ -51,9 +51,9 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
 
 
 def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return the facts of a plan, and lines that explain how its ranks share a step."""
+    """Return what is shown of a plan, and lines that explain how its ranks share a step."""
     train, topology, seq_len = plan.recipe.train, plan.topology, plan.recipe.data.seq_len
-    facts = {
+    values = {
         "strategy": plan.recipe.fsdp.strategy, "world_size": topology.world_size, "replicas": plan.replicas,
         "shard_size": plan.shard_size, "accumulation": plan.accumulation,
         "tokens_per_step": train.global_batch_size * seq_len, "source": topology.source or None,
@@ -68,9 +68,9 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         f"{counted(each.accumulation, 'micro-batch', 'es')} × {size}"
         for each in plan.on_each_number()
     ][1:]
-    return facts, [
-        f"{facts['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
-        f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({facts['tokens_per_step']:,} tokens) = "
+    return values, [
+        f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
+        f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
         f"{counted(topology.world_size, 'rank')} × {micro} × {size}",
         *([f"if nodes are lost: {'; '.join(fewer)}"] if fewer else []),
     ]

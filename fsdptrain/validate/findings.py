@@ -1,4 +1,4 @@
-"""What a dry run finds, level by level: facts, the text that shows them, notes and problems."""
+"""What a dry run finds, level by level: values, the text that shows them, notes and problems."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SendRecord = Callable[[dict[str, Any]], None]  # takes the progress records that
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a dry run. `facts` is what `--json` prints; `sections` shows it: (heading, items).
+    """The result of a dry run. `report` is what `--json` prints; `sections` shows it: (heading, items).
 
     `unchecked` names what can be checked only on the machine that the plan is for; `notes` gives the reasons.
     `warnings` are those of the notes that the verdict repeats.
@@ -53,11 +53,11 @@ class Outcome:
     unchecked: list[str]
     problems: list[str]
     exit_code: int
-    facts: dict[str, Any]
+    report: dict[str, Any]
 
 
 class Findings:
-    """Collects the facts, sections, notes and problems of a dry run. `send` receives records of progress.
+    """Collects the values, sections, notes and problems of a dry run. `send` receives records of progress.
 
     With `elsewhere` the plan is for another machine: what this machine lacks is then a note, not a problem.
     """
@@ -65,7 +65,7 @@ class Findings:
     def __init__(self, send: SendRecord = lambda record: None, elsewhere: bool = False) -> None:
         self.send, self.elsewhere = send, elsewhere
         self.levels: dict[str, dict[str, Any]] = {}
-        self.step: dict[str, Any] = {}  # facts of the forecast; in the JSON they are beside the levels
+        self.step: dict[str, Any] = {}  # values of the forecast; in the JSON they are beside the levels
         self.forecast: str | None = None  # the forecast, or what else was found to be right, in one line
         self.sections: dict[str, list[Item]] = {}
         self.notes: list[str] = []
@@ -74,9 +74,9 @@ class Findings:
         self.problems: list[str] = []
         self._codes: dict[str, int] = {}
 
-    def add_facts(self, level: str, facts: dict[str, Any], heading: str, *lines: str) -> None:
-        """Add facts of a level, and lines that show them under a heading."""
-        self.levels.setdefault(level, {}).update(facts)
+    def add_values(self, level: str, values: dict[str, Any], heading: str, *lines: str) -> None:
+        """Add values of a level, and lines that show them under a heading."""
+        self.levels.setdefault(level, {}).update(values)
         self.add_lines(heading, *lines)
 
     def add_lines(self, heading: str, *lines: str) -> None:
@@ -153,8 +153,8 @@ class Findings:
     def outcome(self) -> Outcome:
         """Return everything, to be shown or printed as JSON."""
         verdict = self.verdict
-        facts = {**self.levels, **self.step, "verdict": verdict, "notes": self.notes, "problems": self.problems}
+        report = {**self.levels, **self.step, "verdict": verdict, "notes": self.notes, "problems": self.problems}
         sections = [*self.sections.items()]
         return Outcome(
-            verdict, sections, self.notes, self.warnings, self.unchecked, self.problems, self.exit_code, facts
+            verdict, sections, self.notes, self.warnings, self.unchecked, self.problems, self.exit_code, report
         )

@@ -1,6 +1,6 @@
 """One rank of `validate --here`: look at this node, meet the other ranks, measure the links, and compare.
 
-The ranks first exchange facts through the store at which they meet, because that works with other versions, other plans
+The ranks first exchange what they found through a TCPStore, because that works with other versions, other plans
 and without a network that gloo or NCCL can use. Only if nothing speaks against it do they form a process group.
 """
 
@@ -35,7 +35,7 @@ from fsdptrain.data.pinned import pin_commits
 from fsdptrain.data.sources import quick_fingerprint
 from fsdptrain.errors import FsdptrainError, RecipeError, WorkerLost, first_line, from_record, to_record
 from fsdptrain.folder.files import scratch_folder, write_atomically
-from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_store
+from fsdptrain.parallel.world import World, check_groups, matrix_rate, open_tcp_store
 from fsdptrain.plan.gpus import damaged_gpus
 from fsdptrain.plan.network import address_of, gloo_end
 from fsdptrain.plan.plan import Plan, model_name_problems
@@ -45,26 +45,26 @@ from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
 from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
-from fsdptrain.validate.machine import machine_facts, node_problems
+from fsdptrain.validate.machine import describe_machine, node_problems
 from fsdptrain.validate.nodes import Gpu, Node, compare_nodes, nccl_network, plan_differences, why_not_measured
 from fsdptrain.validate.request import OUTCOME, REQUEST, Request
 
 DATA_BYTES = 2**30  # of data files are read for their digest
 CLOCK_ROUNDS = 5  # comparisons of the clocks, of which the median counts
 CONNECT_S = 60.0  # for the process group and the measurement; a network that does not connect would wait for hours
-LEAVE_S = 10.0  # that rank 0, which may hold the store, waits for the others
+LEAVE_S = 10.0  # that rank 0, which may hold the TCPStore, waits for the others
 SMALLEST, LARGEST, ENOUGH_S = 2**20, 2**28, 0.1  # bytes of an all-reduce, and the time until which it grows
 RATE_SIZE, EXACT_SIZE = 8192, 4096  # of the matrix products that measure a GPU and check its results
 
 
 class Ranks:
-    """The ranks of a run, which exchange JSON values through the store at which they meet."""
+    """The ranks of a run, which exchange JSON values through their TCPStore."""
 
     def __init__(self, plan: Plan) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.timeout_s = plan.recipe.launch.timeout_s
-        self.store = open_store(plan, self.rank, timedelta(seconds=self.timeout_s), StopRequest())
+        self.tcp_store = open_tcp_store(plan, self.rank, timedelta(seconds=self.timeout_s), StopRequest())
 
     def exchange(self, name: str, value: Any, more_s: float = 0.0) -> list[Any]:
         """Return the values of all ranks; raises WorkerLost if some do not come within launch.timeout_s.
@@ -72,12 +72,12 @@ class Ranks:
         They may come `more_s` seconds later if a rank knows that work of others takes so much longer than its own.
         """
         keys, timeout_s = [f"{name}/{rank}" for rank in range(self.size)], self.timeout_s + more_s
-        self.store.set_timeout(timedelta(seconds=timeout_s))
+        self.tcp_store.set_timeout(timedelta(seconds=timeout_s))
         try:
-            self.store.set(keys[self.rank], json.dumps(value))
-            if self.rank == 0:  # one rank reads all, so that the store answers as many requests as there are ranks
-                self.store.set(name, json.dumps([json.loads(text) for text in self.store.multi_get(keys)]))
-            values: list[Any] = json.loads(self.store.get(name))
+            self.tcp_store.set(keys[self.rank], json.dumps(value))
+            if self.rank == 0:  # one rank reads all, so that the TCPStore answers as many requests as there are ranks
+                self.tcp_store.set(name, json.dumps([json.loads(text) for text in self.tcp_store.multi_get(keys)]))
+            values: list[Any] = json.loads(self.tcp_store.get(name))
             return values
         except dist.DistError as error:
             later = f" and {more_s:g} s to measure the links" if more_s else ""
@@ -88,10 +88,10 @@ class Ranks:
 
     def leave(self) -> None:
         """Wait, in rank 0, until all ranks have read what they need."""
-        left, deadline = self.store.add("left", 1), time.monotonic() + LEAVE_S
+        left, deadline = self.tcp_store.add("left", 1), time.monotonic() + LEAVE_S
         while self.rank == 0 and left < self.size and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = self.store.add("left", 0)
+            left = self.tcp_store.add("left", 0)
 
 
 def check_ranks(request: Request) -> Outcome:
@@ -103,28 +103,28 @@ def check_ranks(request: Request) -> Outcome:
     with contextlib.ExitStack() as stack:
         # What this process sees by itself.
         own: dict[str, Any] = {"local_rank": ranks.local_rank, "gpu": rank_gpu(plan, ranks.local_rank)}
-        own |= node_facts(request) if ranks.local_rank == 0 else {}
+        own |= describe_node(request) if ranks.local_rank == 0 else {}
         if ranks.rank == 0:
             shared = shared_folder(plan)
             own["file"] = stack.enter_context(file_to_see(shared[1])) if shared else ""
-        facts = ranks.exchange("facts", own)
+        answers = ranks.exchange("answers", own)
         # What it sees compared with the first node: the clock, the plan, a file.
         seen: dict[str, Any] = {"clock": read_clock(ranks)}
         if ranks.local_rank == 0:
-            seen["changes"] = plan_differences(json.loads(facts[0]["plan"]), json.loads(plan.shared().to_json()))
-            seen["shares_output"] = sees(facts[0]["file"])
+            seen["changes"] = plan_differences(json.loads(answers[0]["plan"]), json.loads(plan.shared().to_json()))
+            seen["shares_output"] = sees(answers[0]["file"])
         compared = ranks.exchange("compared", seen)
     # How fast the links are, unless the ranks cannot form the process group of the plan.
-    nodes = nodes_of(facts, compared)
-    obstacle = why_not_measured(nodes, any(each.get("draft") for each in facts))
+    nodes = nodes_of(answers, compared)
+    obstacle = why_not_measured(nodes, any(each.get("draft") for each in answers))
     # A rank that has an error at once waits for those that are still connecting: its error must be seen.
-    links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.store), more_s=CONNECT_S)
+    links = ranks.exchange("links", {} if obstacle else measured_links(plan, ranks.tcp_store), more_s=CONNECT_S)
     findings = Findings()
     for note in [*request.notes, *([f"the links were not measured: {obstacle}"] if obstacle else [])]:
         findings.add_note(note)
     add_link_problems(links, findings)
     usable = plan.topology.device == "cpu" or torch.cuda.is_available()
-    compare_nodes(nodes_of(facts, compared, links), hardware_here(plan) if usable else None, findings)
+    compare_nodes(nodes_of(answers, compared, links), hardware_here(plan) if usable else None, findings)
     ranks.leave()
     if not findings.problems:
         findings.forecast = f"{counted(len(nodes), 'node')}, {counted(ranks.size, 'rank')}: ready"
@@ -132,31 +132,31 @@ def check_ranks(request: Request) -> Outcome:
 
 
 def nodes_of(
-    facts: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
+    answers: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]] = ()
 ) -> list[Node]:
-    """Return the nodes from what their ranks exchanged; the first local rank of a node speaks for it."""
-    firsts = [rank for rank, each in enumerate(facts) if each["local_rank"] == 0]
+    """Return the nodes from what their ranks exchanged; the first local rank of a node answers for it."""
+    firsts = [rank for rank, each in enumerate(answers) if each["local_rank"] == 0]
     nodes = []
-    for first, end in zip(firsts, [*firsts[1:], len(facts)], strict=True):
+    for first, end in zip(firsts, [*firsts[1:], len(answers)], strict=True):
         differences = [own - leader for own, leader in zip(compared[first]["clock"], compared[0]["clock"], strict=True)]
         speeds = {
             key: min(found) if (found := [each[key] for each in links[first:end] if each.get(key)]) else None
             for key in ("inside_bw", "between_bw")
         }
         nodes.append(Node.of(
-            facts[first],
+            answers[first],
             ranks=end - first,
             clock_s=statistics.median(differences),
             changes=compared[first]["changes"],
             shares_output=compared[first]["shares_output"],
             nccl=links[first].get("nccl", "") if links else "",
-            gpus=[Gpu(**each["gpu"]) for each in facts[first:end] if each["gpu"]],
+            gpus=[Gpu(**each["gpu"]) for each in answers[first:end] if each["gpu"]],
             **speeds,
         ))  # fmt: skip
     return nodes
 
 
-def node_facts(request: Request) -> dict[str, Any]:
+def describe_node(request: Request) -> dict[str, Any]:
     """Return what this process finds out about its node alone, under the names of the fields of Node.
 
     `draft` says that the plan has problems, so that its ranks may not form a process group.
@@ -177,7 +177,7 @@ def node_facts(request: Request) -> dict[str, Any]:
     with collected():
         check_gpus(plan.topology, torch.cuda.device_count(), os.environ)
     with collected():
-        errors += node_problems(plan, machine_facts(plan))
+        errors += node_problems(plan, describe_machine(plan))
     with collected():
         pinned = pin_commits(plan, plan.rundir, keep=False)
         paths = [path for path in (pinned.data_path, pinned.eval_path) if path]
@@ -229,13 +229,13 @@ def read_clock(ranks: Ranks) -> list[float]:
     return clock
 
 
-def measured_links(plan: Plan, store: dist.Store) -> dict[str, Any]:
+def measured_links(plan: Plan, tcp_store: dist.Store) -> dict[str, Any]:
     """Return what `measure` found, and the network of NCCL, or the `error` raised; after CONNECT_S it is left alone."""
     found: dict[str, Any] = {}
 
     def run() -> None:
         try:
-            found.update(measure(plan, store))
+            found.update(measure(plan, tcp_store))
         except Exception as error:
             traceback.print_exc()
             found["error"] = to_record(as_fsdptrain_error(error))
@@ -252,12 +252,12 @@ def measured_links(plan: Plan, store: dist.Store) -> dict[str, Any]:
     return links
 
 
-def measure(plan: Plan, store: dist.Store) -> dict[str, float | None]:
+def measure(plan: Plan, tcp_store: dist.Store) -> dict[str, float | None]:
     """Form the process group of the plan, and return the bandwidths of this rank. Collective.
 
     Raises RecipeError as `check_groups` does.
     """
-    world = World.start(plan, StopRequest(), store)
+    world = World.start(plan, StopRequest(), tcp_store)
     check_groups(plan, world)
     shape = (plan.topology.nnodes, plan.topology.nproc_per_node)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "local"))

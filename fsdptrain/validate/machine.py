@@ -29,16 +29,16 @@ TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpo
 
 def check_machine(plan: Plan, findings: Findings) -> None:
     """Record what this machine has, and a problem for each thing that the run needs and it lacks."""
-    facts = machine_facts(plan)
-    findings.add_facts("machine", facts, "This machine", *([] if findings.elsewhere else [machine_line(facts)]))
-    for error in machine_problems(plan, facts):
+    machine = describe_machine(plan)
+    findings.add_values("machine", machine, "This machine", *([] if findings.elsewhere else [machine_line(machine)]))
+    for error in machine_problems(plan, machine):
         findings.add_problem(error, this_machine_only=True)
-    workers, cores = plan.topology.nproc_per_node, facts["cpu"]["cores"]
+    workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
         findings.add_note(f"{workers} workers share {cores} core{'s' * (cores > 1)}")
 
 
-def machine_facts(plan: Plan) -> dict[str, Any]:
+def describe_machine(plan: Plan) -> dict[str, Any]:
     """Return the devices of this machine, and what torch and transformers support on them."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     kernel = plan.recipe.model.attn_implementation
@@ -60,41 +60,41 @@ def machine_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def machine_line(facts: dict[str, Any]) -> str:
-    """Return these facts as a line of text."""
-    names = [f"{gpu['name']} {size(gpu['memory_bytes'])}" for gpu in facts["gpus"]]
-    cpu = f"{facts['cpu']['cores']} cores, {size(facts['cpu']['memory_bytes'])} of RAM"
+def machine_line(machine: dict[str, Any]) -> str:
+    """Return this machine as a line of text."""
+    names = [f"{gpu['name']} {size(gpu['memory_bytes'])}" for gpu in machine["gpus"]]
+    cpu = f"{machine['cpu']['cores']} cores, {size(machine['cpu']['memory_bytes'])} of RAM"
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return (
-        f"{' + '.join([*kinds, cpu])}; torch {facts['torch']}, transformers {facts['transformers']}; "
-        f"{' and '.join(facts['backends'])}; rendezvous on "
-        f"{facts['rendezvous']['endpoint']} ({facts['rendezvous']['state']})"
+        f"{' + '.join([*kinds, cpu])}; torch {machine['torch']}, transformers {machine['transformers']}; "
+        f"{' and '.join(machine['backends'])}; rendezvous on "
+        f"{machine['rendezvous']['endpoint']} ({machine['rendezvous']['state']})"
     )
 
 
-def machine_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
-    yield from node_problems(plan, facts)
+    yield from node_problems(plan, machine)
     if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
-    if facts["rendezvous"]["state"] in ("in use", "unknown host"):
-        unknown = facts["rendezvous"]["state"] == "unknown host"
+    if machine["rendezvous"]["state"] in ("in use", "unknown host"):
+        unknown = machine["rendezvous"]["state"] == "unknown host"
         yield plan.topology.endpoint_fault(
-            facts["rendezvous"]["state"],
+            machine["rendezvous"]["state"],
             "a host that every node can resolve" if unknown else "a free port",
             "MASTER_ADDR" if unknown else "MASTER_PORT",
         )
 
 
-def node_problems(plan: Plan, facts: dict[str, Any]) -> Iterator[FsdptrainError]:
+def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield those of `machine_problems` that are left when the workers of all nodes have met."""
-    workers, gpus, kernel = plan.topology.nproc_per_node, len(facts["gpus"]), facts["attention"]["kernel"]
+    workers, gpus, kernel = plan.topology.nproc_per_node, len(machine["gpus"]), machine["attention"]["kernel"]
     if plan.topology.device == "cuda" and gpus < workers and not plan.topology.joined:
         yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
     for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
-        if name not in facts["backends"]:
+        if name not in machine["backends"]:
             yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
-    if not facts["attention"]["available"]:
+    if not machine["attention"]["available"]:
         yield RecipeError(
             f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
         )
@@ -130,7 +130,7 @@ def rendezvous(plan: Plan) -> dict[str, str]:
         return {"endpoint": "loopback", "state": "any free port"}
     if endpoint is None:
         return {"endpoint": "the first node", "state": "from the launcher, or launch.rdzv_endpoint"}
-    if topology.joined:  # a store of torchrun may listen there already
+    if topology.joined:  # a TCPStore of torchrun may listen there already
         return {"endpoint": endpoint, "state": f"from {topology.source}"}
     try:
         host, port = parse_rendezvous_endpoint(endpoint, TORCHRUN_PORT)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.checkpoint.disk import disk_facts, disk_problems, disk_summary
+from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
@@ -21,7 +21,7 @@ from fsdptrain.model.freeze import quantised_ids
 from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import check_adapter_values
 from fsdptrain.model.skeleton import flash_fits, has_flash
-from fsdptrain.model.units import Unit, blocks_of, tied
+from fsdptrain.model.units import Unit, decoder_layers, tied
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
@@ -54,11 +54,11 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
         major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
         if note := flash.note_before(major):
             findings.add_note(note)
-    facts = model_facts(ready.plan, ready.trained, ready.units)
-    findings.add_facts("model", facts, HEADING, *model_lines(facts))
-    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(facts))
-    disk = disk_facts(plan, ready.weights, steps)
-    findings.add_facts("model", {"disk": disk}, "Disk", disk_summary(disk))
+    model = describe_model(ready.plan, ready.trained, ready.units)
+    findings.add_values("model", model, HEADING, *model_lines(model))
+    findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))
+    disk = disk_space(plan, ready.weights, steps)
+    findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
     for error in disk_problems(plan, disk):
         findings.add_problem(error, this_machine_only=True)
     return ready.config
@@ -78,14 +78,14 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     )
 
 
-def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
+def describe_model(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[str, Any]:
     """Return the numbers of a skeleton and of its units."""
-    fsdp, blocks = plan.recipe.fsdp, blocks_of(model)
+    fsdp, layers = plan.recipe.fsdp, decoder_layers(model)
     kind = fsdp.activation_checkpointing
     every = kind["every"] if isinstance(kind, dict) else 1
     owned = list(parameters_by_unit(model, units))
     packed = quantised_ids(model, plan.recipe)
-    rows = [unit_facts(plan, *unit, packed) for unit in owned]
+    rows = [describe_unit(plan, *unit, packed) for unit in owned]
     weights = weights_of(model, packed).values()
     count, embedding = Counts.of(weights), model.get_input_embeddings().weight
     embedding_unit = next(name for name, _, params in owned if any(param is embedding for param in params))
@@ -107,8 +107,8 @@ def model_facts(plan: Plan, model: PreTrainedModel, units: list[Unit]) -> dict[s
             "reduce": fsdp.mixed_precision.reduce_dtype,
             "buffers": fsdp.mixed_precision.buffer_dtype,
         },
-        "blocks": len(blocks),
-        "recomputed_blocks": 0 if kind == "none" else len(blocks[::every]),
+        "blocks": len(layers),
+        "recomputed_blocks": 0 if kind == "none" else len(layers[::every]),
     }
 
 
@@ -128,21 +128,21 @@ def parameters_by_unit(model: nn.Module, units: list[Unit]) -> Iterator[tuple[st
         yield name, [type(module).__name__ for module in modules], list(params.values())
 
 
-def unit_facts(
+def describe_unit(
     plan: Plan, name: str, classes: list[str], params: list[nn.Parameter], packed: Collection[int]
 ) -> dict[str, Any]:
-    """Return the facts of a unit: its parameters, its largest shard, and what a rank holds while it is gathered.
+    """Return what is shown of a unit: its parameters, its largest shard, and what a rank holds while it is gathered.
 
     `packed` are the ids of parameters that will be quantised. FSDP2 shards dimension 0 in chunks of ceil(rows / ranks)
     rows, so rank 0 always has a largest shard.
     """
     compute = getattr(torch, plan.recipe.fsdp.mixed_precision.param_dtype).itemsize
-    stored = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
+    itemsize = {id(param): NF4_BYTES if id(param) in packed else param.itemsize for param in params}
     return {
         "unit": name,
         "classes": classes,
         "parameters": sum(param.numel() for param in params),
-        "shard_bytes": int(sum(_largest_shard(param, plan.shard_size) * stored[id(param)] for param in params)),
+        "shard_bytes": int(sum(_largest_shard(param, plan.shard_size) * itemsize[id(param)] for param in params)),
         "gathered_bytes": int(sum(p.numel() * (NF4_BYTES if id(p) in packed else compute) for p in params)),
         "stays_gathered": not plan.recipe.fsdp.strategy.reshards or name in ("head", "root"),  # as in `parallel.shard`
     }
@@ -187,37 +187,37 @@ def tied_names(model: nn.Module) -> list[str]:
     return found
 
 
-def model_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the lines of these facts, without the table of units."""
-    dtypes, units = facts["dtypes"], facts["units"]
+def model_lines(model: dict[str, Any]) -> list[str]:
+    """Return the lines of this description, without the table of units."""
+    dtypes, units = model["dtypes"], model["units"]
     count = sum(unit["count"] for unit in units)
-    shared = facts["tied"]
+    shared = model["tied"]
     tie = f"tied ({', '.join(shared['weights'])}, in {shared['unit']})" if shared["tied"] else "not tied"
-    recomputed = facts["recomputed_blocks"]
-    trained, share = facts["trainable_parameters"], facts["trainable_parameters"] / facts["parameters"]
+    recomputed = model["recomputed_blocks"]
+    trained, share = model["trainable_parameters"], model["trainable_parameters"] / model["parameters"]
     master = f" in {dtypes['master']}" if share == 1 else ""
-    packed = facts["quantised_parameters"]
+    packed = model["quantised_parameters"]
     nf4 = f" ({packed:,} of them in 4 bits, NF4)" if packed else ""
     frozen = [
-        f"{trained:,} parameters are trained ({share:.2%}), {facts['parameters'] - trained:,} are frozen in "
-        f"{dtypes['compute']}{nf4}, which saves {size(facts['saved_bytes'])} of master weights, gradients and "
+        f"{trained:,} parameters are trained ({share:.2%}), {model['parameters'] - trained:,} are frozen in "
+        f"{dtypes['compute']}{nf4}, which saves {size(model['saved_bytes'])} of master weights, gradients and "
         "optimizer state over all ranks of a copy"
     ]
     return [
-        f"{facts['architecture']}: {facts['parameters']:,} parameters in {count} units ({', '.join(facts['wrapped'])} "
+        f"{model['architecture']}: {model['parameters']:,} parameters in {count} units ({', '.join(model['wrapped'])} "
         "and the root)",
         *(frozen if share < 1 else []),
         f"embedding and head are {tie}",
-        f"a rank holds at most {size(facts['shard_bytes'])} of weights{master}; compute in "
-        f"{dtypes['compute']} with {facts['attention']} attention, gradients summed in {dtypes['reduce']}"
+        f"a rank holds at most {size(model['shard_bytes'])} of weights{master}; compute in "
+        f"{dtypes['compute']} with {model['attention']} attention, gradients summed in {dtypes['reduce']}"
         + (f", buffers in {dtypes['buffers']}" if dtypes["buffers"] else ""),
-        f"activations of {recomputed} of {facts['blocks']} blocks are recomputed in the backward pass"
+        f"activations of {recomputed} of {model['blocks']} layers are recomputed in the backward pass"
         if recomputed
-        else f"activations of all {facts['blocks']} blocks are kept for the backward pass",
+        else f"activations of all {model['blocks']} layers are kept for the backward pass",
     ]
 
 
-def unit_rows(facts: dict[str, Any]) -> list[list[str]]:
+def unit_rows(model: dict[str, Any]) -> list[list[str]]:
     """Return the table of units, with the columns of `UNIT_HEADER`."""
     return [
         [
@@ -229,6 +229,6 @@ def unit_rows(facts: dict[str, Any]) -> list[list[str]]:
             size(unit["gathered_bytes"]),
             "kept" if unit["stays_gathered"] else "freed",
         ]
-        for unit in facts["units"]
+        for unit in model["units"]
         if unit["parameters"]  # the root may have none
     ]

@@ -1,4 +1,4 @@
-"""The facts of the nodes of a run, compared: a table with a verdict for each node, and what differs. No torch."""
+"""What was found of the nodes of a run, compared: a table with a verdict for each node, and what differs. No torch."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Node:
     problems: list[dict[str, str]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], **compared: Any) -> Node:
-        """Make a node from the facts that its first rank sent as JSON, and from what was compared."""
+    def of(cls, sent: Mapping[str, Any], **compared: Any) -> Node:
+        """Make a node from the values that its first rank sent as JSON, and from what was compared."""
         names = {each.name for each in dataclasses.fields(cls)}
-        own = {name: value for name, value in facts.items() if name in names}
-        return cls(**own | compared | {"plan": facts["digest"], "gloo": facts["gloo"] and LocalEnd(*facts["gloo"])})
+        own = {name: value for name, value in sent.items() if name in names}
+        return cls(**own | compared | {"plan": sent["digest"], "gloo": sent["gloo"] and LocalEnd(*sent["gloo"])})
 
 
 class Difference(NamedTuple):

@@ -41,10 +41,10 @@ def propose(starter: Starter, hardware: str | None, screen: Screen) -> Proposal:
     on_gpus, written = topology.device == "cuda", starter.text({"train.global_batch_size": topology.world_size})
     request = make_request(_parsed(starter, written), hardware, choose=True, build=on_gpus, advise=on_gpus)
     outcome = run_dry_run(request, screen)
-    chosen = outcome.facts.get("chosen")
+    chosen = outcome.report.get("chosen")
     if chosen is None:
         return Proposal(None, [], outcome)
-    found = outcome.facts.get("advice", {}).get("options", [])
+    found = outcome.report.get("advice", {}).get("options", [])
     if INTERRUPTED in outcome.notes:
         found, outcome.notes[outcome.notes.index(INTERRUPTED)] = [], UNSEARCHED
     best = next((option for option in found if option["fits"]), None)
@@ -62,12 +62,12 @@ def _parsed(starter: Starter, text: str) -> LoadedRecipe:
 
 def _forecast_lines(best: dict[str, Any], outcome: Outcome, hardware: str) -> list[str]:
     """Return what the search found, for a comment and for the screen."""
-    tried = counted(outcome.facts["advice"]["tried"] + 1, "plan")
+    tried = counted(outcome.report["advice"]["tried"] + 1, "plan")
     lines = [
         f"the fastest of {tried} for {hardware}, by forecast: {size(best['needed_bytes'])} of "
         f"{size(best['memory_bytes'])} a GPU, {best['step_s']:.3g} s a step, MFU {best['mfu']:.0%}"
     ]
-    rows = outcome.facts.get("data", {})
+    rows = outcome.report.get("data", {})
     if "steps" in rows and rows["rows"] == rows["available"]:  # else the steps are those of a part of the data
         lines.append(f"{counted(rows['steps'], 'step')} take about {duration(rows['steps'] * best['step_s'])}")
     return lines

@@ -110,7 +110,7 @@ def run_dry_run(request: Request, screen: Screen) -> Outcome:
             if so_far is None:
                 raise
             notes = [*so_far.notes, INTERRUPTED]
-            return dataclasses.replace(so_far, notes=notes, facts=so_far.facts | {"notes": notes})
+            return dataclasses.replace(so_far, notes=notes, report=so_far.report | {"notes": notes})
         if child.killed:
             raise WorkerError(f"the dry run was {child.killed}")
         raise FsdptrainError(f"the dry run ended with exit code {child.code} and no result; see its output above")

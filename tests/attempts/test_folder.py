@@ -571,7 +571,7 @@ def test_agent_and_worker_refuse_a_plan_that_is_not_the_launchers(tmp_path: Path
 
 
 def run_folder_after(
-    recipe: Path, *overrides: str, steps: int, total: int, blocks: int = 40, export: bool = True
+    recipe: Path, *overrides: str, steps: int, total: int, sequences: int = 40, export: bool = True
 ) -> RunDir:
     """Write a run folder as after `steps` of `total` steps: plan, events, a checkpoint, and an export at the end."""
     plan = plan_of(recipe, *overrides)
@@ -579,7 +579,7 @@ def run_folder_after(
     with claim_run_dir(plan, "", False):
         pass
     with contextlib.closing(Reporter(rundir)) as reporter:
-        reporter.event("start", **sample("start", blocks=blocks, total_steps=total))
+        reporter.event("start", **sample("start", blocks=sequences, total_steps=total))
         for step in range(1, steps + 1):
             reporter.event("step", **sample("step", step=step))
     folder = rundir.checkpoint(steps)
@@ -714,7 +714,7 @@ def test_a_bad_record_of_an_export_is_named(tmp_path: Path, capsys: pytest.Captu
     rundir.export_record.write_text('{"step": 6, "files": {"config.json": [1]}}')
     fault = "export.json: not the record of an export; it counts as none"
     earlier = inspect_earlier_attempts(rundir, plan_of(recipe))
-    assert (earlier.finished, earlier.faults) == (True, (fault,)) and observe(rundir).facts()["skipped"] == [fault]
+    assert (earlier.finished, earlier.faults) == (True, (fault,)) and observe(rundir).status()["skipped"] == [fault]
     _show_finished(plan_of(recipe), earlier)
     assert f"note: {fault}\n" in capsys.readouterr().out
     (rundir.export / "config.json").write_text("{}")

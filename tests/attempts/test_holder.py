@@ -100,7 +100,7 @@ def test_a_claim_that_is_confirmed_is_not_taken_over(
     plan: Plan, place: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holder, "POLL_S", 0.05)
-    monkeypatch.setattr(holder, "REFRESH_S", 0.2)
+    monkeypatch.setattr(holder, "RENEW_S", 0.2)
     with claimed(plan):
         monkeypatch.setattr(holder, "node_name", lambda: "another machine")
         with pytest.raises(RecipeError, match="another run is using"), claimed(plan):

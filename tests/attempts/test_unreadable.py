@@ -28,7 +28,7 @@ from fsdptrain.attempts.manifest import (
     newest_manifest,
 )
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import StoredCheckpoint
+from fsdptrain.checkpoint.load import CheckpointReader
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.verify import survey
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_the_system_cannot_read_has_no_problem_that_is_known(n
         checkpoint_problems(run.checkpoint(4))
     assert refused.value.exit_code == 6 and "nothing was renamed or removed" in str(refused.value)
     with fault(run), pytest.raises(StorageError, match=words):
-        StoredCheckpoint(run.checkpoint(4))
+        CheckpointReader(run.checkpoint(4))
     assert names_in(run) == before and checkpoint_problems(run.checkpoint(4)) == []
 
 

@@ -36,7 +36,7 @@ from fsdptrain.attempts.manifest import (
     with_checksum,
 )
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import StoredCheckpoint, load_checkpoint
+from fsdptrain.checkpoint.load import CheckpointReader, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
@@ -231,7 +231,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"file {name!r}": lambda fields, name=name: rename_file(fields, name) for name in WRONG_FILE_NAMES},
     "files a list": lambda fields: fields.update(files=["rank-00000.safetensors"]),
     "no files": lambda fields: fields.update(files={}),
-    "facts a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
+    "entry a text": lambda fields: fields["files"].update({"rank-00001.safetensors": "x"}),
     "negative bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=-1),
     "endless bytes": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=10**400),
     "bytes a truth": lambda fields: fields["files"]["rank-00001.safetensors"].update(bytes=True),
@@ -299,8 +299,8 @@ def test_a_run_folder_with_links_out_of_it_is_refused(what: str, run: RunDir, tm
 
 def shards(run: RunDir) -> dict[str, Shard]:
     """Return empty shards for every tensor of a good checkpoint of the run."""
-    with StoredCheckpoint(run.checkpoint(run.checkpoint_steps()[0])) as stored:
-        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in stored.shapes.items()}
+    with CheckpointReader(run.checkpoint(run.checkpoint_steps()[0])) as reader:
+        return {name: Shard(torch.empty(shape), 0, shape) for name, shape in reader.shapes.items()}
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:

@@ -140,7 +140,7 @@ def test_an_export_that_cannot_be_opened_fails(
     script = "import sys; sys.stdin.readline(); sys.exit('RuntimeError: DefaultCPUAllocator: not enough memory')"
     with Comparison(None, {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(tmp_path)
-    assert "not enough memory" in comparison.facts["not_opened"]
+    assert "not enough memory" in comparison.fields["not_opened"]
 
 
 def test_a_stop_ends_the_other_process(exports: tuple[Path, Sample]) -> None:
@@ -159,8 +159,8 @@ def test_what_does_not_fit_or_takes_too_long_is_not_compared(
     huge = {"merged": way("merged", memory=10**15)}
     with Comparison(exports[1], huge, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
-        assert comparison.facts["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
+        assert comparison.fields["not_compared"].startswith("opening it needs 909.5 TiB of host memory, of which ")
     monkeypatch.setattr(comparisons, "LONGEST_S", 0.0)
     with Comparison(exports[1], {"merged": way("merged")}, False, lambda *_: None, lambda: None) as comparison:
         comparison.check(exports[0])
-    assert comparison.facts == {"not_compared": "opening it took more than 0:00"}
+    assert comparison.fields == {"not_compared": "opening it took more than 0:00"}

@@ -16,7 +16,7 @@ from fsdptrain.attempts.manifest import (
     CODE_KEY,
     DATA_KEY,
     HELD_OUT_KEY,
-    SETTLED,
+    RESOLVED,
     TOKENIZER_KEY,
     TOKENS_KEY,
     measured_changes,
@@ -157,7 +157,7 @@ def test_a_resume_cannot_change_which_state_is_kept(tmp_path: Path) -> None:
 
 CONTENT: dict[str, Any] = {
     DATA_KEY: "a" * 64, TOKENS_KEY: "b" * 64, TOKENIZER_KEY: "c" * 64, CODE_KEY: {"own.py": "d" * 64},
-    HELD_OUT_KEY: "e" * 64, f"{SETTLED}rms_norm_eps": 1e-6,
+    HELD_OUT_KEY: "e" * 64, f"{RESOLVED}rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
@@ -169,8 +169,8 @@ CONTENT: dict[str, Any] = {
         ({TOKENIZER_KEY: "f" * 64, TOKENS_KEY: "f" * 64}, ["model.tokenizer"]),
         ({TOKENS_KEY: "f" * 64}, ["data.path"]),
         ({CODE_KEY: {"own.py": "f" * 64}}, ["model.id"]),
-        ({f"{SETTLED}rms_norm_eps": 1e-5}, ["model.config.rms_norm_eps"]),
-        ({f"{SETTLED}new_in_this_version": 1}, []),
+        ({f"{RESOLVED}rms_norm_eps": 1e-5}, ["model.config.rms_norm_eps"]),
+        ({f"{RESOLVED}new_in_this_version": 1}, []),
         ({HELD_OUT_KEY: "f" * 64}, []),
     ],
 )

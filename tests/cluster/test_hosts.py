@@ -180,7 +180,7 @@ def test_the_ranks_of_a_host_share_a_copy_and_each_host_has_its_own_caches(hosts
 BYTES_LIMIT = 0.01  # how far the bytes on the link may be from the forecast
 
 
-def compare_bytes(layout: str, hosts: list[Host], tmp: Path, table: Table, **changes: Any) -> Path:
+def compare_bytes(sharding: str, hosts: list[Host], tmp: Path, table: Table, **changes: Any) -> Path:
     """Compare what each host sends with the forecast; return the folder of the longer of two runs.
 
     The difference of runs of 6 and of 18 steps is 12 steps, without start, checkpoint and export.
@@ -197,7 +197,7 @@ def compare_bytes(layout: str, hosts: list[Host], tmp: Path, table: Table, **cha
     expected = workers * sum(each["wire"] for each in forecast["collectives"] if each["nodes"] > 1)
     measured = [(other - one) / (many - few) for one, other in zip(*sent, strict=True)]
     table.rows += [
-        (f"{layout}, {host.name}", f"{size:,.0f}", f"{expected:,}", f"{size / expected - 1:+.2%}")
+        (f"{sharding}, {host.name}", f"{size:,.0f}", f"{expected:,}", f"{size / expected - 1:+.2%}")
         for host, size in zip(hosts, measured, strict=True)
     ]
     assert all(abs(size / expected - 1) < BYTES_LIMIT for size in measured), table.lines()
@@ -209,17 +209,17 @@ def test_the_bytes_on_the_link_are_those_of_the_forecast(hosts: list[Host], tmp_
 
 
 @pytest.mark.parametrize(
-    ("layout", "count", "changes"),
+    ("sharding", "count", "changes"),
     [
         ("FULL_SHARD 3×1", 3, {"fsdp__strategy": "FULL_SHARD"}),
         ("HYBRID_SHARD 4×1, shard_size 2", 4, {"fsdp__shard_size": 2}),  # each copy is on two hosts
     ],
 )
 def test_three_and_four_hosts(
-    layout: str, count: int, changes: Any, more_hosts: list[Host], alone: Path, tmp_path: Path, link_table: Table
+    sharding: str, count: int, changes: Any, more_hosts: list[Host], alone: Path, tmp_path: Path, link_table: Table
 ) -> None:
     size = {"launch__nnodes": count, "launch__nproc_per_node": 1, "train__global_batch_size": 12}
-    run = compare_bytes(layout, more_hosts[:count], tmp_path, link_table, **size, **changes)
+    run = compare_bytes(sharding, more_hosts[:count], tmp_path, link_table, **size, **changes)
     several = events(run, "step")
     for one, other in zip(events(alone, "step"), several, strict=False):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5) and other["samples"] == one["samples"]
@@ -287,8 +287,8 @@ def test_a_slow_link_slows_down_and_blames_no_rank(
 
 
 def test_a_slow_host_is_named(hosts: list[Host], tmp_path: Path, host_table: Table) -> None:
-    block = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
-    faults = [{**PACE, "where": block, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
+    layer = "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward"
+    faults = [{**PACE, "where": layer, "rank": rank, "how": {"seconds": 0.1}} for rank in (2, 3)]
     job = Job(hosts, recipe_of_two(tmp_path, train__steps=24), faults).wait()
     assert not problems(job, host_table, "slow host", [0, 0], *["rank [23] on host-1 is slow"] * 2, within=ANY_TIME)
     named = {(event["rank"], event["cause"]) for event in events(job.run, "straggler")}

@@ -36,8 +36,8 @@ def whole(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that was submitted, and that nothing disturbed."""
     tmp = tmp_path_factory.mktemp("whole")
     job = slurm.submit(small_recipe(tmp, **HYBRID))
-    facts = slurm.wait(job, "COMPLETED", "FAILED")
-    assert facts["JobState"] == "COMPLETED", log_of(tmp / "run", job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED")
+    assert shown["JobState"] == "COMPLETED", log_of(tmp / "run", job)
     return tmp / "run"
 
 
@@ -74,7 +74,7 @@ def test_a_submitted_job_trains_on_both_nodes(slurm: Slurm, whole: Path) -> None
     assert json.loads(fsdptrain("status", whole, "--json").stdout)["state"] == "finished"
 
 
-def test_the_layout_does_not_change_the_curve(whole: Path, tmp_path: Path) -> None:
+def test_how_a_step_is_divided_does_not_change_the_curve(whole: Path, tmp_path: Path) -> None:
     done = fsdptrain("run", small_recipe(tmp_path, train__steps=12))
     assert done.returncode == 0, done.stderr
     for mine, one in zip(events(tmp_path / "run", "step"), events(whole, "step"), strict=True):
@@ -94,9 +94,9 @@ def test_nodes_are_compared_before_a_run(tasks: int, slurm: Slurm, tmp_path: Pat
     found = json.loads(slurm.call(*command))
     assert found["verdict"] == "2 nodes, 4 ranks: ready" and not found["problems"] and not (tmp_path / "run").exists()
     for node in slurm.nodes:
-        facts = found["nodes"][node.name]
-        assert (facts["ranks"], facts["gloo"], facts["shares_output"]) == (2, ["eth0", node.address], True)
-        assert facts["between_bw"] > 0 and facts["inside_bw"] > 0
+        here = found["nodes"][node.name]
+        assert (here["ranks"], here["gloo"], here["shares_output"]) == (2, ["eth0", node.address], True)
+        assert here["between_bw"] > 0 and here["inside_bw"] > 0
 
     refused = slurm.run(*command, GLOO_SOCKET_IFNAME="lo")
     problems = json.loads(refused.stdout)["problems"]
@@ -111,10 +111,10 @@ def test_scancel_saves_and_does_not_come_back(slurm: Slurm, whole: Path, tmp_pat
     wait_for_step(run, 3)
     slurm.call("scancel", job)
     slurm.wait(job, "CANCELLED")
-    while "EndTime" not in slurm.facts(job) or slurm.call("squeue", "--noheader"):
+    while "EndTime" not in slurm.show(job) or slurm.call("squeue", "--noheader"):
         time.sleep(0.5)
     (stop,) = events(run, "stop")
-    assert valid_steps(run) == [stop["step"]] and slurm.facts(job)["JobState"] == "CANCELLED"
+    assert valid_steps(run) == [stop["step"]] and slurm.show(job)["JobState"] == "CANCELLED"
     assert json.loads(fsdptrain("status", run, "--json").stdout)["state"] == "stopped"
     second = slurm.submit(recipe)
     slurm.wait(second, "COMPLETED")
@@ -126,7 +126,7 @@ def test_scancel_saves_and_does_not_come_back(slurm: Slurm, whole: Path, tmp_pat
 def test_a_time_limit_is_that_of_the_job(text: str, slurm: Slurm) -> None:
     held = ("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true")
     job = slurm.call(*held, f"--time={text}").strip()
-    limit = slurm.facts(job)["TimeLimit"]  # as [DAYS-]HOURS:MINUTES:SECONDS, or UNLIMITED
+    limit = slurm.show(job)["TimeLimit"]  # as [DAYS-]HOURS:MINUTES:SECONDS, or UNLIMITED
     slurm.call("scancel", job)
     assert time_limit_s(text) == time_limit_s(limit)
 
@@ -136,8 +136,8 @@ def test_a_requeued_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> No
     job = slurm.submit(recipe, **slowly(1.0))
     wait_for_step(run, 5)
     slurm.call("scontrol", "requeue", job)
-    facts = slurm.wait(job, "COMPLETED", "FAILED")
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED")
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     assert differences(run, whole) == []
 
 
@@ -149,8 +149,8 @@ def test_a_job_that_loses_a_worker_restarts_it_and_one_that_loses_its_step_is_re
     worker = {**kill, "rank": 3, "call": 5, "mark": str(tmp_path / "worker")}
     command = {**kill, "rank": 0, "call": 9, "mark": str(tmp_path / "command"), "how": {"to": "command"}}
     job = slurm.submit(recipe, **with_faults(worker, command))
-    facts = slurm.wait(job, "COMPLETED", "FAILED")
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED")
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     log = log_of(run, job)
     assert "lost the connection" in log and "restart 1 of 3" in log
     assert "the job is requeued: a process was killed" in log
@@ -162,8 +162,8 @@ def test_a_preempted_job_resumes(slurm: Slurm, whole: Path, tmp_path: Path) -> N
     job = slurm.submit(recipe, **slowly(1.0))
     wait_for_step(run, 5)
     slurm.call(*URGENT)
-    facts = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     assert differences(run, whole) == []
 
 
@@ -172,8 +172,8 @@ def test_a_job_that_is_preempted_with_a_grace_time_saves_and_resumes(slurm: Slur
     job = slurm.submit(recipe, "--partition=grace", "--time=60", **slowly(1.0))
     wait_for_step(run, 3)
     slurm.call(*URGENT)
-    facts = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED", "PREEMPTED")
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     (stop,), (resume,) = events(run, "stop"), events(run, "resume")
     assert resume["step"] == stop["step"] and differences(run, whole) == []
 
@@ -187,12 +187,12 @@ def test_a_job_continues_after_its_time_limit(slurm: Slurm, whole: Path, tmp_pat
     recipe, run = small_recipe(tmp_path, checkpoint__every=None, **HYBRID), tmp_path / "run"
     job = slurm.submit(recipe, "--time", "60", "--sbatch=--signal=B:USR1@180", **slowly(6.0))
     wait_for_step(run, 3)
-    hours, minutes, _ = map(int, slurm.facts(job)["RunTime"].split(":"))
+    hours, minutes, _ = map(int, slurm.show(job)["RunTime"].split(":"))
     slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 3}")
     slurm.wait(job, "1", key="Restarts")
     slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    facts = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log_of(run, job)
     (stop,) = events(run, "stop")
     assert 3 <= stop["step"] < 12
     assert [event["step"] for event in events(run, "resume")] == [stop["step"]]

@@ -75,7 +75,7 @@ def test_the_figures_of_adapters(path: Path) -> None:
     others = {  # of the words that not every recipe has
         r"for them is ({}) GiB": round(16 * counts.adapters / GIB, 1),
         r"instead of ({})": round(12 * base / GIB),
-        r"of ({}) blocks": config.num_hidden_layers,
+        r"of ({}) layers": config.num_hidden_layers,
         r"({}) of them in NF4": counts.quantised,
         r"0.516 B × [\d.]+e9 / 8 = ({}) GiB": round(NF4_BYTES * counts.quantised / 8 / GIB, 1),
         r"other ([\d.]+)e9": round((base - counts.quantised) / 1e9, 2),

@@ -1,4 +1,4 @@
-"""Rows to packed blocks: no token lost or repeated, the right labels, and documents that do not see each other."""
+"""Rows to packed sequences: no token lost or repeated, the right labels, and documents that do not see each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdptrain.config.schema import Data
 from fsdptrain.data.cache import cache_dir, cached_folder
 from fsdptrain.data.chat import PLAIN_CHAT_TEMPLATE, plain_template
 from fsdptrain.data.corpus import IGNORED, Corpus, Stream, document_bounds, open_rows, pack_rows, prepare
-from fsdptrain.data.pack import best_fit_decreasing, cut, fill_blocks, pack, piece_labels
+from fsdptrain.data.pack import best_fit_decreasing, cut, fill_sequences, pack, piece_labels
 from fsdptrain.data.tokenizer import END_OF_TEXT as EOS
 from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import CheckpointError, DataError, StorageError
@@ -113,19 +113,19 @@ def corpus_from(folder: Path, tokenizer: Any, *rows: dict[str, Any], **data: Any
 
 
 def everything(corpus: Corpus) -> dict[str, np.ndarray[Any, Any]]:
-    """Return all blocks of a corpus."""
+    """Return all sequences of a corpus."""
     batch = corpus.batch(range(len(corpus)))
     return {name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 def inputs(corpus: Corpus) -> list[list[int]]:
-    """Return the input tokens of every piece, block by block."""
+    """Return the input tokens of every piece, sequence by sequence."""
     ids = everything(corpus)["input_ids"]
     found = []
-    for block in range(len(corpus)):
+    for sequence in range(len(corpus)):
         at = 0
-        for _, length, _ in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]:
-            found.append(ids[block, at : at + length].tolist())
+        for _, length, _ in corpus.pieces[corpus.offsets[sequence] : corpus.offsets[sequence + 1]]:
+            found.append(ids[sequence, at : at + length].tolist())
             at += length
     return found
 
@@ -143,8 +143,8 @@ def trained_runs(corpus: Corpus, tokenizer: Any) -> list[str]:
 
 
 def textbook_best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Return blocks by the textbook algorithm: long pieces first, each in the fullest block that has space for it."""
-    blocks: list[list[int]] = []
+    """Return sequences by the textbook algorithm: long pieces first, each in the fullest one that has space."""
+    sequences: list[list[int]] = []
     free: list[int] = []
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         fitting = [number for number, space in enumerate(free) if space >= lengths[piece]]
@@ -153,10 +153,10 @@ def textbook_best_fit(lengths: list[int], size: int) -> list[list[int]]:
         else:
             number = len(free)
             free.append(size)
-            blocks.append([])
+            sequences.append([])
         free[number] -= lengths[piece]
-        blocks[number].append(piece)
-    return blocks
+        sequences[number].append(piece)
+    return sequences
 
 
 items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(1, size), max_size=60), st.just(size)))
@@ -164,15 +164,15 @@ items = st.integers(1, 200).flatmap(lambda size: st.tuples(st.lists(st.integers(
 
 @given(items)
 @settings(max_examples=100)
-def test_blocks_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]) -> None:
+def test_sequences_are_filled_until_no_later_piece_fits(case: tuple[list[int], int]) -> None:
     lengths, size = case
-    blocks = fill_blocks(lengths, size)
-    assert sorted(piece for block in blocks for piece in block) == list(range(len(lengths)))
-    for number, block in enumerate(blocks):
-        space = size - sum(lengths[piece] for piece in block)
-        later = [lengths[piece] for rest in blocks[number + 1 :] for piece in rest]
+    sequences = fill_sequences(lengths, size)
+    assert sorted(piece for sequence in sequences for piece in sequence) == list(range(len(lengths)))
+    for number, sequence in enumerate(sequences):
+        space = size - sum(lengths[piece] for piece in sequence)
+        later = [lengths[piece] for rest in sequences[number + 1 :] for piece in rest]
         assert 0 <= space < min(later, default=size + 1)
-        assert block[0] == min(piece for rest in blocks[number:] for piece in rest)  # no piece waits for long
+        assert sequence[0] == min(piece for rest in sequences[number:] for piece in rest)  # no piece waits for long
 
 
 @given(items)
@@ -185,40 +185,40 @@ def test_best_fit_decreasing_is_that_of_the_textbook(case: tuple[list[int], int]
     assert filled == as_expected
 
 
-def test_filling_blocks_is_quick() -> None:
+def test_filling_sequences_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 8193, 100_000).tolist()
-    blocks = fill_blocks(lengths, 8192)  # a quadratic algorithm would take hours
-    assert len(blocks) <= 1.02 * sum(lengths) / 8192
+    sequences = fill_sequences(lengths, 8192)  # a quadratic algorithm would take hours
+    assert len(sequences) <= 1.02 * sum(lengths) / 8192
 
 
-def lengths_per_block(lengths: list[int], blocks: list[list[int]]) -> float:
-    """Return how many different lengths the pieces of a block have on average."""
-    return float(np.mean([len({lengths[piece] for piece in block}) for block in blocks]))
+def lengths_per_sequence(lengths: list[int], sequences: list[list[int]]) -> float:
+    """Return how many different lengths the pieces of a sequence have on average."""
+    return float(np.mean([len({lengths[piece] for piece in sequence}) for sequence in sequences]))
 
 
 @pytest.mark.parametrize(("path", "seq_len"), [(GSM8K, 512), (GSM8K, 1024), (SHAKESPEARE, 256)])
-def test_blocks_are_as_full_as_by_best_fit_decreasing_and_mixed_as_if_drawn(
+def test_sequences_are_as_full_as_by_best_fit_decreasing_and_mixed_as_if_drawn(
     bpe: Any, tmp_path: Path, path: Path, seq_len: int
 ) -> None:
-    """Best-fit decreasing puts rows of one length into one block; random blocks have as many lengths as can be."""
+    """Best-fit decreasing puts rows of one length into one sequence; random ones have many lengths."""
     if path == SHAKESPEARE:
         lines = [{"text": line} for line in path.read_text().splitlines()[:12_000] if line]
         corpus = corpus_from(tmp_path, bpe, *lines, seq_len=seq_len)
     else:
         corpus = corpus_of(path, bpe, seq_len=seq_len, **PC)
-    lengths, counts = corpus.pieces[:, 1].tolist(), np.diff(corpus.blocks)
-    found = lengths_per_block(lengths, np.split(np.arange(len(lengths)), corpus.blocks[1:-1]))
-    assert corpus.lengths_per_block() == pytest.approx(found)
+    lengths, counts = corpus.pieces[:, 1].tolist(), np.diff(corpus.offsets)
+    found = lengths_per_sequence(lengths, np.split(np.arange(len(lengths)), corpus.offsets[1:-1]))
+    assert corpus.lengths_per_sequence() == pytest.approx(found)
     assert counts.min() >= 1
     drawn = np.random.default_rng(0).permutation(len(lengths))
-    assert found >= 0.97 * lengths_per_block(lengths, np.split(drawn, corpus.blocks[1:-1]))
-    sorted_blocks = textbook_best_fit(lengths, seq_len)
-    assert len(corpus) <= 1.01 * len(sorted_blocks)
-    assert lengths_per_block(lengths, sorted_blocks) < 0.8 * found
+    assert found >= 0.97 * lengths_per_sequence(lengths, np.split(drawn, corpus.offsets[1:-1]))
+    sorted_sequences = textbook_best_fit(lengths, seq_len)
+    assert len(corpus) <= 1.01 * len(sorted_sequences)
+    assert lengths_per_sequence(lengths, sorted_sequences) < 0.8 * found
 
 
 @pytest.mark.parametrize("packing", ["bfd", "concat"])
-def test_neighbours_in_the_file_do_not_share_blocks(bpe: Any, tmp_path: Path, packing: str) -> None:
+def test_neighbours_in_the_file_do_not_share_sequences(bpe: Any, tmp_path: Path, packing: str) -> None:
     rows = [{"text": f"row {number}"} for number in range(1000)]
     corpora = []
     for seed in (0, 0, 1):
@@ -226,30 +226,30 @@ def test_neighbours_in_the_file_do_not_share_blocks(bpe: Any, tmp_path: Path, pa
         corpora.append(prepare(plan, bpe, quiet)[0].corpus)
     corpus = corpora[0]
     row = np.searchsorted(corpus.ends, corpus.pieces[:, 0], side="right")
-    block = np.repeat(np.arange(len(corpus)), np.diff(corpus.blocks))
-    places = [row[block == number] for number in range(len(corpus))]
+    sequence = np.repeat(np.arange(len(corpus)), np.diff(corpus.offsets))
+    places = [row[sequence == number] for number in range(len(corpus))]
     together = np.mean([np.diff(np.sort(place)).min() == 1 for place in places if len(place) > 1])
-    assert together < 0.5  # of random blocks; all of them, if rows were packed as they follow in the file
+    assert together < 0.5  # of random sequences; all of them, if rows were packed as they follow in the file
     assert [c.pieces.tolist() == corpus.pieces.tolist() for c in corpora] == [True, True, False]
 
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[list[int], list[bool], Data]:
-    """Draw row lengths, trained flags and settings; some rows are longer than a block, some are one token long."""
+    """Draw row lengths, trained flags and settings; some rows are longer than a sequence, some are one token long."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=25))
     trained = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
     return lengths, trained, Data(seq_len=draw(st.integers(2, 24)), packing=draw(st.sampled_from(PACKINGS)))
 
 
 def synthetic(lengths: list[int], trained: list[bool], data: Data) -> Corpus:
-    """Return a corpus whose tokens are numbered, with all pieces, in blocks as `pack` makes them."""
+    """Return a corpus whose tokens are numbered, with all pieces, in sequences as `pack` makes them."""
     flags, ends = np.array(trained), np.cumsum([0, *lengths])
     pieces = cut(ends, data)
-    order, blocks = pack(pieces, data)
-    labels = np.add.reduceat(piece_labels(pieces, flags)[order], blocks[:-1])
+    order, offsets = pack(pieces, data)
+    labels = np.add.reduceat(piece_labels(pieces, flags)[order], offsets[:-1])
     return Corpus(
         tokens=np.arange(len(flags), dtype=np.uint32), trained=flags, ends=ends, lengths=np.array(lengths), notes={},
-        seq_len=data.seq_len, pad=0, fingerprint="", name="", digest="", pieces=pieces[order], blocks=blocks,
+        seq_len=data.seq_len, pad=0, fingerprint="", name="", digest="", pieces=pieces[order], offsets=offsets,
         labels=labels,
     )  # fmt: skip
 
@@ -269,10 +269,10 @@ def test_every_token_of_every_row_is_in_one_piece(case: tuple[list[int], list[bo
         found += [(row, token) for token in range(start, start + length)]
     assert found == covered
 
-    order, blocks = pack(pieces, data)
+    order, offsets = pack(pieces, data)
     assert sorted(order) == list(range(len(pieces)))
-    assert blocks[0] == 0 and blocks[-1] == len(pieces) and (np.diff(blocks) > 0).all()
-    fill = np.add.reduceat(pieces[order, 1], blocks[:-1])
+    assert offsets[0] == 0 and offsets[-1] == len(pieces) and (np.diff(offsets) > 0).all()
+    fill = np.add.reduceat(pieces[order, 1], offsets[:-1])
     assert (fill <= data.seq_len).all()
     if data.packing == "concat":
         assert (fill[:-1] == data.seq_len).all()
@@ -318,13 +318,13 @@ def test_positions_restart_with_every_piece_and_padding_continues_them(
     case: tuple[list[int], list[bool], Data],
 ) -> None:
     corpus = synthetic(*case)
-    for block, positions in enumerate(everything(corpus)["position_ids"].tolist()):
-        sizes = corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1], 1].tolist()
+    for sequence, positions in enumerate(everything(corpus)["position_ids"].tolist()):
+        sizes = corpus.pieces[corpus.offsets[sequence] : corpus.offsets[sequence + 1], 1].tolist()
         sizes[-1] += corpus.seq_len - sum(sizes)
         assert positions == [position for size in sizes for position in range(size)]
 
 
-def test_a_block_of_padding_has_no_labels() -> None:
+def test_a_sequence_of_padding_has_no_labels() -> None:
     corpus = synthetic([5, 9, 30], [True] * 44, Data(seq_len=16))
     batch = corpus.batch([0, -1])
     assert (batch["labels"][1] == IGNORED).all()
@@ -337,11 +337,11 @@ def test_a_block_of_padding_has_no_labels() -> None:
 @given(documents())
 def test_documents_are_the_pieces_of_a_batch_and_padding(case: tuple[list[int], list[bool], Data]) -> None:
     corpus = synthetic(*case)
-    blocks = [*range(len(corpus)), -1]
-    batch = corpus.batch(blocks)
+    sequences = [*range(len(corpus)), -1]
+    batch = corpus.batch(sequences)
     expected = []
-    for block in blocks:
-        pieces = corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1], 1].tolist() if block >= 0 else []
+    for number in sequences:
+        pieces = corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1], 1].tolist() if number >= 0 else []
         expected += [length for length in (*pieces, corpus.seq_len - sum(pieces)) if length]
     lengths = batch["documents"].diff().tolist()
     assert lengths == expected + [0] * (len(lengths) - len(expected))
@@ -356,7 +356,7 @@ def test_documents_come_in_few_shapes() -> None:
     assert {longest for _, longest in found} == {128, 512}
 
 
-# GSM8K's 2,000 problems make so few blocks that the padding of the last one alone is up to 0.5%.
+# GSM8K's 2,000 problems make so few sequences that the padding of the last one alone is up to 0.5%.
 @pytest.mark.parametrize(
     ("seq_len", "share"),
     [(1024, 0.98), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(512, 0.98), (2048, 0.99)])],
@@ -383,7 +383,7 @@ def test_every_token_of_shakespeare_is_a_label_once(bpe: Any, tmp_path: Path, pa
         assert len(corpus) == math.ceil(corpus.notes["tokens"] / 32)
         assert (
             corpus.fill() > 0.99
-        )  # the end of a row alone at the beginning of a block predicts nothing and is left out
+        )  # the end of a row alone at the beginning of a sequence predicts nothing and is left out
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -574,7 +574,7 @@ def talk(*words: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def chat_corpus(folder: Path, tokenizer: Any, *talks: list[dict[str, str]], **data: Any) -> Corpus:
-    """Return the corpus of some conversations, each in its own block."""
+    """Return the corpus of some conversations, each in its own sequence."""
     rows = [{"messages": messages} for messages in talks]
     return corpus_from(folder, tokenizer, *rows, format="chat", packing="none", **{"seq_len": 256, **data})
 
@@ -709,10 +709,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ONE_KERNEL = {"gemma2", "gpt_oss", "bloom"}  # transformers 5.23 has no sdpa for these
 UNSEPARATED = {
-    "gpt_oss": "transformers 5.23 passes no position_ids to the mask: documents of a block attend to each other",
-    "opt": "its attention mask ignores position_ids: documents of a block attend to each other",
-    "falcon": "its attention mask ignores position_ids: documents of a block attend to each other",
-    "bloom": "ALiBi, and a mask that ignores position_ids: documents of a block attend to each other",
+    "gpt_oss": "transformers 5.23 passes no position_ids to the mask: documents of a sequence attend to each other",
+    "opt": "its attention mask ignores position_ids: documents of a sequence attend to each other",
+    "falcon": "its attention mask ignores position_ids: documents of a sequence attend to each other",
+    "bloom": "ALiBi, and a mask that ignores position_ids: documents of a sequence attend to each other",
 }
 
 
@@ -752,19 +752,19 @@ def losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_document(corpus: Corpus, per_position: torch.Tensor) -> list[float]:
-    """Return the sum over each piece of all blocks."""
+    """Return the sum over each piece of all sequences."""
     sums = []
-    for block in range(len(corpus)):
+    for sequence in range(len(corpus)):
         at = 0
-        for _, length, _ in corpus.pieces[corpus.blocks[block] : corpus.blocks[block + 1]]:
-            sums.append(per_position[block, at : at + length].double().sum().item())
+        for _, length, _ in corpus.pieces[corpus.offsets[sequence] : corpus.offsets[sequence + 1]]:
+            sums.append(per_position[sequence, at : at + length].double().sum().item())
             at += length
     return sums
 
 
 @pytest.fixture(scope="module")
 def packed(bpe: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Return short documents of very different lengths, several per block, with some padding."""
+    """Return short documents of very different lengths, several per sequence, with some padding."""
     texts = sorted((t for t in SHAKESPEARE.read_text().split("\n\n")[:40] if t), key=len)[2:18]
     corpus = corpus_from(tmp_path_factory.mktemp("packed"), bpe, *({"text": text} for text in texts), seq_len=96)
     assert len(corpus) > 3 and len(corpus.pieces) == len(texts) > 3 * len(corpus) - 2
@@ -788,7 +788,7 @@ def test_a_packed_document_has_the_loss_it_has_alone(
 ) -> None:
     model = tiny(name, changes, kernel)
     expected = alone(model, packed)
-    together = losses(model, packed.batch([*range(len(packed)), -1]))  # and a block of padding, as evaluation adds
+    together = losses(model, packed.batch([*range(len(packed)), -1]))  # and a sequence of padding, as evaluation adds
     assert together[-1].eq(0).all()
     assert by_document(packed, together) == pytest.approx(expected, rel=1e-5)
 
@@ -818,9 +818,9 @@ def test_packing_does_not_change_the_gradient(packed: Corpus, bpe: Any, tmp_path
 # ---------------------------------------------------------------------------------------------------------- stream
 
 
-def a_stream(blocks: int, seed: int = 0) -> Stream:
-    """Return a stream over all blocks of a corpus with one row per block."""
-    corpus = synthetic([4] * blocks, [True] * 4 * blocks, Data(seq_len=4, packing="none"))
+def a_stream(sequences: int, seed: int = 0) -> Stream:
+    """Return a stream over all sequences of a corpus with one row per sequence."""
+    corpus = synthetic([4] * sequences, [True] * 4 * sequences, Data(seq_len=4, packing="none"))
     return Stream(corpus, np.arange(len(corpus)), seed)
 
 
@@ -880,11 +880,11 @@ def test_digests_are_equal_however_a_step_is_laid_out(tmp_path: Path) -> None:
     assert only != tuple(a_stream(40, seed=1).digest(plan.step_positions(step)) for step in range(6))
 
 
-def test_a_batch_of_the_stream_is_that_of_its_blocks() -> None:
+def test_a_batch_of_the_stream_is_that_of_its_sequences() -> None:
     stream = a_stream(20)
-    batch, blocks = stream.batch(range(15, 25)), stream.corpus.batch(stream.at(range(15, 25)))
-    assert batch.pop("longest") == blocks.pop("longest")
-    assert all(torch.equal(batch[name], blocks[name]) for name in blocks)
+    batch, wanted = stream.batch(range(15, 25)), stream.corpus.batch(stream.at(range(15, 25)))
+    assert batch.pop("longest") == wanted.pop("longest")
+    assert all(torch.equal(batch[name], wanted[name]) for name in wanted)
     assert stream.label_tokens(range(15, 25)) == int((batch["labels"] != IGNORED).sum())
 
 

@@ -73,7 +73,7 @@ def put(folder: Any, **files: bytes | str) -> None:
         path.fs.pipe_file(path.key, content.encode() if isinstance(content, str) else content)
 
 
-def relist(url: object) -> tuple[objects.StoredObject, ...]:
+def relist(url: object) -> tuple[objects.DataObject, ...]:
     """List again, as another process does."""
     list_objects.cache_clear()
     return list_objects(str(url))
@@ -159,8 +159,8 @@ def test_etags_with_and_without_quotes_are_the_same_object(bucket: Any, monkeypa
     [found], info = relist(bucket), type(bucket.fs).info
 
     def bare(*arguments: Any, **options: Any) -> dict[str, Any]:
-        facts = info(*arguments, **options)
-        return facts | {"ETag": facts["ETag"].strip('"')}
+        found = info(*arguments, **options)
+        return found | {"ETag": found["ETag"].strip('"')}
 
     monkeypatch.setattr(found.place.fs, "info", lambda key: bare(found.place.fs, key))
     fetch([found])

@@ -34,7 +34,7 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def zeros(tmp: Path) -> Ended:
-    """Return how a run ended whose adapter was written as zeros. A whole block is trained beside it."""
+    """Return how a run ended whose adapter was written as zeros. A whole layer is trained beside it."""
     return run_with(recipe(tmp / "first", {"kind": "lora", "r": 3, "modules_to_save": ["layers.1"]}), ZEROS)
 
 

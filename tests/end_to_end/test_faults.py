@@ -24,7 +24,7 @@ from hosts import missing as hosts_missing
 from injection import EVERY, STEPS, Running, curve, differences, holder, last_step, run_with, small_recipe, valid_steps
 from support import environment, events, fsdptrain, wait_for_step
 
-from fsdptrain.parallel.pulse import MAX_MISSED
+from fsdptrain.parallel.heartbeat import MAX_MISSED
 
 SEED = int(os.environ.get("FSDPTRAIN_FAULT_SEED", "20261120"))
 LOSS, UPDATE = "fsdptrain.train.step:Engine.loss", "fsdptrain.train.step:Engine.update"
@@ -286,7 +286,7 @@ HANGS = {
     "stopped by SIGSTOP": hang(UPDATE, 5, "send", name="SIGSTOP"),
     "in C, holding the GIL": hang(UPDATE, 5, holding_the_gil=True),
     "during evaluation": hang("fsdptrain.train.step:Engine.evaluate"),
-    "during the export": hang("fsdptrain.checkpoint.exported:names_by_block"),
+    "during the export": hang("fsdptrain.checkpoint.exported:names_by_decoder_layer"),
 }
 
 

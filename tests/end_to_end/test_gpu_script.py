@@ -247,7 +247,7 @@ def test_what_only_cuda_has_is_read_from_torch(script: Any, monkeypatch: pytest.
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
     cuda = device.device_of("cuda")
-    assert cuda.facts()["nccl"] == "2.29.3" and cuda.facts()["capability"] == "9.0"
+    assert cuda.describe()["nccl"] == "2.29.3" and cuda.describe()["capability"] == "9.0"
     calls: list[int] = []
     assert cuda.seconds(lambda: calls.append(1), rounds=1, warm_up=0) == pytest.approx(0.02 / len(calls))
     cuda.synchronize(), cuda.reset_peak()

@@ -266,18 +266,18 @@ def test_a_file_that_fsdptrain_did_not_write_ends_no_command_in_a_traceback(
             assert isinstance(result.exception, Unreadable) and str(path) in str(result.exception)
         else:
             assert result.exit_code == 0, result.exception
-            facts = json.loads(result.stdout)
-            assert facts["step"] == (0 if name == "metrics.jsonl" else 7)
+            found = json.loads(result.stdout)
+            assert found["step"] == (0 if name == "metrics.jsonl" else 7)
             is_line = "jsonl" in name and content != "empty"
-            assert len(facts["skipped"]) == (is_line or name == "export.json")
+            assert len(found["skipped"]) == (is_line or name == "export.json")
             line = " line 1" * (is_line and is_regular)
-            assert not facts["skipped"] or facts["skipped"][0].startswith(f"{path.name}{line}: ")
+            assert not found["skipped"] or found["skipped"][0].startswith(f"{path.name}{line}: ")
         result = CliRunner().invoke(app, ["verify", str(plan.rundir.root)])
         assert isinstance(result.exception, FsdptrainError), result.exception  # there is no checkpoint
         assert read_export_record(plan.rundir).files == {}
         with contextlib.suppress(FsdptrainError), claim_run_dir(plan, recipe.read_text(), fresh=False) as earlier:
             assert is_regular or name == "plans/0001.json"
-            assert name == "plan.json" or list(earlier.faults) == facts["skipped"]
+            assert name == "plan.json" or list(earlier.faults) == found["skipped"]
             assert all(fault in heading(plan, plan.rundir, earlier) for fault in earlier.faults)
             cut_partial_lines(plan.rundir)
             with contextlib.closing(Reporter(plan.rundir)) as reporter:
@@ -301,7 +301,7 @@ def test_a_plan_with_numbers_that_no_run_has_is_refused(change: dict[str, Any], 
     fields["topology"] |= change
     plan.rundir.plan.write_text(json.dumps(fields))
     with within(30), pytest.raises(Unreadable, match="is not a plan of this version") as refusal:
-        observe(plan.rundir).facts()
+        observe(plan.rundir).status()
     assert message in str(refusal.value)
 
 
@@ -350,4 +350,4 @@ values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 def test_status_reads_events_with_any_values(elastic: Plan, events: list[tuple[str, dict[str, Any]]]) -> None:
     lines = [json.dumps({**record(kind), "at": time.time(), **fields}) for kind, fields in events]
     elastic.rundir.metrics.write_text("\n".join(lines) + "\n")
-    assert status_lines(observe(elastic.rundir).facts())
+    assert status_lines(observe(elastic.rundir).status())

@@ -34,7 +34,7 @@ from fsdptrain.attempts.attempts import inspect_earlier_attempts
 from fsdptrain.attempts.claim import claim_run_dir
 from fsdptrain.attempts.manifest import FORMAT_VERSION, Manifest, checkpoint_problems, complete_steps
 from fsdptrain.checkpoint import load as load_module
-from fsdptrain.checkpoint.load import StoredCheckpoint, find_pieces, load_checkpoint, open_tensors
+from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint, open_tensors
 from fsdptrain.checkpoint.save import remove_old_checkpoints, write_shards
 from fsdptrain.checkpoint.shards import Shard
 from fsdptrain.checkpoint.verify import survey
@@ -105,7 +105,7 @@ def test_a_checkpoint_exists_when_its_manifest_is_there(run: RunDir) -> None:
     assert storage.steps() == [] and storage.other_names()[0] == []
     storage.publish(3, Manifest(FORMAT_VERSION, 3, 2, "", {}, files).sealed())
     assert storage.steps() == complete_steps(run) == [3] and checkpoint_problems(storage.checkpoint(3)) == []
-    assert storage.size_of(3) == (sum(facts["bytes"] for facts in files.values()) + len(manifest(storage, 3)), 3)
+    assert storage.size_of(3) == (sum(entry["bytes"] for entry in files.values()) + len(manifest(storage, 3)), 3)
     with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
         storage.prepare(3)
 
@@ -217,7 +217,7 @@ def test_a_flipped_bit_in_a_store_is_named(remote: RunDir) -> None:
     assert checkpoint_problems(path.parent) == [f"{path} is missing"]
     with (
         pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"),
-        StoredCheckpoint(path.parent),
+        CheckpointReader(path.parent),
     ):
         pass
 
@@ -228,7 +228,7 @@ def test_a_file_that_is_not_of_safetensors_is_a_checkpoint_error(content: bytes,
     path = remote.checkpoint(1) / "rank-00001.safetensors"
     path.fs.pipe_file(path.key, content)
     with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is not a checkpoint file"):
-        StoredCheckpoint(path.parent)
+        CheckpointReader(path.parent)
 
 
 @pytest.fixture

@@ -402,7 +402,7 @@ def test_with_a_range_of_nodes_every_option_runs_on_each_number_of_them(tmp_path
         assert draft_plan(pasted, topology, elsewhere=True)[1] == []
 
 
-def test_shallow_copies_need_identical_blocks(tmp_path: Path) -> None:
+def test_shallow_copies_need_identical_layers(tmp_path: Path) -> None:
     shallow = Shallow.of({"num_hidden_layers": 16, "layer_types": ["full"] * 16, "pad": [1, 2]})
     assert shallow and shallow.lists.keys() == {"layer_types"}
     plan = plan_of(tmp_path)

@@ -323,7 +323,7 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from calibrate import save_every_second_product
 
     from fsdptrain.config.reader import load
-    from fsdptrain.model.units import Unit, blocks_of
+    from fsdptrain.model.units import Unit, decoder_layers
     from fsdptrain.parallel import shard
     from fsdptrain.plan.plan import make_plan
     from fsdptrain.plan.topology import Topology
@@ -333,9 +333,9 @@ def torchtitan(ranks: int, folder: Path) -> dict[str, float]:
     from fsdptrain.train.step import Engine
 
     def units_of(model: Any, wrap: Any) -> list[Unit]:
-        """Return the blocks; all else is in the root unit. The last block stays gathered, as the head does here."""
-        *blocks, last = [Unit(name, [block]) for name, block in blocks_of(model)]
-        return [*blocks, Unit("head", last.modules)]
+        """Return the layers; all else is in the root unit. The last layer stays gathered, as the head does here."""
+        *layers, last = [Unit(name, [layer]) for name, layer in decoder_layers(model)]
+        return [*layers, Unit("head", last.modules)]
 
     class Foreach(torch.optim.AdamW):
         """AdamW of several kernels, with temporary memory; unlike the fused one it has no use for `found_inf`."""

@@ -322,12 +322,12 @@ def test_the_forecast_of_a_shipped_recipe_is_the_stored_one(command: str, foreca
     }
 
 
-def flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return facts with the parts of lists and mappings beside the others."""
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the parts of lists and mappings beside the others."""
     whole: dict[str, Any] = {}
-    for name, fact in facts.items():
-        parts = dict(enumerate(fact)) if isinstance(fact, list) else fact
-        whole |= {f"{name} {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: fact}
+    for name, field in fields.items():
+        parts = dict(enumerate(field)) if isinstance(field, list) else field
+        whole |= {f"{name} {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: field}
     return whole
 
 
@@ -342,7 +342,7 @@ def test_more_ranks_never_need_more_memory(tmp_path: Path, forecaster: Forecaste
 def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
     tmp_path: Path, forecaster: Forecaster, shard_nodes: int
 ) -> None:
-    """32 ranks on 4 nodes; blocks are gathered for forward and backward, embedding and head once."""
+    """32 ranks on 4 nodes; layers are gathered for forward and backward, embedding and head once."""
     changes = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 8 * shard_nodes} if shard_nodes < 4 else {}
     plan = gpu_plan(tmp_path, 32, 4, train__global_batch_size=32, train__micro_batch_size=1, **changes)
     found = forecaster.forecast(plan, H100)
@@ -351,7 +351,7 @@ def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     count = {
         name: sum(p.numel() for p in part.parameters())
-        for name, part in (("all", model), ("blocks", model.model.layers))
+        for name, part in (("all", model), ("layers", model.model.layers))
     }
     size = 8 * shard_nodes
     ring = (size - 1) / size

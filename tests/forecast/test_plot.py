@@ -31,8 +31,8 @@ from fsdptrain.text import GIB
 CARD = "card"
 
 
-def made_up(blocks: int, tensors: int, device: str = CARD) -> Trace:
-    """A step of two micro-batches in which every block saves `tensors`; the peak is one event of the second loss."""
+def made_up(layers: int, tensors: int, device: str = CARD) -> Trace:
+    """A step of two micro-batches in which every layer saves `tensors`; the peak is one event of the second loss."""
 
     def alloc(category: Category, size: int) -> Alloc:
         return Alloc(Storage(device, category), size, 0)
@@ -40,16 +40,16 @@ def made_up(blocks: int, tensors: int, device: str = CARD) -> Trace:
     def events() -> Iterator[Event]:
         for micro_batch in range(2):
             saved = []
-            for i in range(blocks):
+            for i in range(layers):
                 yield Moment(f"forward of model.layers.{i}")
                 for _ in range(tensors):
-                    saved.append(alloc("saved activations", GIB // (blocks * tensors)))
+                    saved.append(alloc("saved activations", GIB // (layers * tensors)))
                     yield saved[-1]
             for moment, size in ("loss", GIB), ("backward of the loss", (2 + micro_batch) * GIB):
                 yield Moment(moment)
                 spike = alloc("logits and loss", size)
                 yield from (spike, Free(spike.storage))
-            for i in reversed(range(blocks)):
+            for i in reversed(range(layers)):
                 yield Moment(f"backward of model.layers.{i}")
                 yield from (Free(saved.pop().storage) for _ in range(tensors))
         yield Moment("optimizer")
@@ -63,7 +63,7 @@ def number_of_points(phases: list[Phase]) -> int:
 
 
 def test_the_timeline_is_the_step_in_phases() -> None:
-    phases = timeline(made_up(blocks=3, tensors=5), CARD)
+    phases = timeline(made_up(layers=3, tensors=5), CARD)
     names = ["forward", "loss", "backward"]
     assert [phase.name for phase in phases] == [*names, *names, "optimizer"]
     assert phases[0].points[0].allocated == 3 * GIB, "it starts with what was allocated before the step"
@@ -86,7 +86,7 @@ def test_moments_belong_to_phases(moment: str, phase: str) -> None:
 
 def test_thinning_keeps_every_phases_peak_and_both_ends() -> None:
     granularity = 512
-    trace = made_up(blocks=40, tensors=101)
+    trace = made_up(layers=40, tensors=101)
     phases = timeline(trace, CARD, granularity)
     drawn = [phase._replace(points=thin(phase.points, phase.last - phase.first)) for phase in phases]
     assert number_of_points(phases) > 4 * MAX_POINTS and number_of_points(drawn) <= MAX_POINTS
@@ -168,7 +168,7 @@ def test_a_device_with_little_or_no_memory_in_use_can_be_drawn(tmp_path: Path, t
 
 
 def test_thousands_of_events_make_a_small_file(tmp_path: Path) -> None:
-    trace = made_up(blocks=80, tensors=150)  # 48,000 events
+    trace = made_up(layers=80, tensors=150)  # 48,000 events
     draw_timeline(trace, CARD, 80 * GIB, tmp_path / "step.svg", "long")
     assert (tmp_path / "step.svg").stat().st_size < 2**20
 

@@ -163,7 +163,7 @@ def check_answers(folder: Path) -> dict[str, Any]:
     """Ask status and verify, which answer or refuse with one message; return the facts of status."""
     rundir, facts = RunDir.open(folder), {}
     with contextlib.suppress(FsdptrainError, OSError):
-        facts = observe(rundir).facts()
+        facts = observe(rundir).status()
         json.dumps(facts)
     with contextlib.suppress(FsdptrainError, OSError):
         survey(rundir)

@@ -39,7 +39,7 @@ WAITS = {  # seconds between two looks, which are 0.1 to 90 where machines and f
     fsdptrain.checkpoint.export: {"POLL_S": 0.002},
     fsdptrain.launch.launcher: {"POLL_S": 0.005},  # each look reads two files
     fsdptrain.launch.agent: {"POLL_S": 0.005},
-    fsdptrain.attempts.holder: {"REFRESH_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
+    fsdptrain.attempts.holder: {"RENEW_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02},
     fsdptrain.train.watchdog: {"POLL_S": 0.01, "PAUSE_S": 0.2, "EXIT_S": 0.5},
 }
 TIMEOUT_FACTOR = 0.01  # of launch.timeout_s, for the same reason
@@ -87,7 +87,7 @@ def adapt() -> None:
     Plan.from_json = functools.cache(Plan.from_json)  # type: ignore[method-assign]  # a pure function of the text
     fsdptrain.train.watchdog.Watchdog.__init__ = sooner  # type: ignore[method-assign]
     # One rank needs no socket; that of a TCPStore is libuv's, which opens descriptors of its own in every fork.
-    fsdptrain.parallel.world.open_store = lambda *_: HashStore()
+    fsdptrain.parallel.world.open_tcp_store = lambda *_: HashStore()
     fsdptrain.parallel.world.World.peak_flops = lambda self, dtype: 1e9  # type: ignore[method-assign]  # else measured
 
 

@@ -84,8 +84,8 @@ def test_the_sample_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
 
-    def types(facts: dict[str, Any]) -> dict[str, type]:
-        return {name: type(value) for name, value in facts.items()}
+    def types(record: dict[str, Any]) -> dict[str, type]:
+        return {name: type(value) for name, value in record.items()}
 
     assert types(dump) == types(DUMP) and dump["version"] == DUMP["version"]
     assert types(dump["entries"][-1]) == types(SAMPLE[-1])

@@ -44,7 +44,7 @@ from fsdptrain.processes import StopRequest
 from fsdptrain.terminal.screen import Screen
 from fsdptrain.train.failure import as_fsdptrain_error
 from fsdptrain.train.step import StepStats
-from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, BlockClock, Pace
+from fsdptrain.train.stragglers import MIN_COST, STEP_PER_FORWARD, WINDOW, LayerClock, Pace
 from fsdptrain.train.trainer import Totals, Trainer
 from fsdptrain.train.watchdog import Watchdog, current_place
 
@@ -153,11 +153,11 @@ def test_a_watchdog_writes_where_its_rank_stands_and_one_that_is_fed_does_not(tm
     hang = plan.rundir.hang_report(7, 0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.begin(7)
-        watchdog.beat(step_done=True)
-        watchdog.beat(disk_bytes=10**9)  # fifty seconds of a slow disk
+        watchdog.reset(step_done=True)
+        watchdog.reset(disk_bytes=10**9)  # fifty seconds of a slow disk
         time.sleep(1.6)
         assert not hang.exists()
-        watchdog.beat()
+        watchdog.reset()
         end = time.monotonic() + 30
         while not hang.exists() and time.monotonic() < end:
             time.sleep(0.05)
@@ -187,7 +187,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
     first, report = Attempt(plan, plan.rundir, Screen(quiet=True), StopRequest()), plan.rundir.hang_report(1, 0)
     with Watchdog(plan, 0) as watchdog:
         watchdog.begin(1)
-        watchdog.beat(step_done=True)
+        watchdog.reset(step_done=True)
         end = time.monotonic() + 30
         while not report.exists() and time.monotonic() < end:
             time.sleep(0.05)
@@ -208,7 +208,7 @@ def test_a_hang_belongs_to_its_attempt_whatever_the_clocks_say(tmp_path: Path) -
 def test_a_rank_shows_that_its_process_runs_without_a_change_of_its_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdptrain.train.watchdog.alive_every_s", lambda world: 0.05)
+    monkeypatch.setattr("fsdptrain.train.watchdog.heartbeat_s", lambda world: 0.05)
     plan = plan_for(tmp_path, 1)
     dump = plan.rundir.stack_dump(1, 0)
     with Watchdog(plan, 0) as watchdog:
@@ -333,11 +333,11 @@ def test_a_stop_signal_may_end_the_agent_before_it_can_handle_it(
 
 def explained(tmp_path: Path, *failures: dict[str, Any], full_memory: bool = False) -> errors.FsdptrainError:
     found = {}
-    for rank, facts in enumerate(failures):
+    for rank, fields in enumerate(failures):
         file = tmp_path / f"{rank}.json"
-        if "type" in facts:
-            file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **facts}}}))
-        found[rank] = Failure(facts["code"], str(file))
+        if "type" in fields:
+            file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **fields}}}))
+        found[rank] = Failure(fields["code"], str(file))
     chosen = first_failure(found, full_memory)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
@@ -437,9 +437,9 @@ def test_the_events_have_the_allocator_s_retries_since_the_last_event() -> None:
     assert trainer.allocator_fields(stats) == {}
 
 
-def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
+def test_only_layers_and_only_training_are_on_the_layer_clock() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    clock = BlockClock(model, torch.device("cpu"))
+    clock = LayerClock(model, torch.device("cpu"))
     model.model.layers[1].mlp.register_forward_hook(lambda *_: time.sleep(0.03))
     model.lm_head.register_forward_hook(lambda *_: time.sleep(0.5))
     ids = torch.arange(8)[None]
@@ -451,7 +451,7 @@ def test_only_blocks_and_only_training_are_on_the_block_clock() -> None:
     assert clock.seconds() == 0.0
 
 
-def test_the_block_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     now, finished = [0.0], [0.0]  # milliseconds: when the next event is recorded, and up to where the GPU has come
 
     class Event:
@@ -471,9 +471,9 @@ def test_the_block_clock_of_a_gpu_reads_only_events_that_have_happened(monkeypat
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    clock, found = BlockClock(model, torch.device("cuda")), []
+    clock, found = LayerClock(model, torch.device("cuda")), []
     for up_to in (0, 600, 1200, 1200):
-        model(torch.arange(8)[None])  # three blocks: 300 of 600 ms
+        model(torch.arange(8)[None])  # three layers: 300 of 600 ms
         finished[0] = up_to
         found.append(clock.seconds())
     assert found == pytest.approx([0, 0.3, 0.3, 0.3])

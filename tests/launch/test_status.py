@@ -55,12 +55,12 @@ class Written:
         for number in range(first, last + 1):
             self.event("step", ago_s, step=number, **STEP)
 
-    def facts(self) -> dict[str, Any]:
-        return observe(self.rundir).facts()
+    def status(self) -> dict[str, Any]:
+        return observe(self.rundir).status()
 
     def shown(self) -> str:
         page = Page(Console(file=io.StringIO()))
-        show_status(self.facts(), page)
+        show_status(self.status(), page)
         return page.console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -70,14 +70,14 @@ def test_a_run_whose_lock_is_held_here_is_running(tmp_path: Path) -> None:
     run.steps(10, ago_s=400)
     run.event("save", step=8, path="/x/step-00000008", bytes=1, seconds=0.1)
     run.event("straggler", step=10, rank=1, cause="input", cost=0.25)
-    assert run.facts()["state"] == "killed"  # the same machine, and no lock
+    assert run.status()["state"] == "killed"  # the same machine, and no lock
     with FileLock(run.rundir.logs / "lock"):
         assert is_locked(run.rundir)
-        facts = run.facts()
+        status = run.status()
         text = run.shown()
     assert not is_locked(run.rundir)
-    assert (facts["state"], facts["step"], facts["eta_s"], facts["unsaved_steps"]) == ("running", 10, 180.0, 2)
-    assert facts["straggler"] == {"step": 10, "rank": 1, "cause": "input", "cost": 0.25}
+    assert (status["state"], status["step"], status["eta_s"], status["unsaved_steps"]) == ("running", 10, 180.0, 2)
+    assert status["straggler"] == {"step": 10, "rank": 1, "cause": "input", "cost": 0.25}
     assert "run    run: running on this machine\n" in text
     assert "step   10 of 100 · loss 5.5000 · 1,024 tok/s · 2.00 s a step · ETA 3:00\n" in text
     assert "saved  step 8, 0:0" in text and " ago; 2 steps since\n" in text
@@ -89,15 +89,15 @@ def test_of_another_machine_the_age_of_the_newest_record_counts(ago_s: float, st
     run = Written(tmp_path, nodes=2)
     run.start(host="n1")
     run.steps(3, ago_s=ago_s)
-    facts = run.facts()
-    assert (facts["state"], facts["source"], facts["nodes"]) == (state, "Slurm job 7", 2)
-    assert "on n1" in facts["why"] and ("longer than launch.timeout_s (60 s)" in facts["why"]) == (state == "silent")
-    assert (facts["eta_s"] is None) == (state == "silent")
+    status = run.status()
+    assert (status["state"], status["source"], status["nodes"]) == (state, "Slurm job 7", 2)
+    assert "on n1" in status["why"] and ("longer than launch.timeout_s (60 s)" in status["why"]) == (state == "silent")
+    assert (status["eta_s"] is None) == (state == "silent")
     assert "4 on 2 nodes (from Slurm job 7), rank 0 on n1" in run.shown()
 
 
-def alive(run: Written, *ages_s: float) -> None:
-    """Leave the signs of life of all ranks, so many seconds old."""
+def heartbeats(run: Written, *ages_s: float) -> None:
+    """Write the heartbeats of all ranks, this many seconds old."""
     run.rundir.attempt(1).mkdir(parents=True, exist_ok=True)
     for rank, age_s in enumerate(ages_s):
         path = run.rundir.stack_dump(1, rank)
@@ -109,19 +109,19 @@ def test_a_run_that_should_have_made_a_step_is_late_and_the_silent_ranks_are_nam
     run = Written(tmp_path, nodes=2)
     run.event("start", 60.0, total_steps=100, host="n1", hosts=["n1", "n1", "n2", "n2"])
     run.steps(3, ago_s=20)  # of 2 s each: up to 22 s without a step are usual
-    alive(run, 2, 1, 30, 31)
-    facts = run.facts()
-    assert (facts["late"], facts["silent_ranks"], facts["eta_s"]) == (False, [], 194.0)
+    heartbeats(run, 2, 1, 30, 31)
+    status = run.status()
+    assert (status["late"], status["silent_ranks"], status["eta_s"]) == (False, [], 194.0)
     run.steps(4, first=4, ago_s=23)
-    alive(run, 2, 1, 30, 31)
-    facts = run.facts()
-    assert (facts["state"], facts["late"], facts["silent_ranks"], facts["eta_s"]) == ("running", True, [2, 3], None)
+    heartbeats(run, 2, 1, 30, 31)
+    status = run.status()
+    assert (status["state"], status["late"], status["silent_ranks"], status["eta_s"]) == ("running", True, [2, 3], None)
     text = run.shown()
     assert "late   nothing was recorded for 0:23 (a step took 2.00 s); ranks 2 and 3 on n2 do not respond\n" in text
-    alive(run, 402, 401, 400, 400)  # all: then the age of the newest record must do
-    assert run.facts()["silent_ranks"] == [] and "(a step took 2.00 s)\n" in run.shown()
+    heartbeats(run, 402, 401, 400, 400)  # all: then the age of the newest record must do
+    assert run.status()["silent_ranks"] == [] and "(a step took 2.00 s)\n" in run.shown()
     run.event("straggler", step=4, rank=3, cause="input", cost=0.25)
-    assert run.facts()["eta_s"] and "slow   rank 3 on n2: all others wait for its input" in run.shown()
+    assert run.status()["eta_s"] and "slow   rank 3 on n2: all others wait for its input" in run.shown()
     run.event("straggler", step=4, rank=9, cause="input", cost=0.25)  # a folder may come from anyone
     assert "slow   rank 9: all others wait for its input" in run.shown()
 
@@ -132,46 +132,47 @@ def test_work_of_unknown_length_is_late_only_after_the_timeout(tmp_path: Path) -
     run.steps(3, ago_s=50)
     with run.rundir.progress.open("w") as stream:
         stream.write(json.dumps({**progress_record("evaluating", 0, 0), "at": time.time() - 45}) + "\n")
-    assert not run.facts()["late"]
+    assert not run.status()["late"]
     with run.rundir.progress.open("a") as stream:
         stream.write(json.dumps({**progress_record("exporting", 3, 9), "at": time.time() - 44}) + "\n")
-    assert run.facts()["late"]
+    assert run.status()["late"]
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
     run = Written(tmp_path)
-    assert (run.facts()["state"], run.facts()["step"]) == ("starting", 0)
+    assert (run.status()["state"], run.status()["step"]) == ("starting", 0)
     run.start()
     run.steps(5)
     record_error(run.rundir, WorkerLost("connection closed"), rank=1)
     record_error(run.rundir, WorkerLost("rank 0 was killed by SIGKILL after step 5"))
-    facts = run.facts()
-    assert (facts["state"], facts["why"]) == ("failed", "rank 0 was killed by SIGKILL after step 5")
+    status = run.status()
+    assert (status["state"], status["why"]) == ("failed", "rank 0 was killed by SIGKILL after step 5")
     # Started again: the earlier error is history, and steps that the resume undid do not count.
     run.start()
     run.event("resume", step=2)
-    assert (run.facts()["step"], run.facts()["attempts"], run.facts()["loss"]) == (2, 2, None)
+    assert (run.status()["step"], run.status()["attempts"], run.status()["loss"]) == (2, 2, None)
     run.steps(3, first=3)
     run.event("stop", step=3, signal="SIGTERM")
-    assert run.facts()["why"] == "by SIGTERM after step 3, with a checkpoint; run the same command to continue"
+    assert run.status()["why"] == "by SIGTERM after step 3, with a checkpoint; run the same command to continue"
     run.event("stop", step=3, signal="SIGUSR1")  # what a launcher passes on, after Ctrl-C too
-    assert run.facts()["why"].startswith("by a stop signal after step 3, ")
+    assert run.status()["why"].startswith("by a stop signal after step 3, ")
     run.start(total=4)
     run.steps(4, first=4)
     with FileLock(run.rundir.logs / "lock"):
-        assert run.facts()["state"] == "running"  # the export is missing
+        assert run.status()["state"] == "running"  # the export is missing
     run.event("export", path="/x/export")
-    assert (run.facts()["state"], run.facts()["export"]) == ("finished", "/x/export")
+    assert (run.status()["state"], run.status()["export"]) == ("finished", "/x/export")
     assert "run    run: finished; all 4 steps are trained\n" in run.shown()
 
 
 def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
     run = Written(tmp_path, nodes=2)
     run.event("stop", ago_s=9, step=0, signal="SIGTERM")
-    assert run.facts()["state"] == "stopped"
+    assert run.status()["state"] == "stopped"
     with run.rundir.progress.open("w") as stream:
         stream.write(json.dumps({**progress_record("tokenising", 30, 90), "at": time.time()}) + "\n")
-    assert (run.facts()["state"], run.facts()["stage"]) == ("running", {"stage": "tokenising", "done": 30, "total": 90})
+    status = run.status()
+    assert (status["state"], status["stage"]) == ("running", {"stage": "tokenising", "done": 30, "total": 90})
     assert "stage  tokenising: 30 of 90\n" in run.shown()
     run.start(host="n1", ago_s=1)
     run.steps(6)
@@ -179,9 +180,9 @@ def test_work_without_steps_and_hangs_are_shown(tmp_path: Path) -> None:
     for attempt, rank in ((1, 0), (2, 2)):
         run.rundir.hangs(attempt).mkdir(parents=True)
         run.rundir.hang_report(attempt, rank).write_text(report)
-    facts = run.facts()
-    assert (facts["state"], facts["hung_ranks"], facts["stage"]) == ("hung", [2], None)
-    assert "rank 2 waits in all-gather of model.layers.7" in facts["why"]
+    status = run.status()
+    assert (status["state"], status["hung_ranks"], status["stage"]) == ("hung", [2], None)
+    assert "rank 2 waits in all-gather of model.layers.7" in status["why"]
 
 
 def test_a_run_that_is_started_again_after_a_hang_is_not_hung(tmp_path: Path) -> None:
@@ -196,15 +197,15 @@ def test_a_run_that_is_started_again_after_a_hang_is_not_hung(tmp_path: Path) ->
     hang(1)
     lost(run, 1, 0)
     with FileLock(run.rundir.logs / "lock"):
-        assert run.facts()["state"] == "hung"
+        assert run.status()["state"] == "hung"
         record_restart(run.rundir, 1, 3)
-        facts = run.facts()
-        assert (facts["state"], facts["hung_ranks"], facts["late"]) == ("running", [], False)
+        status = run.status()
+        assert (status["state"], status["hung_ranks"], status["late"]) == ("running", [], False)
         assert "running on this machine; its workers are started again (restart 1 of 3)\n" in run.shown()
         hang(2)  # before its first event
-        assert run.facts()["hung_ranks"] == [1]
+        assert run.status()["hung_ranks"] == [1]
         run.start()
-        assert run.facts()["state"] == "hung" and "started again" not in run.shown()
+        assert run.status()["state"] == "hung" and "started again" not in run.shown()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -226,17 +227,17 @@ def test_an_undone_save_leaves_the_one_before_it(tmp_path: Path) -> None:
     run.steps(12)
     for step in (4, 8, 12):
         run.event("save", step=step, path=f"/x/step-{step:08}")
-    assert run.facts()["checkpoint"]["step"] == 12 and run.facts()["unsaved_steps"] == 0
+    assert run.status()["checkpoint"]["step"] == 12 and run.status()["unsaved_steps"] == 0
     run.start()
     run.event("resume", step=8)  # the newest one was damaged
-    assert run.facts()["checkpoint"]["path"] == "/x/step-00000008" and "saved  step 8, 0:0" in run.shown()
+    assert run.status()["checkpoint"]["path"] == "/x/step-00000008" and "saved  step 8, 0:0" in run.shown()
     run.steps(9, first=9)
-    assert (run.facts()["checkpoint"]["step"], run.facts()["unsaved_steps"]) == (8, 1)
+    assert (run.status()["checkpoint"]["step"], run.status()["unsaved_steps"]) == (8, 1)
     run.start()
     run.event("resume", step=2)  # of which no save is recorded: the disk was full
-    assert run.facts()["checkpoint"] == {"step": 2, "path": None, "age_s": None} and "saved  step 2\n" in run.shown()
+    assert run.status()["checkpoint"] == {"step": 2, "path": None, "age_s": None} and "saved  step 2\n" in run.shown()
     run.event("resume", step=0)
-    assert run.facts()["checkpoint"] is None and "saved  no checkpoint yet\n" in run.shown()
+    assert run.status()["checkpoint"] is None and "saved  no checkpoint yet\n" in run.shown()
 
 
 def test_the_runs_below_a_folder(tmp_path: Path) -> None:
@@ -255,9 +256,9 @@ def test_the_runs_below_a_folder(tmp_path: Path) -> None:
     names = ["a/long-name-of-a-run/run", "b/run", "queued", "z"]
     done = fsdptrain("status", tmp_path, "--json")
     runs = json.loads(done.stdout)
-    assert [Path(facts["run_dir"]).relative_to(tmp_path).as_posix() for facts in runs] == names
-    assert [facts["state"] for facts in runs] == ["killed", "killed", "waiting", "unreadable"]
-    assert "plan.json is not a plan of this version" in runs[3]["why"] and len({len(facts) for facts in runs}) == 1
+    assert [Path(status["run_dir"]).relative_to(tmp_path).as_posix() for status in runs] == names
+    assert [status["state"] for status in runs] == ["killed", "killed", "waiting", "unreadable"]
+    assert "plan.json is not a plan of this version" in runs[3]["why"] and len({len(status) for status in runs}) == 1
     header, first, *_ = fsdptrain("status", tmp_path).stdout.splitlines()
     assert header.split() == ["run", "state", "step", "loss", "age"]
     assert first.split()[:4] == [names[0], "killed", "12/1,200", "5.5000"] and first.split()[4].startswith("1:4")
@@ -270,14 +271,14 @@ def test_the_runs_below_a_folder(tmp_path: Path) -> None:
 def test_a_run_whose_job_is_in_a_queue_is_shown_when_it_starts(tmp_path: Path) -> None:
     run = Written(tmp_path)
     run.start(total=3)
-    started, plan = observe(run.rundir).facts(), run.rundir.plan.rename(tmp_path / "plan.json")
+    started, plan = observe(run.rundir).status(), run.rundir.plan.rename(tmp_path / "plan.json")
     write_mark(run.rundir.root)  # as `submit` leaves the folder
     log = run.rundir.logs / "slurm-7.log"
     log.touch()
-    facts = observe(run.rundir).facts()
-    assert (facts["state"], facts["step"], facts["total_steps"]) == ("waiting", 0, None)
-    assert list(facts) == list(started) and json.loads(json.dumps(facts)) == facts
-    assert "queue" in facts["why"] and "slurm-7.log" not in facts["why"]
+    status = observe(run.rundir).status()
+    assert (status["state"], status["step"], status["total_steps"]) == ("waiting", 0, None)
+    assert list(status) == list(started) and json.loads(json.dumps(status)) == status
+    assert "queue" in status["why"] and "slurm-7.log" not in status["why"]
     assert "run    run: waiting; no attempt has started yet; its job" in run.shown()
     with Terminal("status", run.rundir.root, columns=60) as terminal:
         terminal.wait_for("waiting; no attempt has started yet")
@@ -296,9 +297,9 @@ def test_records_that_are_written_meanwhile_are_read_once(tmp_path: Path) -> Non
     observer = observe(run.rundir)
     assert isinstance(observer, Observer)
     run.steps(3)
-    assert [observer.facts()["step"] for _ in range(2)] == [3, 3]
+    assert [observer.status()["step"] for _ in range(2)] == [3, 3]
     run.steps(5, first=4)
-    assert observer.facts()["step"] == 5 and len(observer._run.step_times) == 5
+    assert observer.status()["step"] == 5 and len(observer._run.step_times) == 5
 
 
 def test_a_watched_run_is_shown_until_it_ends(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_the_nodes_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
     for nodes in (4, 2):
         run.event("start", 500.0, total_steps=100, host="elsewhere", world_size=2 * nodes)
     run.steps(12)
-    assert (run.facts()["nodes"], run.facts()["ranks"], run.facts()["nodes_allowed"]) == (2, 4, [1, 4])
+    assert (run.status()["nodes"], run.status()["ranks"], run.status()["nodes_allowed"]) == (2, 4, [1, 4])
     assert "ranks  4 on 2 of 1 to 4 nodes" in run.shown()
 
 
@@ -339,9 +340,9 @@ def test_an_elastic_run_that_lost_a_node_goes_on_until_a_launcher_gives_up(tmp_p
     run.steps(3)
     lost(run, 0, 2)
     lost(run, 1, 1)
-    assert run.facts()["state"] == "running" and "the other nodes meet again" in run.facts()["why"]
+    assert run.status()["state"] == "running" and "the other nodes meet again" in run.status()["why"]
     lost(run, None, 0)
-    assert (run.facts()["state"], run.facts()["why"]) == ("failed", "of rank None")
+    assert (run.status()["state"], run.status()["why"]) == ("failed", "of rank None")
 
 
 def test_a_step_after_the_cause_does_not_hide_it(tmp_path: Path) -> None:
@@ -350,4 +351,4 @@ def test_a_step_after_the_cause_does_not_hide_it(tmp_path: Path) -> None:
     lost(run, 3, 3, "DataError")
     run.steps(3)  # on a GPU rank 0 reads its steps one late
     lost(run, 0, 1)
-    assert (run.facts()["state"], run.facts()["why"]) == ("failed", "rank 3: of rank 3")
+    assert (run.status()["state"], run.status()["why"]) == ("failed", "rank 3: of rank 3")

@@ -130,9 +130,9 @@ def fail(tmp: Path, kind: str, code: int = 5) -> list[str]:
         (tmp / "job.sh").write_text(slurm_script(job_of(tmp)))
     rundir.logs.mkdir(parents=True, exist_ok=True)
     if kind:
-        facts = {"event": "error", "at": time.time() + 100, "type": kind, "message": "injected"}
+        fields = {"event": "error", "at": time.time() + 100, "type": kind, "message": "injected"}
         rundir.metrics.write_text(
-            json.dumps({**facts, "at": 1.0, "type": "RecipeError"}) + "\n" + json.dumps(facts) + "\n"
+            json.dumps({**fields, "at": 1.0, "type": "RecipeError"}) + "\n" + json.dumps(fields) + "\n"
         )
     (tmp / "log").write_text("")
     exits, calls = run_script(tmp, code)

@@ -191,13 +191,13 @@ def differences_of(run: Path, plan: Plan) -> list[str]:
                 continue  # the same as with `original`
             opened = logits_of(open_export(way.job(run / merge_base)), rows)
             answer = {f"{name}.{number}": values for number, values in enumerate(opened)}
-            [facts] = differences(sample, {name: way}, answer)
+            [distance] = differences(sample, {name: way}, answer)
             label = merge_base if name == "merged" and plan.recipe.adapter.kind == "qlora" else name
-            found.append(f"{label} {facts['largest']:.0e} {facts['mean'] / facts['spread']:.0e}")
+            found.append(f"{label} {distance['largest']:.0e} {distance['mean'] / distance['spread']:.0e}")
     return found
 
 
-def test_blocks_that_share_weights_are_in_no_unit() -> None:
+def test_layers_that_share_weights_are_in_no_unit() -> None:
     model = skeleton(small_config("zamba"), Model())
     held = [{id(param) for module in unit.modules for param in module.parameters()} for unit in units_of(model, "auto")]
     assert held and sum(map(len, held)) == len(set().union(*held))

@@ -289,12 +289,12 @@ def test_a_model_computes_the_same_as_with_eager_attention(
     assert calls
 
 
-def test_blocks_share_the_tiles_of_a_mask(installed: None, calls: list[int]) -> None:
+def test_layers_share_the_tiles_of_a_mask(installed: None, calls: list[int]) -> None:
     trained(model_of("llama"))
-    assert len(calls) == 2  # one for each row: not for each block, nor for forward and backward
+    assert len(calls) == 2  # one for each row: not for each layer, nor for forward and backward
     recomputed = model_of("llama")
-    for block in recomputed.model.layers:
-        block.forward = in_checkpoint(block.forward, {})
+    for layer in recomputed.model.layers:
+        layer.forward = in_checkpoint(layer.forward, {})
     trained(recomputed)
     assert len(calls) == 4
 
@@ -304,12 +304,12 @@ def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputing_blocks_changes_no_gradient(kind: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_layers_changes_no_gradient(kind: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(model_of("llama"))
     model = model_of("llama")
     options = {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)} if kind == "selective" else {}
-    for block in model.model.layers:
-        block.forward = in_checkpoint(block.forward, options)
+    for layer in model.model.layers:
+        layer.forward = in_checkpoint(layer.forward, options)
     times = []
     weights = attention._weights
     monkeypatch.setattr(attention, "_weights", lambda *args: times.append(1) or weights(*args))
@@ -320,11 +320,11 @@ def test_recomputing_blocks_changes_no_gradient(kind: str, installed: None, monk
 
 
 @pytest.mark.soak
-def test_compiled_blocks_compute_the_same(installed: None) -> None:
+def test_compiled_layers_compute_the_same(installed: None) -> None:
     expected = trained(model_of("llama"))
     model = model_of("llama")
-    for block in model.model.layers:
-        block.forward = torch.compile(block.forward)
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward)
     assert_alike(trained(model), expected)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
-from fsdptrain.model.config import load_config, settled_values
+from fsdptrain.model.config import load_config, resolved_values
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 
@@ -154,7 +154,7 @@ SAME = {"transformers_version": "4.1", "architectures": ["Other"], "dtype": "flo
 @pytest.mark.parametrize("change", [{name: value} for name, value in SAME.items()] + [{"max_position_embeddings": 512}])
 def test_a_key_that_decides_nothing_about_training_is_not_compared(change: dict[str, Any], tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **TINY)
-    assert settled_values(AutoConfig.for_model("llama", **{**TINY, **change})) == settled_values(config)
+    assert resolved_values(AutoConfig.for_model("llama", **{**TINY, **change})) == resolved_values(config)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_key_that_decides_what_is_trained_is_compared(
     inner = {"text_config": TINY} if kind == "gemma3" else TINY if kind == "llama" else {}
     AutoConfig.for_model(kind, **{**inner, **change}).save_pretrained(tmp_path)
     before, now = (
-        settled_values(each) for each in (AutoConfig.for_model(kind, **inner), AutoConfig.from_pretrained(tmp_path))
+        resolved_values(each) for each in (AutoConfig.for_model(kind, **inner), AutoConfig.from_pretrained(tmp_path))
     )
     assert key in {name for name in before if before[name] != now[name]}
     assert json.loads(json.dumps(now)) == now

@@ -117,7 +117,7 @@ def test_a_run_says_what_it_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     tried = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "activate_best", lambda *given: tried.append(given) or "a note")
-    reporter, watchdog = SimpleNamespace(progress=lambda *_: None), SimpleNamespace(beat=lambda: None)
+    reporter, watchdog = SimpleNamespace(progress=lambda *_: None), SimpleNamespace(reset=lambda: None)
     session: Any = SimpleNamespace(reporter=reporter, watchdog=watchdog)
     for kind, kernel, expected in (("cuda", varlen.NAME, "a note"), ("cuda", "sdpa", None), ("cpu", varlen.NAME, None)):
         bare = SimpleNamespace(config=SimpleNamespace(_attn_implementation=kernel))
@@ -134,7 +134,7 @@ def test_all_ranks_use_the_same(packages: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "check", lambda heads, device: None)
     session: Any = SimpleNamespace(
-        reporter=SimpleNamespace(progress=lambda *_: None), watchdog=SimpleNamespace(beat=lambda: None)
+        reporter=SimpleNamespace(progress=lambda *_: None), watchdog=SimpleNamespace(reset=lambda: None)
     )
     inputs: Any = SimpleNamespace(prepared=SimpleNamespace(bare=in_varlen("llama")))
     world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda mine: [mine, "FA3"])

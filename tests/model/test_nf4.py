@@ -73,7 +73,7 @@ def test_a_layer_computes_as_bitsandbytes_own(dtype: torch.dtype, device: str, m
     data = bitsandbytes.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True)
     theirs = bitsandbytes.nn.Linear4bit(320, 257, compute_dtype=dtype, quant_type="nf4")
     theirs.weight, theirs.bias = data.to(device), nn.Parameter(bias.clone())
-    own = nf4.dequantise(layer.stored, dtype)
+    own = nf4.dequantise(layer.quantised, dtype)
     assert torch.equal(own, bitsandbytes.functional.dequantize_4bit(theirs.weight.data, theirs.weight.quant_state))
     assert torch.equal(own, nf4.round_trip(weight, nn.Linear(320, 257), dtype))
     assert torch.equal(own.T, nf4.round_trip(weight.T, Conv1D(257, 320), dtype))
@@ -112,8 +112,8 @@ LINEAR = 21  # linear layers of the model
 
 def assert_quantised(found: dict[str, Any]) -> None:
     """Check what `ranks.quantised` has found of some variants against bitsandbytes."""
-    for name, facts in found.items():
-        assert facts["quantised"] == LINEAR and facts["as bitsandbytes"], name
+    for name, variant in found.items():
+        assert variant["quantised"] == LINEAR and variant["as bitsandbytes"], name
 
 
 @needs_integers

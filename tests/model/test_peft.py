@@ -99,7 +99,7 @@ CASES = {
     # At a high rate Adam's first steps, which are ±lr whatever the gradient is, amplify the rounding of bf16.
     "LoRA bf16, recomputed": Case([*LORA, BF16, FULL, "optim.lr=1e-4"], limit=2e-3, gradients=2e-2),
     "DoRA, head": Case([*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",)),
-    "last block": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
+    "last layer": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
 }
 MODELS = {  # fused projections, transposed weights, experts, clipping in place, tied embeddings, an adapter on the head
     f"{kind} {name}": Case([*words, *more], model=model)
@@ -174,11 +174,11 @@ class Parity:
         words = {name: [*case_of[name].overrides(self.recipe), *more] for name, more in variants.items()}
         arguments = {"recipe": str(self.recipe), "variants": words, "steps": self.steps, "made": str(tmp)}
         ranks = on_ranks(world, job, tmp, 3600, **arguments)
-        curves = [[facts["curve"] for facts in found.values()] for found in ranks]
+        curves = [[run["curve"] for run in found.values()] for found in ranks]
         assert all(other == curves[0] for other in curves), "ranks report different curves"
-        for number, (name, facts) in enumerate(ranks[0].items()):
-            assert facts["unchanged"], f"{name}: the base has changed"
-            distances = self._distances(name, facts["curve"], torch.load(tmp / f"{number}.pt"))
+        for number, (name, run) in enumerate(ranks[0].items()):
+            assert run["unchanged"], f"{name}: the base has changed"
+            distances = self._distances(name, run["curve"], torch.load(tmp / f"{number}.pt"))
             shown = "{:.0e} / {:.0e} / {:.0e}".format(*distances)
             self.rows.setdefault(name, {})[world] = shown
             print(f"{name:50} {world} ranks  {shown}", flush=True)
@@ -214,9 +214,9 @@ def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> No
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     found = parity.train("adapted", 2, {name: [] for name in cases} | small_units, tmp_path)
     parity.finish()
-    for name, facts in found.items():
-        assert facts["as in the file"] and facts["trained"] == ["torch.float32"], facts
-        assert facts["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
+    for name, run in found.items():
+        assert run["as in the file"] and run["trained"] == ["torch.float32"], run
+        assert run["base"] == ["torch.bfloat16" if "bf16" in name else "torch.float32"]
 
 
 def every_strategy(case: str, world: int) -> dict[str, list[str]]:

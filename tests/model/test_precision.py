@@ -18,7 +18,7 @@ from fsdptrain.model.weights import place_buffers
 from fsdptrain.parallel.patches import takes_two_dtypes
 
 LISTED = ["deepseek_v3", "glm4_moe", "dots1", "hy_v3", "ernie4_5_moe", "flint"]  # `_keep_in_fp32_modules_strict`
-INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # inputs of their blocks are float32, or must not be
+INPUTS = ["mpt", "olmo2", "olmo3", "mamba2", "xglm", "gptj"]  # inputs of their layers are float32, or must not be
 NOT_EQUAL = {  # kind → why it differs from transformers' bf16 in the last bits
     "blt": "gradients of weights that are used several times are summed in another order",
     "inkling2_text": "gradients of weights that are used several times are summed in another order",

@@ -27,7 +27,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.model import varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
-from fsdptrain.parallel.shard import SAVED, compile_blocks, recompute
+from fsdptrain.parallel.shard import SAVED, compile_layers, recompute
 from fsdptrain.plan.plan import Plan
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputing_blocks_changes_no_gradient(kind: str, forwards: list[int]) -> None:
+def test_recomputing_layers_changes_no_gradient(kind: str, forwards: list[int]) -> None:
     expected = trained(model_of("llama", varlen.NAME), **called(PACKED))
     assert len(forwards) == 3 + 3
     model = model_of("llama", varlen.NAME)
     options = {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)} if kind == "selective" else {}
-    for block in model.model.layers:
-        block.forward = in_checkpoint(block.forward, options)
+    for layer in model.model.layers:
+        layer.forward = in_checkpoint(layer.forward, options)
     forwards.clear()
     found = trained(model, **called(PACKED))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -294,7 +294,7 @@ def in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 @pytest.mark.parametrize(
     "kind", ["none", "selective", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("full", "inductor"))]
 )
-def test_all_compiled_blocks_are_one_graph_for_any_documents(
+def test_all_compiled_layers_are_one_graph_for_any_documents(
     kind: str, no_masks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("__init__", "__setstate__"):  # compilation replaces them for good
@@ -313,7 +313,7 @@ def test_all_compiled_blocks_are_one_graph_for_any_documents(
     recompute([*model.model.layers], "none" if kind == "inductor" else kind)
     counts = []
     with torch.compiler.config.patch(dynamic_sources=""):
-        compile_blocks([*model.model.layers])
+        compile_layers([*model.model.layers])
         for lengths, wanted in zip(DOCUMENTS, expected, strict=True):
             assert worst(trained(model, **called(lengths)), wanted) < (1e-5 if kind == "inductor" else 1e-6)
             counts.append(len(graphs))

@@ -18,7 +18,7 @@ from test_architectures import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.checkpoint import writer as writers
-from fsdptrain.checkpoint.exported import names_by_block
+from fsdptrain.checkpoint.exported import names_by_decoder_layer
 from fsdptrain.checkpoint.verify import INDEX
 from fsdptrain.checkpoint.writer import SafetensorsWriter, check_export, write_folder
 from fsdptrain.config.schema import Model
@@ -104,7 +104,7 @@ def tiny_export(tmp: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple
     bare.generation_config.save_pretrained(assets)
     tokenizer_of(tmp).save_pretrained(assets)
     monkeypatch.setattr(writers, "MAX_FILE_BYTES", limit)
-    groups = names_by_block(bare)
+    groups = names_by_decoder_layer(bare)
     tensors = ({name: state[name].detach() for name in group} for group in groups)
     write_folder(bare, groups, tensors, assets, tmp / "out", "float32", lambda *_: None)
     return bare, tmp / "out"
@@ -217,7 +217,7 @@ REJECTED = {  # overrides → text of the message
     "model.attn_implementation=flash_attention_2": "flash_attention_2 is not available",
     "model.config.model_type=lama": "no architecture 'lama'",
     "model.id=recipes": "cannot read the configuration of 'recipes'",
-    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a block attend to",
+    f"model.id=null {BLOOM} model.attn_implementation=eager": "would let the documents of a sequence attend to",
 }
 
 

@@ -25,7 +25,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError, WorkerLost
 from fsdptrain.parallel import rendezvous
 from fsdptrain.parallel.rendezvous import BACKEND, Rendezvous, register_rendezvous, tell_refusal
-from fsdptrain.parallel.world import open_store
+from fsdptrain.parallel.world import open_tcp_store
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
@@ -113,7 +113,7 @@ def test_nodes_that_wait_hear_that_another_was_refused(refused: str, monkeypatch
         node = get_rendezvous_handler(wanted)
         assert isinstance(node, Rendezvous)
         node.settings.timeout._join = timedelta(seconds=3)
-        with contextlib.suppress(RendezvousError):  # the store may have ended
+        with contextlib.suppress(RendezvousError):  # the TCPStore may have ended
             node.next_rendezvous()
 
     with ThreadPoolExecutor() as pool:
@@ -170,7 +170,7 @@ def test_nodes_that_wait_hear_that_another_has_another_plan(least: int, monkeypa
         register_rendezvous(lambda *_: None, lambda: None, lambda: None, said.append, "one", json.dumps(run))
         return get_rendezvous_handler(RendezvousParameters(BACKEND, endpoint, "run", least, 2, "127.0.0.1"))
 
-    first = come("d", "n1", heard)  # as long as it is there, so is its store
+    first = come("d", "n1", heard)  # as long as it is there, so is its TCPStore
     with pytest.raises(RecipeError, match="n1 has another plan") as refused:
         come("e", "n2", [])
     end = time.monotonic() + (10 if least == 2 else 1)
@@ -193,4 +193,4 @@ def test_a_firewall_that_lets_only_the_meeting_place_through_is_named(
     with pytest.raises(
         WorkerLost, match=rf"{host}:{port} cannot be reached from .*: a firewall .* open the ports \d+ to"
     ):
-        open_store(plan, 1, timedelta(seconds=1), StopRequest())
+        open_tcp_store(plan, 1, timedelta(seconds=1), StopRequest())

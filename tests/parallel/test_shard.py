@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
-from fsdptrain.model.units import blocks_of, tied, units_of
-from fsdptrain.parallel.shard import compile_blocks, recompute
+from fsdptrain.model.units import decoder_layers, tied, units_of
+from fsdptrain.parallel.shard import compile_layers, recompute
 
-BLOCKS = 4
+LAYERS = 4
 NO_PREFETCH = "fsdp.backward_prefetch=NONE"
 
 
@@ -30,7 +30,7 @@ def bare(kind: str = "llama", **config: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"model_type": "llama", **TINY, "num_hidden_layers": BLOCKS, "tie_word_embeddings": False}
+    config = {"model_type": "llama", **TINY, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
     return write_recipe(tmp_path_factory.mktemp("shard"), model__config=config)
 
 
@@ -54,26 +54,26 @@ def logs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
     return dict(on_ranks(2, "gathers", tmp_path_factory.mktemp("gathers"), recipe=str(recipe), variants=variants)[0])
 
 
-def backward_of(log: list[str], block: int) -> list[str]:
-    """Return the events of a block's backward and of the gather of the block before it, in order."""
-    names = {f"gather {block - 1}": "gather next", f"backward {block}": "backward", f"reduce {block}": "reduce"}
-    backward = log[log.index(f"backward {BLOCKS - 1}") - 2 :]
+def backward_of(log: list[str], layer: int) -> list[str]:
+    """Return the events of a layer's backward and of the gather of the layer before it, in order."""
+    names = {f"gather {layer - 1}": "gather next", f"backward {layer}": "backward", f"reduce {layer}": "reduce"}
+    backward = log[log.index(f"backward {LAYERS - 1}") - 2 :]
     return [names[event] for event in backward if event in names]
 
 
-@pytest.mark.parametrize("block", range(1, BLOCKS - 1))
-def test_backward_prefetch_moves_the_gather_of_the_next_unit(logs: dict[str, list[str]], block: int) -> None:
-    assert backward_of(logs["pre"], block) == ["gather next", "backward", "reduce"]
-    assert backward_of(logs["post"], block) == ["backward", "gather next", "reduce"]
-    assert backward_of(logs["none"], block) == ["backward", "reduce", "gather next"]
+@pytest.mark.parametrize("layer", range(1, LAYERS - 1))
+def test_backward_prefetch_moves_the_gather_of_the_next_unit(logs: dict[str, list[str]], layer: int) -> None:
+    assert backward_of(logs["pre"], layer) == ["gather next", "backward", "reduce"]
+    assert backward_of(logs["post"], layer) == ["backward", "gather next", "reduce"]
+    assert backward_of(logs["none"], layer) == ["backward", "reduce", "gather next"]
 
 
 def test_forward_prefetch_gathers_that_many_units_ahead(logs: dict[str, list[str]]) -> None:
-    def gathered_before(log: list[str], block: int) -> int:
-        return len({e for e in log[: log.index(f"forward {block}")] if e in {f"gather {n}" for n in range(BLOCKS)}})
+    def gathered_before(log: list[str], layer: int) -> int:
+        return len({e for e in log[: log.index(f"forward {layer}")] if e in {f"gather {n}" for n in range(LAYERS)}})
 
-    assert [gathered_before(logs["none"], block) for block in range(BLOCKS)] == [1, 2, 3, 4]
-    assert [gathered_before(logs["ahead"], block) for block in range(BLOCKS)] == [3, 4, 4, 4]
+    assert [gathered_before(logs["none"], layer) for layer in range(LAYERS)] == [1, 2, 3, 4]
+    assert [gathered_before(logs["ahead"], layer) for layer in range(LAYERS)] == [3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_forward_prefetch_gathers_that_many_units_ahead(logs: dict[str, list[str
     [("none", 2), ("post", 2), ("full recompute", 2), ("selective recompute", 2), ("kept", 1), ("accumulated", 4)],
 )
 def test_a_unit_is_gathered_once_a_pass(logs: dict[str, list[str]], name: str, times: int) -> None:
-    assert [logs[name].count(f"gather {block}") for block in range(BLOCKS)] == [times] * BLOCKS
+    assert [logs[name].count(f"gather {layer}") for layer in range(LAYERS)] == [times] * LAYERS
 
 
 @pytest.mark.parametrize(("name", "times"), [("pre", 1), ("post", 1), ("none", 1), ("kept", 1), ("accumulated", 2)])
@@ -90,13 +90,13 @@ def test_the_embedding_is_not_gathered_for_its_backward(logs: dict[str, list[str
 
 
 def test_weights_that_stay_are_gathered_once_a_step(logs: dict[str, list[str]]) -> None:
-    units = [*map(str, range(BLOCKS)), "embedding", "head"]
+    units = [*map(str, range(LAYERS)), "embedding", "head"]
     assert [logs["kept, accumulated"].count(f"gather {unit}") for unit in units] == [1] * len(units)
 
 
 def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list[str]]) -> None:
-    blocks = [f"model.layers.{block}" for block in range(BLOCKS)]
-    units = ["model.embed_tokens", *blocks, "model.norm, lm_head"]
+    layers = [f"model.layers.{layer}" for layer in range(LAYERS)]
+    units = ["model.embed_tokens", *layers, "model.norm, lm_head"]
     gathers = [f"all-gather of {unit}" for unit in units]
     reductions = [f"reduce-scatter of {unit}" for unit in reversed(units)]
     # The last one gathers the numbers of the step.
@@ -108,7 +108,7 @@ def test_each_collective_of_a_step_has_the_name_of_its_unit(logs: dict[str, list
 
 
 @pytest.fixture(scope="module")
-def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def inspected(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bf16 = "fsdp.mixed_precision.param_dtype=bfloat16"
     variants = {
         "plain": [],
@@ -129,7 +129,7 @@ def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
         "compiled": ["train.compile=true"],
         "bf16 compiled": [bf16, "train.compile=true"],
     }
-    return on_ranks(2, "inspect", tmp_path_factory.mktemp("facts"), recipe=str(recipe), variants=variants)
+    return on_ranks(2, "inspect", tmp_path_factory.mktemp("inspected"), recipe=str(recipe), variants=variants)
 
 
 @pytest.mark.parametrize(
@@ -137,20 +137,20 @@ def facts(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ["offload", "replicated", "full", "selective", "every 2", "by class", "by inner class", "by size", "eager",
      "deterministic", "compiled"],
 )  # fmt: skip
-def test_options_of_the_computation_do_not_change_the_result(facts: list[dict[str, Any]], name: str) -> None:
-    assert max(largest_difference(facts[0][name]["curve"], facts[0]["plain"]["curve"])) < 1e-5
-    assert facts[0][name]["names"] == facts[0]["plain"]["names"]
+def test_options_of_the_computation_do_not_change_the_result(inspected: list[dict[str, Any]], name: str) -> None:
+    assert max(largest_difference(inspected[0][name]["curve"], inspected[0]["plain"]["curve"])) < 1e-5
+    assert inspected[0][name]["names"] == inspected[0]["plain"]["names"]
 
 
-GRAPHS = 2 + 2  # a block with a mask and without one, and the loss of two lengths of chunks
+GRAPHS = 2 + 2  # a layer with a mask and without one, and the loss of two lengths of chunks
 
 
-def test_only_the_first_step_compiles(facts: list[dict[str, Any]]) -> None:
+def test_only_the_first_step_compiles(inspected: list[dict[str, Any]]) -> None:
     """Later steps have other numbers of label tokens. A backend that only traces; the soak has inductor."""
-    for rank in facts:
+    for rank in inspected:
         assert rank["compiled"]["graphs"] == rank["bf16 compiled"]["graphs"] == [GRAPHS, 0]
         assert rank["bf16"]["graphs"] == [0, 0]
-    assert max(largest_difference(facts[0]["bf16 compiled"]["curve"], facts[0]["bf16"]["curve"])) < 2e-3
+    assert max(largest_difference(inspected[0]["bf16 compiled"]["curve"], inspected[0]["bf16"]["curve"])) < 2e-3
 
 
 RECOMPUTATION = ["none", "full", "selective", {"every": 2}]
@@ -179,12 +179,12 @@ def test_compiling_does_not_change_the_result(recipe: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "times"), zip(RECOMPUTATION, ([1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 1, 2]), strict=True)
 )
-def test_blocks_are_computed_again_in_backward_as_the_recipe_says(kind: Any, times: list[int]) -> None:
+def test_layers_are_computed_again_in_backward_as_the_recipe_says(kind: Any, times: list[int]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    blocks, found = [block for _, block in blocks_of(model)], [0, 0, 0]
-    for number, block in enumerate(blocks):
-        block.mlp.register_forward_pre_hook(lambda *_, n=number: found.__setitem__(n, found[n] + 1))
-    recompute(blocks, kind)
+    layers, found = [layer for _, layer in decoder_layers(model)], [0, 0, 0]
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, n=number: found.__setitem__(n, found[n] + 1))
+    recompute(layers, kind)
     model(input_ids=torch.arange(16)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
     assert found == times
 
@@ -194,8 +194,8 @@ def test_blocks_are_computed_again_in_backward_as_the_recipe_says(kind: Any, tim
     [pytest.param(kind, marks=pytest.mark.soak if i % 2 else ()) for i, kind in enumerate(RECOMPUTATION)],
     ids=str,
 )
-def test_equal_blocks_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve blocks are one graph without breaks, for training and again for evaluation: more steps compile nothing."""
+def test_equal_layers_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve layers are one graph without breaks, for training and again for evaluation: more steps compile nothing."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -206,8 +206,8 @@ def test_equal_blocks_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPat
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
     eager = copy.deepcopy(model)
     for each in (model, eager):
-        recompute([block for _, block in blocks_of(each)], kind)
-    compile_blocks([block for _, block in blocks_of(model)])
+        recompute([layer for _, layer in decoder_layers(each)], kind)
+    compile_layers([layer for _, layer in decoder_layers(model)])
     ids = torch.arange(64).view(2, 32) % 50
 
     def logits(of: Any) -> torch.Tensor:
@@ -224,24 +224,24 @@ def test_equal_blocks_are_compiled_once(kind: Any, monkeypatch: pytest.MonkeyPat
         graphs.append(counters["stats"]["unique_graphs"])
     for compiled, plain in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(compiled.grad, plain.grad)
-    kinds = 2 if isinstance(kind, dict) else 1  # blocks with and without recomputation
+    kinds = 2 if isinstance(kind, dict) else 1  # layers with and without recomputation
     assert graphs == [2 * kinds, 2 * kinds]
     assert not counters["graph_break"]
 
 
-def test_dtypes_are_those_of_the_policy(facts: list[dict[str, Any]]) -> None:
-    assert facts[0]["bf16"]["params"] == facts[0]["bf16"]["state"] == ["torch.float32 cpu"]
-    assert facts[0]["bf16 master"]["params"] == facts[0]["bf16 master"]["state"] == ["torch.bfloat16 cpu"]
-    assert facts[0]["bf16"]["buffers"] == ["torch.float32"]
-    assert facts[0]["bf16 buffers"]["buffers"] == ["torch.bfloat16"]
-    curves = [facts[0][name]["curve"] for name in ("plain", "bf16", "bf16 buffers", "bf16 reduction")]
+def test_dtypes_are_those_of_the_policy(inspected: list[dict[str, Any]]) -> None:
+    assert inspected[0]["bf16"]["params"] == inspected[0]["bf16"]["state"] == ["torch.float32 cpu"]
+    assert inspected[0]["bf16 master"]["params"] == inspected[0]["bf16 master"]["state"] == ["torch.bfloat16 cpu"]
+    assert inspected[0]["bf16"]["buffers"] == ["torch.float32"]
+    assert inspected[0]["bf16 buffers"]["buffers"] == ["torch.bfloat16"]
+    curves = [inspected[0][name]["curve"] for name in ("plain", "bf16", "bf16 buffers", "bf16 reduction")]
     assert all(a != b for i, a in enumerate(curves) for b in curves[:i]), "a dtype had no effect"
 
 
-def test_ranks_hold_their_share(facts: list[dict[str, Any]]) -> None:
-    assert sum(rank["plain"]["local_share"] for rank in facts) == pytest.approx(1)
-    assert all(rank["plain"]["local_share"] == pytest.approx(0.5, abs=0.01) for rank in facts)
-    assert all(rank["replicated"]["local_share"] == 1 for rank in facts)
+def test_ranks_hold_their_share(inspected: list[dict[str, Any]]) -> None:
+    assert sum(rank["plain"]["local_share"] for rank in inspected) == pytest.approx(1)
+    assert all(rank["plain"]["local_share"] == pytest.approx(0.5, abs=0.01) for rank in inspected)
+    assert all(rank["replicated"]["local_share"] == 1 for rank in inspected)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_a_micro_batch_or_a_window_without_labels_changes_nothing(edges: list[di
     assert all(rank["masked"] == {"equal": True, "nothing": [0.0, 0.0]} for rank in edges)
 
 
-def test_auto_wraps_blocks_embedding_and_head() -> None:
+def test_auto_wraps_layers_embedding_and_head() -> None:
     model = bare(tie_word_embeddings=False)
     units = units_of(model, "auto")
     assert [unit.name for unit in units] == ["embedding", *(f"model.layers.{i}" for i in range(3)), "head"]
@@ -357,4 +357,4 @@ def test_a_skeleton_has_no_weights_and_real_buffers(kind: str) -> None:
     buffers = dict(real.named_buffers())
     assert buffers.keys() == dict(model.named_buffers()).keys() and buffers
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
-    assert len(blocks_of(model)) == TINY["num_hidden_layers"]
+    assert len(decoder_layers(model)) == TINY["num_hidden_layers"]

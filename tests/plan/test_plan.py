@@ -171,7 +171,7 @@ def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "world", "blocks", "way_out"),
+    ("train", "world", "sequences", "way_out"),
     [
         (
             {"global_batch_size": 64, "epochs": 1},
@@ -187,10 +187,10 @@ def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_batch_larger_than_an_epoch_is_a_problem_with_a_fitting_one(
-    tmp_path: Path, train: dict[str, Any], world: int, blocks: int, way_out: str | None
+    tmp_path: Path, train: dict[str, Any], world: int, sequences: int, way_out: str | None
 ) -> None:
     plan = make_plan(load(write_recipe(tmp_path, train=train)), Topology("cpu", 1, world))
-    problem = plan.length_problem(blocks)
+    problem = plan.length_problem(sequences)
     assert (problem is None) == (way_out is None)
     assert problem is None or (problem.field == "train.global_batch_size" and way_out and way_out in problem.message)
 
@@ -223,7 +223,7 @@ def test_a_list_of_files_is_a_data_path(tmp_path: Path) -> None:
 def test_steps_cover_every_sequence_at_least_epochs_times(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "epochs": 2})
     plan = plan_of(recipe)
-    assert [plan.total_steps(blocks) for blocks in (1, 4, 5, 400)] == [1, 1, 2, 100]
+    assert [plan.total_steps(sequences) for sequences in (1, 4, 5, 400)] == [1, 1, 2, 100]
     assert plan_of(recipe, "train.epochs=0.5").total_steps(400) == 25
     recipe = write_recipe(tmp_path, train={"global_batch_size": 8, "steps": 7})
     assert plan_of(recipe).total_steps(400) == 7

@@ -21,7 +21,7 @@ Curve = Callable[[str, str, int], list[list[float]]]  # of a model, in a dtype, 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a recipe that starts from a random Llama, with several documents in every block."""
+    """Write a recipe that starts from a random Llama, with several documents in every sequence."""
     tmp = tmp_path_factory.mktemp("numerics")
     for name, tied in {"model": False, "tied": True}.items():
         torch.manual_seed(1)
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(recipe: Path) -> Curve:
     """Return the function that computes the curve of the plain loop, over documents that are not packed."""
     batches = batches_of(stream_of(recipe)[0], BATCH, STEPS)
-    assert all(len(labels) > BATCH for _, _, labels in batches), "no block has several documents"
+    assert all(len(labels) > BATCH for _, _, labels in batches), "no sequence has several documents"
     rates = cosine_rates(3e-4, STEPS)
     torch.set_num_threads(1)
 

@@ -119,8 +119,8 @@ def test_auto_is_the_best_kernel_that_the_architecture_has(kind: str, kernel: st
 REFUSED = {  # (model, packing) → part of the message; None: it is accepted
     ("bloom", "bfd"): "BloomForCausalLM ignores position ids: use data.packing=none",
     ("bloom", "none"): None,
-    ("opt", "concat"): "data.packing: concat would let the documents of a block attend to one another",
-    ("mamba", "bfd"): "would let the documents of a block attend to one another",
+    ("opt", "concat"): "data.packing: concat would let the documents of a sequence attend to one another",
+    ("mamba", "bfd"): "would let the documents of a sequence attend to one another",
     ("bert", "none"): "BertLMHeadModel is not causal",
     (
         "phi3",
@@ -155,13 +155,13 @@ def test_rows_of_a_micro_batch_are_checked_too(tmp_path: Path) -> None:
 def test_cheap_products_give_the_same_answer_as_real_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dict(MODELS[kind])
     made = AutoConfig.for_model(config.pop("model_type"), **config)
-    layouts = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
+    rows = [([[0, 1, 2, 3, 60]], slice(0, 3)), ([[0, 1, 2, 0, 1, 2, 3, 60]], slice(3, 6)),
                ([[0, 1, 60, 0, 1, 2, 0, 0]], slice(3, 6))]  # fmt: skip
     verdicts = []
     for small in (2**60, 0):
         monkeypatch.setattr(probe, "SMALL", small)
         tested = Probe(skeleton(made, Model(attn_implementation="auto")))
-        verdicts.append([tested.same(*layout) for layout in layouts])
+        verdicts.append([tested.same(*row) for row in rows])
     assert verdicts[0] == verdicts[1]
 
 
@@ -257,7 +257,7 @@ def test_padding_does_not_move_longrope_positions(seq_len: int) -> None:
     assert count_padding == (seq_len <= 32)
     corpus = Corpus(
         tokens=np.arange(1, length + 1, dtype=np.uint32), trained=np.ones(length, np.bool_),
-        pieces=np.array([[0, length, length]]), blocks=np.array([0, 1]), labels=np.array([length - 1]), notes={},
+        pieces=np.array([[0, length, length]]), offsets=np.array([0, 1]), labels=np.array([length - 1]), notes={},
         seq_len=seq_len, pad=0, fingerprint="", name="", digest="", lengths=np.array([length]),
         ends=np.array([0, length]),
         count_padding=count_padding,

@@ -1,4 +1,4 @@
-"""The nodes of a run are compared before it, in recorded facts and by real ranks: what differs is named."""
+"""The nodes of a run are compared before it, as recorded and by real ranks: what differs is named."""
 
 from __future__ import annotations
 
@@ -240,9 +240,9 @@ def test_two_nodes_meet_measure_and_leave_no_trace(tmp_path: Path) -> None:
     ]  # fmt: skip
     shown = [rank.communicate(timeout=180)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and shown[1] == ""
-    facts = json.loads(shown[0])
-    assert facts["verdict"] == "2 nodes, 2 ranks: ready" and facts["problems"] == []
-    for found in facts["nodes"].values():
+    report = json.loads(shown[0])
+    assert report["verdict"] == "2 nodes, 2 ranks: ready" and report["problems"] == []
+    for found in report["nodes"].values():
         assert found["between_bw"] > 1e6 and found["inside_bw"] is None and abs(found["clock_s"]) < 1.0
         assert found["data"] and found["shares_output"] and found["gloo"] == ["lo", "127.0.0.1"]
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "text.jsonl"}

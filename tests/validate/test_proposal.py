@@ -58,8 +58,8 @@ def test_init_chooses_sizes_from_all_rows_and_prints_what_validate_knows(tmp_pat
 def test_init_writes_the_default_plan_if_the_search_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "a.jsonl", 4)
     best = {"fits": True, "overrides": {"fsdp.strategy": "NO_SHARD"}}
-    facts = {"chosen": {"data.seq_len": 64}, "advice": {"options": [best]}}
-    outcome = Outcome("", [], [INTERRUPTED], [], [], [], 0, facts)
+    report = {"chosen": {"data.seq_len": 64}, "advice": {"options": [best]}}
+    outcome = Outcome("", [], [INTERRUPTED], [], [], [], 0, report)
     monkeypatch.setattr(proposal, "run_dry_run", lambda *_: outcome)
     starter = read_starter([str(tmp_path / "a.jsonl")], "org/name", tmp_path / "recipe.yaml")
     made = proposal.propose(starter, "2xh100", Screen())

@@ -248,7 +248,7 @@ def test_ctrl_c_during_the_search_for_other_plans_keeps_what_was_found(
                     run_dry_run(asked, screen)
                 continue
             outcome = run_dry_run(asked, screen)
-        assert outcome.verdict == "fits" and outcome.notes == outcome.facts["notes"]
+        assert outcome.verdict == "fits" and outcome.notes == outcome.report["notes"]
         assert "Ctrl-C stopped the search for other plans" in outcome.notes[-1]
 
 

@@ -1,4 +1,4 @@
-"""The dry run: every level is checked as far as possible, all problems are reported, facts agree with transformers."""
+"""The dry run: every level is checked as far as possible, all problems are reported, and sizes are transformers'."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from fsdptrain.plan.plan import Plan, draft_plan
 from fsdptrain.plan.topology import find_topology
 from fsdptrain.terminal.page import Page
 from fsdptrain.validate import machine
-from fsdptrain.validate.data import length_facts
+from fsdptrain.validate.data import describe_lengths
 from fsdptrain.validate.dry_run import dry_run
 from fsdptrain.validate.findings import Findings
-from fsdptrain.validate.model import model_facts, parameters_by_unit
+from fsdptrain.validate.model import describe_model, parameters_by_unit
 from fsdptrain.validate.request import Request, make_request
 from fsdptrain.validate.summary import histogram_lines, show_outcome
 
@@ -126,9 +126,9 @@ def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeyp
     free_disk(monkeypatch, 1000)
     found, _ = validate(recipe)
     assert found.exit_code == CheckpointError.exit_code
-    facts = found.levels["model"]["disk"]
-    assert facts["checkpoint_bytes"] == 12 * found.levels["model"]["parameters"]
-    assert facts["checkpoints"] == 2 and facts["free_bytes"] == 1000  # four steps, one checkpoint every two
+    space = found.levels["model"]["disk"]
+    assert space["checkpoint_bytes"] == 12 * found.levels["model"]["parameters"]
+    assert space["checkpoints"] == 2 and space["free_bytes"] == 1000  # four steps, one checkpoint every two
     found, _ = validate(recipe, f"data.path={bad}")
     assert found.exit_code == DataError.exit_code and "no column 'text'" in found.problems[0]
     found, _ = validate(recipe, f"data.path={bad}", "model.config.hiden_size=64")
@@ -144,12 +144,12 @@ def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch:
 
 def test_an_earlier_runs_checkpoints_make_room_for_new_ones(tmp_path: Path) -> None:
     plan, _ = draft(write_recipe(tmp_path))
-    before = disk.disk_facts(plan, [Weight((10, 100))], None)
+    before = disk.disk_space(plan, [Weight((10, 100))], None)
     assert before["checkpoints"] == 11 and before["needed_bytes"] == 11 * 12000 + 4000
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 12000)
-    assert disk.disk_facts(plan, [Weight((10, 100))], None)["needed_bytes"] == 10 * 12000 + 4000
+    assert disk.disk_space(plan, [Weight((10, 100))], None)["needed_bytes"] == 10 * 12000 + 4000
 
 
 def test_a_folder_that_a_run_would_refuse_is_a_problem_and_for_another_machine_a_note(tmp_path: Path) -> None:
@@ -196,22 +196,22 @@ def test_the_state_of_the_rendezvous(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"launch\.rdzv_endpoint"):
         machine.rendezvous(plan)
     plan, _ = draft(recipe, "launch.nnodes=2")
-    facts = machine.machine_facts(plan)
-    assert "; rendezvous on the first node (from the launcher, or launch.rdzv_endpoint)" in machine.machine_line(facts)
-    problems = map(str, machine.machine_problems(plan, facts))
+    found = machine.describe_machine(plan)
+    assert "; rendezvous on the first node (from the launcher, or launch.rdzv_endpoint)" in machine.machine_line(found)
+    problems = map(str, machine.machine_problems(plan, found))
     assert any("launch.nnodes: several nodes need a rendezvous" in problem for problem in problems)
 
 
 def test_the_histogram_holds_every_row_once() -> None:
     rng = np.random.default_rng(0)
     for lengths in (rng.integers(0, 5000, 999), np.array([1]), np.array([0]), np.array([300000]), np.array([64, 64])):
-        facts = length_facts(lengths, 300)
-        counted = [((lengths >= bin["from"]) & (lengths <= bin["to"])).sum() for bin in facts["bins"]]
-        assert [bin["rows"] for bin in facts["bins"]] == counted and sum(counted) == len(lengths)
-        longer = sum(bin["rows"] for bin in facts["bins"] if bin["from"] > 300)
-        assert longer == facts["over_seq_len"] == (lengths > 300).sum()
-        assert any("cut" in line for line in histogram_lines(facts["bins"], 300, "cut", 80)) == bool(longer)
-        assert all(len(line) <= 40 for line in histogram_lines(facts["bins"], 300, "cut", 40))
+        found = describe_lengths(lengths, 300)
+        counted = [((lengths >= bin["from"]) & (lengths <= bin["to"])).sum() for bin in found["bins"]]
+        assert [bin["rows"] for bin in found["bins"]] == counted and sum(counted) == len(lengths)
+        longer = sum(bin["rows"] for bin in found["bins"] if bin["from"] > 300)
+        assert longer == found["over_seq_len"] == (lengths > 300).sum()
+        assert any("cut" in line for line in histogram_lines(found["bins"], 300, "cut", 80)) == bool(longer)
+        assert all(len(line) <= 40 for line in histogram_lines(found["bins"], 300, "cut", 40))
 
 
 def test_the_data_level_counts_what_the_run_will_read(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_rows_that_are_not_used_are_in_the_verdict_and_the_notes_with_their_shar
     for text in (dropped, cut, "data.eval: 3 of 8 rows (38%) cut at 64 tokens"):
         assert text in found.verdict and any(note.startswith(text) for note in found.notes)
     assert "60 rows, " in output and "31 of 60 rows (52%) dropped: no trained token\n" in output
-    facts = found.levels["data"]
-    assert (facts["rows"], facts["dropped"], facts["cut"]) == (60, 31, 33)
+    data = found.levels["data"]
+    assert (data["rows"], data["dropped"], data["cut"]) == (60, 31, 33)
 
 
 def test_the_data_level_says_how_mixed_a_sequence_is(tmp_path: Path) -> None:
@@ -271,21 +271,21 @@ def test_units_hold_every_parameter_once(tied: bool, strategy: str, ranks: int, 
     )  # fmt: skip
     model = skeleton(load_config(plan, None), plan.recipe.model)
     units = units_of(model, "auto")
-    facts = model_facts(plan, model, units)
+    found = describe_model(plan, model, units)
     real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert facts["parameters"] == real.num_parameters()
-    assert sum(unit["parameters"] * unit["count"] for unit in facts["units"]) == real.num_parameters()
-    assert sum(unit["gathered_bytes"] * unit["count"] for unit in facts["units"]) == 2 * real.num_parameters()
+    assert found["parameters"] == real.num_parameters()
+    assert sum(unit["parameters"] * unit["count"] for unit in found["units"]) == real.num_parameters()
+    assert sum(unit["gathered_bytes"] * unit["count"] for unit in found["units"]) == 2 * real.num_parameters()
     sharded = ranks if strategy == "FULL_SHARD" else 1
     rank_0 = sum(param.chunk(sharded)[0].nbytes for param in real.parameters())
-    assert facts["shard_bytes"] == sum(unit["shard_bytes"] * unit["count"] for unit in facts["units"]) == rank_0
-    names = [unit["unit"] for unit in facts["units"]]
+    assert found["shard_bytes"] == sum(unit["shard_bytes"] * unit["count"] for unit in found["units"]) == rank_0
+    names = [unit["unit"] for unit in found["units"]]
     assert names == (["model.layers.0-2", "root"] if tied else ["embedding", "model.layers.0-2", "head", "root"])
-    kept = [unit["unit"] for unit in facts["units"] if unit["stays_gathered"]]
+    kept = [unit["unit"] for unit in found["units"] if unit["stays_gathered"]]
     assert kept == ([name for name in names if name in ("head", "root")] if strategy == "FULL_SHARD" else names)
     tie = {"tied": True, "weights": ["lm_head.weight = model.embed_tokens.weight"], "unit": "root"}
-    assert facts["tied"] == (tie if tied else {"tied": False, "weights": [], "unit": None})
-    assert (facts["blocks"], facts["recomputed_blocks"]) == (3, 2)
+    assert found["tied"] == (tie if tied else {"tied": False, "weights": [], "unit": None})
+    assert (found["blocks"], found["recomputed_blocks"]) == (3, 2)
 
 
 def test_units_of_different_sizes_are_not_grouped(tmp_path: Path) -> None:
@@ -295,9 +295,9 @@ def test_units_of_different_sizes_are_not_grouped(tmp_path: Path) -> None:
         name: sum(p.numel() for p in params) for name, _, params in parameters_by_unit(model, units_of(model, "auto"))
     }
     assert counts["model.layers.0"] == sum(p.numel() for p in model.model.layers[0].parameters())
-    facts = model_facts(plan, model, units_of(model, ["LlamaMLP"]))
-    assert [unit["unit"] for unit in facts["units"]] == ["model.layers.0-2.mlp", "root"]
-    assert {*facts["dtypes"].values()} == {"float32", None}
+    found = describe_model(plan, model, units_of(model, ["LlamaMLP"]))
+    assert [unit["unit"] for unit in found["units"]] == ["model.layers.0-2.mlp", "root"]
+    assert {*found["dtypes"].values()} == {"float32", None}
     with pytest.raises(RecipeError, match="LlamaMLP is inside LlamaDecoderLayer"):
         units_of(model, ["LlamaDecoderLayer", "LlamaMLP"])
 
