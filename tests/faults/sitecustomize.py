@@ -162,11 +162,14 @@ def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
 
 
 def inject(module: ModuleType, faults: list[Fault]) -> None:
-    """Put the faults into a module that has just been imported."""
+    """Put the faults into a module, and into those that have imported the function by its name."""
     for fault in faults:
         *owners, name = fault.where.partition(":")[2].split(".")
         owner = functools.reduce(getattr, owners, module)
-        setattr(owner, name, wrapped(getattr(owner, name), fault))
+        function = getattr(owner, name)
+        for place in (owner, *sys.modules.values()):
+            if getattr(place, "__dict__", {}).get(name) is function or place is owner:
+                setattr(place, name, wrapped(function, fault))
 
 
 class Watcher(MetaPathFinder):
