@@ -1,7 +1,7 @@
 """Cut rows into pieces and pack the pieces into blocks.
 
 Rows are packed in random order: rows of one length, or of one place in the file, in one block would make the gradient
-of a step a worse estimate, and learning slower (`benchmarks/packing.py`).
+of a step a worse estimate, and learning slower (docs/measurements.md).
 """
 
 from __future__ import annotations
