@@ -315,11 +315,21 @@ def test_the_strategies_memory_is_in_the_known_order(tmp_path: Path, forecaster:
     "command", [*shipped.SHALLOW, *(pytest.param(each, marks=pytest.mark.soak) for each in shipped.COMMANDS)]
 )
 def test_the_forecast_of_a_shipped_recipe_is_the_stored_one(command: str, forecaster: Forecaster) -> None:
-    """`python tests/shipped.py` renews the file. Versions of torch agree within 1%."""
-    expected = flat(shipped.stored()[command])
-    assert flat(shipped.forecast(command, forecaster)) == {
+    """`python tests/shipped.py` renews the file. Versions of torch agree within 1%.
+
+    Before 2.15 a unit whose gradient no other rank has a part of divided it by 1.0 into a new tensor.
+    """
+    expected, found = flat(shipped.stored()[command]), flat(shipped.forecast(command, forecaster))
+    if "no-shard" in command and torch.__version__ >= (2, 15):
+        assert 0.98 * expected["peak_bytes"] < found["peak_bytes"] <= expected["peak_bytes"]
+        expected, found = ({k: v for k, v in facts.items() if not k.startswith(MEMORY)} for facts in (expected, found))
+        assert {"step_s", "flops"} <= expected.keys()
+    assert found == {
         key: value if isinstance(value, str) else pytest.approx(value, rel=0.01) for key, value in expected.items()
     }
+
+
+MEMORY = ("peak_bytes", "reserved_bytes", "breakdown", "moment")
 
 
 def flat(fields: dict[str, Any]) -> dict[str, Any]:
