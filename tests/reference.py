@@ -171,7 +171,7 @@ def peft_curve(
     folder: str,
     config: Any | None,
     start: dict[str, torch.Tensor],
-    batches: Sequence[dict[str, torch.Tensor]],
+    batches: Sequence[Documents],
     rates: Sequence[float],
     compute: torch.dtype,
     whole: Sequence[str] = (),
@@ -206,11 +206,9 @@ def peft_curve(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
 
-    def backward(batch: dict[str, torch.Tensor]) -> float:
-        cast = {f"{prefix}{n}": param.to(compute) for n, param in params.items() if param.is_floating_point()}
-        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-        logits = torch.func.functional_call(model, cast, kwargs=inputs, tie_weights=True).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+    def backward(batch: Documents) -> float:
+        whole = {f"{prefix}{name}": param for name, param in params.items() if param.is_floating_point()}
+        loss = _mean_loss(model, whole, batch, compute)
         loss.backward()
         return loss.item()
 

@@ -13,7 +13,7 @@ import json
 import math
 import reprlib
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,15 +33,17 @@ MAX_ROWS = 2**62  # of a tensor: sums of two such numbers are an int64
 PieceTable = np.ndarray[Any, np.dtype[np.int64]]  # [pieces, 4]: number of the tensor, of the file, first row, rows
 
 
-def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice(None)) -> PieceTable:
+def find_pieces(
+    folder: Location, files: Sequence[str], shards: dict[str, Shard], share: slice = slice(None)
+) -> PieceTable:
     """Return which rows of which tensors are in a share of a checkpoint's files; only their headers are read.
 
-    Tensors have the numbers of their sorted names in `shards`, which are the same on all ranks, and files those of
-    their sorted names. Raises CheckpointError when another model wrote the checkpoint.
+    Tensors have the numbers of their sorted names in `shards`, and files those of their places in `files`: both are the
+    same on all ranks. Raises CheckpointError when another model wrote the checkpoint.
     """
     numbers = {name: number for number, name in enumerate(sorted(shards))}
     found = []
-    for file_number, file in [*enumerate(sorted(read_manifest(folder).files))][share]:
+    for file_number, file in [*enumerate(files)][share]:
         with CheckpointReader(folder, [file]) as reader:
             if unknown := sorted(reader.shapes.keys() - shards.keys()):
                 raise CheckpointError(f"{folder}: it holds {unknown[0]!r}, which the model does not have")
@@ -51,26 +53,24 @@ def find_pieces(folder: Location, shards: dict[str, Shard], share: slice = slice
     return np.array(found, np.int64).reshape(-1, 4)
 
 
-def load_checkpoint(folder: Location, shards: dict[str, Shard], pieces: PieceTable | None = None) -> None:
+def load_checkpoint(folder: Location, files: Sequence[str], shards: dict[str, Shard], pieces: PieceTable) -> None:
     """Fill the shards of a run from a verified checkpoint; raises CheckpointError when another model wrote it.
 
-    `pieces` are those of all files, as the ranks have found them; without them all headers are read. Of the files only
-    those are opened that hold rows of these shards.
+    `pieces` are those of all files, as the ranks have found them. Of the files only those are opened that hold rows of
+    these shards.
     """
-    pieces = find_pieces(folder, shards) if pieces is None else pieces
     pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]  # by tensor, then by row
     bounds = np.searchsorted(pieces[:, 0], range(len(shards) + 1))
     needed: set[int] = set()
     for number, name in enumerate(sorted(shards)):
-        _, files, starts, counts = pieces[bounds[number] : bounds[number + 1]].T
+        _, holders, starts, counts = pieces[bounds[number] : bounds[number + 1]].T
         shard, ends = shards[name], starts + counts
-        if not len(files):
+        if not len(holders):
             raise missing(folder, name)
         _reject_gaps(folder, name, shard.shape, starts.tolist(), ends.tolist())
         overlap = (starts < shard.first + len(shard.local)) & (ends > shard.first)
-        needed.update(files[overlap].tolist())
-    names = sorted(read_manifest(folder).files)
-    with CheckpointReader(folder, [names[number] for number in sorted(needed)]) as reader:
+        needed.update(holders[overlap].tolist())
+    with CheckpointReader(folder, [files[number] for number in sorted(needed)]) as reader:
         for name, shard in shards.items():
             if len(shard.local):
                 reader.fill(name, shard)

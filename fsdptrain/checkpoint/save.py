@@ -254,20 +254,22 @@ class Checkpointer:
             folder = self.storage.checkpoint(step)
             problems = self._verify(folder)
             if not problems:
-                self._load(folder, self._shards(model, optimizer))
-                self.skipped = self._from_rank_zero(f"read {folder}", partial(_skipped, folder))
+                # One rank reads it for all: with the names of thousands of files, it has hundreds of kilobytes.
+                manifest = self._from_rank_zero(f"read {folder}", partial(read_manifest, folder))
+                self._load(folder, sorted(manifest.files), self._shards(model, optimizer))
+                self.skipped = manifest.skipped
                 return int(step)
             self._on_rank_zero(f"set {folder} aside", self._if_writer(partial(self._set_aside, step, problems)))
         if steps:
             raise CheckpointError(f"no valid checkpoint in {self.storage}: all are damaged")
         return 0
 
-    def _load(self, folder: Location, shards: dict[str, Shard]) -> None:
+    def _load(self, folder: Location, files: list[str], shards: dict[str, Shard]) -> None:
         """Fill the shards; every rank reads the headers of its share of the files, and opens those with its rows."""
         action, share = f"load {folder}", slice(self.world.rank, None, self.world.size)
-        found = self._on_every_rank(action, partial(find_pieces, folder, shards, share))
+        found = self._on_every_rank(action, partial(find_pieces, folder, files, shards, share))
         pieces = np.concatenate(self.world.gather_objects(found))
-        self._on_every_rank(action, partial(load_checkpoint, folder, shards, pieces))
+        self._on_every_rank(action, partial(load_checkpoint, folder, files, shards, pieces))
 
     def _set_aside(self, step: int, problems: list[str]) -> None:
         self.write_event("set_aside", path=self.storage.set_aside(step), problems=problems)
@@ -402,7 +404,3 @@ def remove_old_checkpoints(rundir: RunDir, newest: int, keep: int) -> None:
         )
     for step in complete_steps(rundir, unless=(OtherVersion, StorageError))[:-keep]:
         rundir.storage.remove(step)
-
-
-def _skipped(folder: Location) -> int:
-    return read_manifest(folder).skipped

@@ -36,7 +36,7 @@ from fsdptrain.attempts.manifest import (
     with_checksum,
 )
 from fsdptrain.checkpoint.export import export_checkpoint
-from fsdptrain.checkpoint.load import CheckpointReader, load_checkpoint
+from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
 from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
 from fsdptrain.checkpoint.verify import survey
@@ -341,7 +341,12 @@ def test_a_file_with_the_right_checksum_is_still_checked(change: Any, run: RunDi
     wanted = shards(run)
     forge(newest(run), change)
     with pytest.raises(CheckpointError):
-        load_checkpoint(newest(run), wanted)
+        load_alone(newest(run), wanted)
+
+
+def load_alone(folder: Path, shards: dict[str, Shard]) -> None:
+    files = sorted(read_manifest(folder).files)
+    load_checkpoint(folder, files, shards, find_pieces(folder, files, shards))
 
 
 class Payload:
@@ -362,9 +367,9 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(name: str, run: RunDir, tmp_pa
     if name in read_manifest(folder).files:  # in a shard's place, and with its checksum
         reseal(folder, lambda fields: fields["files"].update({name: file_entry(folder / name)}))
         with pytest.raises(CheckpointError, match="is not a checkpoint file"):
-            load_checkpoint(folder, wanted)
+            load_alone(folder, wanted)
     else:
-        load_checkpoint(folder, wanted)
+        load_alone(folder, wanted)
     survey(run)
     assert not canary.exists()
     pickle.loads(pickled)
@@ -375,7 +380,7 @@ def test_weights_of_another_dtype_are_not_cast_silently(run: RunDir) -> None:
     wanted = shards(run)
     wanted[NORM] = Shard(wanted[NORM].local.to(torch.bfloat16), 0, wanted[NORM].shape)
     with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.float32, the model needs torch\.bfloat16"):
-        load_checkpoint(newest(run), wanted)
+        load_alone(newest(run), wanted)
 
 
 def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
@@ -386,7 +391,7 @@ def test_a_scalar_and_a_matrix_are_read_as_written(tmp_path: Path) -> None:
     assert written
     (folder / MANIFEST_NAME).write_bytes(Manifest(FORMAT_VERSION, 1, 1, "", {}, dict([written])).sealed())
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    load_checkpoint(folder, {name: shard_of(tensor) for name, tensor in made.items()})
+    load_alone(folder, {name: shard_of(tensor) for name, tensor in made.items()})
     assert all(torch.equal(made[name], tensors[name]) for name in tensors)
 
 

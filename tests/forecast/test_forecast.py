@@ -322,7 +322,9 @@ def test_the_forecast_of_a_shipped_recipe_is_the_stored_one(command: str, foreca
     expected, found = flat(shipped.stored()[command]), flat(shipped.forecast(command, forecaster))
     if "no-shard" in command and torch.__version__ >= (2, 15):
         assert 0.98 * expected["peak_bytes"] < found["peak_bytes"] <= expected["peak_bytes"]
-        expected, found = ({k: v for k, v in facts.items() if not k.startswith(MEMORY)} for facts in (expected, found))
+        expected, found = (
+            {k: v for k, v in fields.items() if not k.startswith(MEMORY)} for fields in (expected, found)
+        )
         assert {"step_s", "flops"} <= expected.keys()
     assert found == {
         key: value if isinstance(value, str) else pytest.approx(value, rel=0.01) for key, value in expected.items()
@@ -365,7 +367,7 @@ def test_the_bytes_of_a_step_are_those_of_the_closed_formulas(
     }
     size = 8 * shard_nodes
     ring = (size - 1) / size
-    gathered = 2 * (count["all"] + count["blocks"]) * ring  # bfloat16
+    gathered = 2 * (count["all"] + count["layers"]) * ring  # bfloat16
     reduced = 4 * count["all"] * ring  # float32
     summed = 2 * 4 * count["all"] / size * (1 - 1 / plan.replicas)  # an all-reduce of the shard over the copies
     sent, network = (

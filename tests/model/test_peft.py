@@ -17,7 +17,7 @@ import pytest
 import torch
 from architectures import small_config
 from peft import LoraConfig, PeftModel, get_peft_model
-from reference import largest_difference, peft_curve, worst_gradient
+from reference import batches_of, cosine_rates, largest_difference, peft_curve, stream_of, worst_gradient
 from safetensors.torch import load_file, save_file
 from support import TINY, on_ranks, strategies, write_recipe
 from torch import nn
@@ -31,12 +31,9 @@ from fsdptrain.checkpoint.exported import checked
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.adapter import base_note, with_adapter_of_folder
 from fsdptrain.config.reader import load
-from fsdptrain.config.schedule import learning_rate
 from fsdptrain.config.schema import Adapter, Model, Recipe
 from fsdptrain.config.values import value_text
-from fsdptrain.data.corpus import prepare
 from fsdptrain.data.hub import file_checksums, files_digest, safetensors_files, stamps_of
-from fsdptrain.data.tokenizer import load_tokenizer
 from fsdptrain.errors import RecipeError, Stopped
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.launch.heading import heading
@@ -135,11 +132,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(recipe: Path, case: Case, start: dict[str, torch.Tensor], steps: int = STEPS) -> Any:
     """Return the curve of a plain peft loop that begins with these weights, and its gradients (see `peft_curve`)."""
-    plan = make_plan(load(recipe, case.overrides(recipe)), Topology("cpu", 1, 2))
-    stream, _, _ = prepare(plan, load_tokenizer(plan, lambda *_: None), lambda *_: None)
-    batches = [stream.batch(plan.step_positions(step)) for step in range(steps)]
-    rates = [learning_rate(step, STEPS, plan.recipe.optim, plan.recipe.schedule) for step in range(steps)]
-    adapter, dtype = plan.recipe.adapter, plan.recipe.fsdp.mixed_precision.param_dtype
+    settings = load(recipe, case.overrides(recipe)).recipe
+    batches = batches_of(stream_of(recipe)[0], BATCH, steps)
+    rates = cosine_rates(settings.optim.lr, STEPS)[:steps]
+    adapter, dtype = settings.adapter, settings.fsdp.mixed_precision.param_dtype
     every = adapter.target == "all-linear"
     config = LoraConfig(
         r=adapter.r, lora_alpha=int(adapter.alpha), use_dora=adapter.use_dora, use_rslora=adapter.use_rslora,
@@ -148,7 +144,7 @@ def reference(recipe: Path, case: Case, start: dict[str, torch.Tensor], steps: i
     )  # fmt: skip
     torch.set_num_threads(1)
     return peft_curve(
-        str(plan.recipe.model.id), config if adapter.kind else None, start, batches, rates, getattr(torch, dtype),
+        str(settings.model.id), config if adapter.kind else None, start, batches, rates, getattr(torch, dtype),
         case.whole, quantised=adapter.kind == "qlora",
     )  # fmt: skip
 

@@ -201,7 +201,7 @@ def test_an_export_that_the_disk_has_damaged_replaces_none(tmp_path: Path, monke
     before = (out / "model.safetensors").read_bytes()
     tensors = iter([{name: torch.zeros(tuple(t.shape))} for name, t in saved_state(bare).items()])
     with (
-        when_synced(lambda path: path.write_bytes(path.read_bytes()[:-1]) and None),
+        when_synced(lambda path: os.truncate(path, path.stat().st_size - 1) if path.suffix == ".safetensors" else None),
         pytest.raises(CheckpointError, match=r"cannot write .*out: "),
     ):
         write_folder(bare, [[]], tensors, tmp_path / "assets", out, "float32", lambda *_: None)

@@ -10,6 +10,8 @@ two lines above the diff, and `git checkout fsdptrain`.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,12 +23,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 MUTANTS = Path(__file__).parent
 ROOT = MUTANTS.parent.parent
 WANTED = 0.95  # of all mistakes
-PYTEST = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-o", "addopts="]
-SUITE = ["-m", "not soak and not cluster"]
+OPTIONS = ["-x", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not soak and not cluster"]
+LIBRARIES = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers", "datasets")
 LIMIT_S = 900.0  # a mistake that lets a test hang is noticed, too
 
 
@@ -73,19 +78,43 @@ def copy_of_tree(folder: Path) -> Path:
     return tree
 
 
+def import_libraries(scratch: Path) -> None:
+    """Import what takes longest, for the processes that are forked from this one; but nothing that a mistake changes.
+
+    The variables are those of `conftest.py`, which comes too late for the libraries.
+    """
+    os.environ |= {"HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def run_tests(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
+    """Run tests in a tree, as a forked process, until one fails; end it with the code of pytest."""
+    os.setsid()
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path.insert(0, str(tree))
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    code = pytest.main([*OPTIONS, f"--basetemp={tree.parent / 'tmp'}", *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def first_failure(tree: Path, tests: Sequence[str], limit_s: float | None = None) -> str | None:
     """Run tests in a tree until one fails. Return which, or None. Raise ValueError if they cannot be run."""
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    words, output = [*PYTEST, *SUITE, f"--basetemp={tree.parent / 'tmp'}", *tests], tree.parent / "output"
-    options = {"cwd": tree, "env": env, "stderr": subprocess.STDOUT, "start_new_session": True}
-    with output.open("w") as stream, subprocess.Popen(words, stdout=stream, **options) as pytest:
-        try:
-            code = pytest.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return f"(no end within {limit_s:.0f} s)"
-        finally:  # also after Ctrl-C
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pytest.pid, signal.SIGKILL)
+    output = tree.parent / "output"
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(tree, tests, output))
+    process.start()
+    try:
+        process.join(limit_s)
+        code = process.exitcode
+    finally:  # also after Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if code is None:
+        return f"(no end within {limit_s:.0f} s)"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text := output.read_text(), re.MULTILINE)
     if code and not failed:
         raise ValueError(f"pytest ended with {code}:\n{text[-3000:]}")
@@ -97,6 +126,7 @@ def main() -> int:
     chosen, noticed = mutants(sys.argv[1:]), 0
     with tempfile.TemporaryDirectory(prefix="fsdptrain-mutants-") as scratch:
         tree = copy_of_tree(Path(scratch))
+        import_libraries(Path(scratch))
         for mutant in chosen:
             apply(mutant, tree, "--check")
         print(f"{len(chosen)} mistakes; first, the tests that should notice them run without any", flush=True)
