@@ -238,6 +238,13 @@ def test_the_identity_has_what_a_resume_must_not_change(tmp_path: Path) -> None:
     assert all(plan_of(recipe, change).identity() != before for change in other)
 
 
+def test_frozen_weights_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    trained = [Weight((30, 40)), Weight((7,), decays=False, matrix=False)]
+    frozen = [Weight((500, 600), trained=False), Weight((9, 9), trained=False, quantised=True)]
+    found = plan_of(write_recipe(tmp_path)).state_bytes([*frozen, *trained])
+    assert found == 3 * 4 * (30 * 40 + 7)  # weights and AdamW's two moments, in float32
+
+
 def test_seeds_of_different_parts_differ() -> None:
     seeds = {seed_of(a, b, c) for a in range(10) for b in range(10) for c in ("x", "y")}
     assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
