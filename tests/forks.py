@@ -3,9 +3,9 @@
 Importing torch and transformers takes an interpreter five seconds, and a run has three of them: a suite of hundreds of
 commands would do little else. `Command` is a `subprocess.Popen` whose process a server forks in milliseconds, and the
 children that fsdptrain starts with `processes.child_command` are forks of their parents (`Forked`). Code, environment,
-signals, terminals, parents and exit codes are those of a process of its own. Different are the moment of the imports,
-and what Python reads only at its start: options as `-X`, the encodings of the streams. Tests of those use
-`subprocess.Popen`.
+signals, parents and exit codes are those of a process of its own. Different are the moment of the imports, and what
+Python reads only at its start: options as `-X`, the encodings of the streams. Tests of those, and of terminals, where a
+start is seen, use `subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -57,8 +56,7 @@ class Command(subprocess.Popen[Any]):
         }  # fmt: skip
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(self._address)
-        theirs = [pipe if pipe != -1 else standard for standard, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        socket.send_fds(self._server, [b"\n"], theirs)
+        socket.send_fds(self._server, [b"\n"], childs_ends(pipes))
         self._server.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._server.makefile("r")
         if not (number := self._answers.readline()):
@@ -129,8 +127,12 @@ class Forked(subprocess.Popen[bytes]):
             become(words[1:], env or os.environ, new_session)
             self.started(words[4])
 
-        theirs = [pipe if pipe != -1 else standard for standard, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        run_as_new(prepare, theirs, set(pass_fds))
+        run_as_new(prepare, childs_ends(pipes), set(pass_fds))
+
+
+def childs_ends(pipes: list[int]) -> list[int]:
+    """Return the standard streams of a child, of `Popen`'s six ends of pipes: -1 is the stream of this process."""
+    return [pipe if pipe != -1 else standard for standard, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
 
 
 def run_as_new(prepare: Callable[[], object], streams: Iterable[int], kept: Iterable[int] = ()) -> NoReturn:
@@ -155,9 +157,8 @@ def run_as_new(prepare: Callable[[], object], streams: Iterable[int], kept: Iter
             if int(link.name) not in {0, 1, 2, *kept}:
                 with contextlib.suppress(OSError):
                     os.close(int(link.name))
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            descriptor = ("stdin", "stdout", "stderr").index(name)
-            buffering = 1 if name == "stderr" or os.isatty(descriptor) else -1
+        for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+            mode, buffering = "w" if descriptor else "r", 1 if name == "stderr" else -1
             setattr(sys, name, os.fdopen(descriptor, mode, buffering, errors=getattr(sys, name).errors, closefd=False))
         prepare()
         run(sys.orig_argv[1:])
@@ -185,9 +186,6 @@ def become(words: list[str], env: Any, new_session: bool) -> None:
     """Give this process the words, the environment and the session of an interpreter that was started with them."""
     if new_session:
         os.setsid()
-        if os.isatty(0):
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a new shell: tests may run under `nohup`
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in env.items()})
@@ -235,12 +233,12 @@ def import_everything() -> None:
 
 def serve(
     listener: socket.socket,
-    before: Callable[[dict[str, Any]], object] = lambda request: None,
+    before: Callable[[], object] = lambda: None,
     started: Callable[[], object] = lambda: None,
 ) -> NoReturn:
     """Fork a process for each connection; answer with its process id, and with its exit code when it ends.
 
-    `before` is called for each request in this process, `started` in the fork.
+    `before` is called before each fork in this process, `started` in the fork.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -261,7 +259,7 @@ def serve(
             _, streams, _, _ = socket.recv_fds(connection, 1, 3)
             with connection.makefile("r") as lines:
                 request = json.loads(lines.readline())
-            before(request)
+            before()
             if (child := os.fork()) == 0:
                 run_as_new(functools.partial(prepare, request, server, started), streams)
             for stream in streams:

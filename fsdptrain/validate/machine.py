@@ -21,7 +21,7 @@ from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
-from fsdptrain.text import size
+from fsdptrain.text import counted, size
 from fsdptrain.validate.findings import Findings
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
@@ -35,7 +35,7 @@ def check_machine(plan: Plan, findings: Findings) -> None:
         findings.add_problem(error, this_machine_only=True)
     workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
-        findings.add_note(f"{workers} workers share {cores} core{'s' * (cores > 1)}")
+        findings.add_note(f"{workers} workers share {counted(cores, 'core')}")
 
 
 def describe_machine(plan: Plan) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Server:
             (folder / name).mkdir(parents=True)
         self._env = environment(
             PYTHONPATH=python_path(ROOT, TESTS), FSDPTRAIN_CACHE=str(self.cache(0)), HF_HOME=str(folder / "hf"),
-            TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="", HISTORY_ROOT=str(self.root),
+            TMPDIR=str(folder / "tmp"), CUDA_VISIBLE_DEVICES="",
         )  # fmt: skip
         with (folder / "server.log").open("wb") as log:
             self._address, self._process = start_server("histories.server", folder, self._env, stdout=log, stderr=log)

@@ -96,9 +96,9 @@ def set_subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def read_plans(request: dict[str, Any]) -> None:
+def read_plans(history: Path) -> None:
     """Read the plans of all runs of a history: what is read here, no child reads again."""
-    for plan in Path(request["env"]["HISTORY_ROOT"]).glob("runs/*/plan.json"):
+    for plan in history.glob("runs/*/plan.json"):
         with contextlib.suppress(Exception):
             Plan.from_json(plan.read_text())
 
@@ -118,7 +118,7 @@ def main() -> None:
     forks.Forked.started = staticmethod(faults.start)
     gc.collect()
     gc.freeze()  # the collector of a child would touch, and so copy, every page
-    forks.serve(listener, read_plans, lambda: faults.start("command"))
+    forks.serve(listener, lambda: read_plans(folder / "history"), lambda: faults.start("command"))
 
 
 if __name__ == "__main__":
