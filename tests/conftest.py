@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from hypothesis import settings
 
@@ -29,6 +30,12 @@ os.environ["HF_HOME"] = os.path.join(_cache.name, "hf")  # noqa: PTH118
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server that forks commands (`forks`) before the workers of pytest-xdist, which share it."""
+    if config.getoption("numprocesses", None):
+        os.environ[forks.SERVER] = forks.server_of_this_session()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,8 +4,8 @@ Importing torch and transformers takes an interpreter five seconds, and a run ha
 commands would do little else. `Command` is a `subprocess.Popen` whose process a server forks in milliseconds, and the
 children that fsdptrain starts with `processes.child_command` are forks of their parents (`Forked`). Code, environment,
 signals, parents and exit codes are those of a process of its own. Different are the moment of the imports, and what
-Python reads only at its start: options as `-X`, the encodings of the streams. Tests of those, and of terminals, where a
-start is seen, use `subprocess.Popen`.
+Python reads only at its start: options as `-X`, the encodings of the streams. Tests of those, and of what a person sees
+of a start, use `subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,7 @@ import fsdptrain
 from fsdptrain import processes
 
 LONGEST_COMMAND_LINE = 2**14  # bytes that /proc can show of a forked process
+SERVER = "FSDPTRAIN_TESTS_SERVER"  # names the address of the server that the workers of pytest-xdist share
 ALSO = ("ranks", "transformers.models.llama.modeling_llama", "transformers.generation.utils")  # are imported
 
 
@@ -44,14 +46,15 @@ class Command(subprocess.Popen[Any]):
 
     def __init__(self, args: Any, *, server: str | None = None, **options: Any) -> None:
         """`server` is the address of its socket."""
-        self._address = server or server_of_this_process()
+        self._address = server or server_of_this_session()
         super().__init__(args, **options)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         (_, preexec_fn, _, pass_fds, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _) = rest
-        assert args[0] == sys.executable and not pass_fds and not preexec_fn, args
+        assert args[0] == sys.executable and not pass_fds and preexec_fn in (None, take_terminal), args
         request = {
             "words": list(map(os.fspath, args[1:])), "cwd": os.fspath(cwd or Path.cwd()), "new_session": new_session,
+            "takes_terminal": preexec_fn is take_terminal,
             "env": dict(os.environ if env is None else env),
         }  # fmt: skip
         self._server = socket.socket(socket.AF_UNIX)
@@ -83,8 +86,10 @@ class Command(subprocess.Popen[Any]):
 
 
 @functools.cache
-def server_of_this_process() -> str:
-    """Start the server of this process, and return the address of its socket."""
+def server_of_this_session() -> str:
+    """Return the address of the server's socket: of that in SERVER, or of one that is started now."""
+    if SERVER in os.environ:
+        return os.environ[SERVER]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return start_server("forks", "", {**os.environ, "PYTHONPATH": path})[0]
 
@@ -201,6 +206,12 @@ def become(words: list[str], env: Any, new_session: bool) -> None:
             break
 
 
+def take_terminal() -> None:
+    """Make the terminal that of this process, with the signals of a new shell: tests may run under `nohup`."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def show_command_line(words: list[str]) -> None:
     """Write a command line to where /proc shows that of this process, and the server has left room for it."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
@@ -281,6 +292,8 @@ def prepare(request: dict[str, Any], server: int, started: Callable[[], object])
     processes.die_with_parent(server)
     os.chdir(request["cwd"])
     become(request["words"], request["env"], request["new_session"])
+    if request["takes_terminal"]:
+        take_terminal()
     started()
 
 

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -16,37 +15,36 @@ import time
 from typing import Any
 
 import pyte
-from support import environment
+from forks import take_terminal
+from support import environment, how_to_start
 
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
-
-
-def _own_terminal() -> None:
-    """Make the terminal that of this process, with the signals of a new shell: tests may run under `nohup`."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
     """Run `fsdptrain WORDS` on a terminal of `columns` × `rows`; use it as a context manager.
 
     `stdout` and `stderr` may be redirected, as by `> file` and `2> file`; the other streams stay on the terminal. It is
-    the controlling terminal, so that `press_ctrl_c` reaches every process in the foreground.
+    the controlling terminal, so that `press_ctrl_c` reaches every process in the foreground. The command is a fork
+    (see `forks`), unless it is `executed`: then its start is seen as well.
     """
 
     def __init__(
-        self, *words: object, columns: int = 80, rows: int = 24, stdout: Any = None, stderr: Any = None, **extra: str
-    ) -> None:
+        self, *words: object, columns: int = 80, rows: int = 24, stdout: Any = None, stderr: Any = None,
+        executed: bool = False, **extra: str,
+    ) -> None:  # fmt: skip
         self._screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         env = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = subprocess.Popen(
+        env |= {"TERM": "xterm-256color", **extra}
+        start = subprocess.Popen if executed else how_to_start(extra)
+        self.process = start(
             [sys.executable, "-m", "fsdptrain", *map(str, words)],
-            stdin=slave, stdout=stdout or slave, stderr=stderr or slave, env=env | {"TERM": "xterm-256color"} | extra,
-            start_new_session=True, preexec_fn=_own_terminal,
+            stdin=slave, stdout=stdout or slave, stderr=stderr or slave, env=env, start_new_session=True,
+            preexec_fn=take_terminal,
         )  # fmt: skip
         os.close(slave)
 

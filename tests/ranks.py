@@ -928,7 +928,7 @@ def accounts(recipe: str, variants: dict[str, list[str]]) -> dict[str, Any]:
         held += [v for state in run.engine.optimizer.state.values() for v in state.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, held)}
         with torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
-            for step in range(1, 4):
+            for step in range(1, 3):
                 with torch.profiler.record_function("one step"):
                     curve(run, step + 1, step)
         results = profiler.profiler.kineto_results

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def python(
     *words: object, input: str | None = None, timeout: float = 180, cwd: Path | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment (see `forks`)."""
-    start = subprocess.Popen if any(name.startswith("HF_") for name in extra) else Command  # they are read by an import
+    start = how_to_start(extra)
     command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
     streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}
     with start(command, **streams, text=True, cwd=cwd, env=environment(**extra)) as process:
@@ -118,6 +118,11 @@ def python(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def how_to_start(variables: Iterable[str]) -> type[subprocess.Popen[Any]]:
+    """Return what starts a process with these variables: a fork has imported what reads those of the Hub."""
+    return subprocess.Popen if any(name.startswith("HF_") for name in variables) else Command
 
 
 def on_ranks(world: int, job: str, out: Path, timeout: float = 300, **arguments: Any) -> list[Any]:

@@ -150,8 +150,10 @@ def own_code(model: Any) -> dict[str, str]:
     """Return the SHA-256 of each file of a model's own code that was imported; {} if transformers implements it."""
     names = {type(each).__module__.rpartition(".")[0] for each in (model, model.config)}
     packages = tuple(f"{name}." for name in names if name.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
+    if not packages:
+        return {}
     files = [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(packages)]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files} if packages else {}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:

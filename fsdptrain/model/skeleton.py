@@ -182,11 +182,16 @@ def _building_errors(kernel: str) -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Creates tensors that are too large for a buffer on the meta device: all experts of a layer may be 30 GB."""
+    """Creates tensors that are too large for a buffer on the meta device: all experts of a layer may be 30 GB.
+
+    Nothing is drawn for tensors that are there: torch would compute the shapes of it in Python.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`; if it creates a large tensor, create it on the meta device."""
         kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
+            return args[0]
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() > LARGEST_BUFFER:
