@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 HISTORIES = 200  # of `make test`
-EVENTS = 4  # of a history, at most, beside its start and its end
+EVENTS, MANY = 3, 6  # of a history, at most, beside its start and its end: in `make test` and in the soak
 BATCH = 50  # histories of one call of Hypothesis in the soak
 
 
@@ -184,17 +184,17 @@ def machine_in_store(server: Server) -> type[RuleBasedStateMachine]:
 MACHINES = {"folder": machine, "store": machine_in_store}
 
 
-def play(server: Server, place: str, histories: int, **options: Any) -> None:
-    """Play so many histories."""
+def play(server: Server, place: str, histories: int, events: int, **options: Any) -> None:
+    """Play so many histories with at most so many events."""
     chosen = settings(
-        max_examples=histories, stateful_step_count=EVENTS, deadline=None, database=None, print_blob=True,
+        max_examples=histories, stateful_step_count=events, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck), **options,
     )  # fmt: skip
     run_state_machine_as_test(MACHINES[place](server), settings=chosen)
 
 
 def test_random_histories(server: Server) -> None:
-    play(server, "folder", HISTORIES, derandomize=True, phases=[Phase.generate, Phase.shrink])
+    play(server, "folder", HISTORIES, EVENTS, derandomize=True, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.mark.soak
@@ -202,7 +202,7 @@ def test_random_histories(server: Server) -> None:
 def test_many_random_histories(server: Server, place: str) -> None:
     end, played = time.monotonic() + float(os.environ.get("HISTORIES_S", 600)), 0
     while time.monotonic() < end and played < int(os.environ.get("HISTORIES", 100_000)):
-        play(server, place, BATCH)
+        play(server, place, BATCH, MANY)
         played += BATCH
     print(f"\n{played} histories")
 
