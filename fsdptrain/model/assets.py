@@ -127,7 +127,10 @@ def _as_list(value: Any) -> list[int]:
 
 
 def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
-    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one."""
+    """Return the generation config of `model.id`, or the architecture's if it has none or an invalid one.
+
+    Raises OSError if there is one that cannot be read.
+    """
     name, plain = plan.recipe.model.id, copy.deepcopy(model.generation_config)
     if name is None:
         return plain
@@ -136,8 +139,10 @@ def _generation_config(plan: Plan, model: Any) -> GenerationConfig:
         plain.eos_token_id = found.eos_token_id
         found.validate(strict=True)  # as `save_pretrained` does
         return found
-    except OSError:  # many models have none of their own
-        pass
     except Exception as error:  # training does not use it, and many published ones are inconsistent
-        print(f"generation_config.json of {name} is invalid, a plain one is written instead: {error_summary(error)}")
+        if isinstance(error, OSError) and error.errno:
+            raise
+        # transformers raises OSError where there is none, as for many models, and where it is no JSON.
+        if not isinstance(error, OSError) or isinstance(error.__context__, ValueError):
+            print(f"generation_config.json of {name} is invalid, so a plain one is written: {error_summary(error)}")
     return plain

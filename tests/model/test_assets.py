@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import TINY, write_recipe
+from support import TINY, as_nobody, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fsdptrain.config.reader import load
@@ -34,12 +35,18 @@ def tokenizer_in(folder: Path, template: str | None = None, **special: str) -> A
     return AutoTokenizer.from_pretrained(folder)
 
 
-def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
-    """Return config and generation config as a run writes them, read back by transformers, and the plan."""
+def prepared(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Plan, Any, Any]:
+    """Return plan, config and skeleton of a run."""
     written = load(write_recipe(tmp, **changes))
     plan = make_plan(written, find_topology(written.recipe, {}))
     config = load_config(plan, vocabulary_size(tokenizer))
-    save_assets(plan, config, skeleton(config, plan.recipe.model), tokenizer, tmp / "assets")
+    return plan, config, skeleton(config, plan.recipe.model)
+
+
+def written(tmp: Path, tokenizer: Any, **changes: Any) -> tuple[Any, Any, Plan]:
+    """Return config and generation config as a run writes them, read back by transformers, and the plan."""
+    plan, config, bare = prepared(tmp, tokenizer, **changes)
+    save_assets(plan, config, bare, tokenizer, tmp / "assets")
     assert special_token_conflicts(tmp / "assets") == []
     return AutoConfig.from_pretrained(tmp / "assets"), GenerationConfig.from_pretrained(tmp / "assets"), plan
 
@@ -113,6 +120,29 @@ def test_another_tokenizer_replaces_the_special_tokens(tmp_path: Path) -> None:
     for found in (config, generation):
         assert [getattr(found, name) for name in IDS] == [getattr(tokenizer, name) for name in IDS]
     assert generation.suppress_tokens is None and generation.min_p == 0.5
+
+
+@pytest.mark.parametrize("content", ["{", "\xff"])
+def test_a_generation_config_that_is_no_json_is_said(
+    tmp_path: Path, content: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_in(folder)
+    model_in(folder)
+    (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
+    written(tmp_path, tokenizer, model={"id": str(folder)})
+    assert f"generation_config.json of {folder} is invalid, so a plain one is written" in capfd.readouterr().out
+
+
+def test_a_generation_config_that_cannot_be_read_is_not_replaced() -> None:
+    with tempfile.TemporaryDirectory(prefix="fsdptrain-") as name:
+        Path(name).chmod(0o777)  # the folders of pytest are for their owner only
+        tokenizer = tokenizer_in(folder := Path(name) / "model")
+        model_in(folder)
+        what = prepared(Path(name), tokenizer, model={"id": str(folder)})
+        (folder / "generation_config.json").chmod(0)
+        with as_nobody(), pytest.raises(PermissionError, match=r"generation_config\.json"):
+            save_assets(*what, tokenizer, Path(name) / "assets")
 
 
 def test_generation_stops_where_the_template_ends_a_turn(tmp_path: Path) -> None:
