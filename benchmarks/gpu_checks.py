@@ -176,11 +176,12 @@ class Setting:
         path.write_text(json.dumps(values, indent=1))  # JSON is YAML
         return path
 
-    def text(self) -> Path:
-        """Return a file of short documents, of which several are packed into a sequence."""
-        path = self.folder / "text.jsonl"
+    def text(self, whole: bool = False) -> Path:
+        """Return a file of short documents, of which several are packed into a sequence, or of one document."""
+        path = self.folder / ("whole.jsonl" if whole else "text.jsonl")
         if not path.exists():
-            paragraphs = (ROOT / "recipes/data/tinyshakespeare.txt").read_text().split("\n\n")
+            text = (ROOT / "recipes/data/tinyshakespeare.txt").read_text()
+            paragraphs = [text] if whole else text.split("\n\n")
             new = path.with_name(f"{path.name}-{self.check}")  # another check may write it at the same time
             new.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
             new.replace(path)
@@ -431,10 +432,10 @@ def sizes(shape: str, setting: Setting) -> tuple[int, dict[str, Any], bool]:
 
 
 def speed_recipe(shape: str, setting: Setting, steps: int) -> Path:
-    """Write the recipe of a shape: one sequence a step, not packed, as the peers train it."""
+    """Write the recipe of a shape: one sequence a step, of one document, as the peers attend over all of it."""
     seq_len, _, recompute = sizes(shape, setting)
     changes = {
-        "data.seq_len": seq_len, "data.packing": "concat", "train.steps": steps, "train.global_batch_size": 1,
+        "data.path": str(setting.text(whole=True)), "data.seq_len": seq_len, "data.packing": "concat", "train.steps": steps, "train.global_batch_size": 1,
         "train.micro_batch_size": 1, "fsdp.activation_checkpointing": "full" if recompute else "none",
     }  # fmt: skip
     return setting.recipe(f"speed-{shape}", SHAPES[shape], changes)

@@ -95,6 +95,10 @@ class Corpus(EncodedRows):
         """Return the fraction of tokens, in all sequences, that are not padding."""
         return float(self.pieces[:, 1].sum()) / (len(self) * self.seq_len)
 
+    def document(self) -> float:
+        """Return the tokens of the document that a position belongs to, on average; none for those of padding."""
+        return float((self.pieces[:, 1].astype(np.float64) ** 2).sum()) / (len(self) * self.seq_len)
+
     def lengths_per_sequence(self) -> float:
         """Return how many different lengths the pieces of a sequence have on average."""
         sequence = np.repeat(np.arange(len(self)), np.diff(self.offsets))

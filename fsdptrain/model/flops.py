@@ -19,12 +19,13 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
-def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
+def model_flops(bare: Any, tokens: int, document: float) -> float:
     """Return the FLOPs of forward and backward for T tokens: 6·N·T + 12·L·A·S·T (Chowdhery et al., arXiv:2204.02311).
 
     N counts the weights that multiply every token: all matrices of the unsharded skeleton `bare` except tables that are
     only looked up, and of a mixture's experts the share that a token uses. L is the number of layers, A heads × head
-    size, 0 without attention, S the sequence length. Of the 6, 2 are those of forward, 2 those of the weight's gradient
+    size, 0 without attention, S = `document` the tokens of the document that a token belongs to, on average: those of
+    other documents are not attended to. As in the paper, all S are counted, also the half that causality hides. Of the 6, 2 are those of forward, 2 those of the weight's gradient
     if it is trained, and 2 those of its input's gradient if something before it is trained. Attention that passes no
     gradient on has 4 instead of 12.
     """
@@ -46,7 +47,7 @@ def model_flops(bare: Any, tokens: int, seq_len: int) -> float:
     widths = [n * (size or config.hidden_size // n) if n else 0 for n, size in zip(heads, sizes, strict=True)]
     forward_only = _decoder_layers_without_gradient(bare, reached)
     pairs = 4.0 * sum(widths[:forward_only]) + 12.0 * sum(widths[forward_only:])
-    return (products + pairs * seq_len) * tokens
+    return (products + pairs * document) * tokens
 
 
 def _with_gradient_of_input(bare: Any) -> set[nn.Parameter]:

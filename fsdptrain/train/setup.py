@@ -145,7 +145,7 @@ class Sizes:
             counts=Counts.of(weights),
             total_steps=plan.total_steps(len(inputs.stream)),
             state_bytes=plan.state_bytes(weights) // plan.shard_size,
-            flops_per_step=model_flops(prepared.trained, positions, recipe.data.seq_len),
+            flops_per_step=model_flops(prepared.trained, positions, inputs.stream.corpus.document()),
         )
 
 
