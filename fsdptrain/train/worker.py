@@ -24,6 +24,7 @@ from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
+from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
@@ -146,4 +147,6 @@ def main() -> NoReturn:
     with log.open("ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+        with contextlib.suppress(OSError):  # the disk may be full
+            stream.write(first_line_of(os.getpid()))
     work(plan)
