@@ -249,12 +249,14 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
 
     run.engine.on_progress = stopping
 
-    def state(stopped: int | None) -> list[Any]:
+    def state(run: Trainer) -> list[Any]:
+        stopped = run.train()
+        assert not run.checkpointer._staging, "an export needs the memory of the copies"
         return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
 
     with run.session.stop:
-        found = [state(run.train())]
-    return found + [state(build(recipe, overrides).train()) for overrides in later]
+        found = [state(run)]
+    return found + [state(build(recipe, overrides)) for overrides in later]
 
 
 def flags(recipe: str) -> list[bool]:
