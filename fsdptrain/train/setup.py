@@ -163,6 +163,8 @@ def prepare_process(session: Session) -> None:
 
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
     """Raise RecipeError if torch sees fewer GPUs than this plan has workers, or any GPU under a plan for the CPU."""
+    if fault := rocm_fault(gpus):
+        raise RecipeError(fault)
     workers = topology.nproc_per_node
     if topology.joined and gpus == 1:  # Slurm and MPI may show each worker its own GPU only
         workers = 1
@@ -181,6 +183,16 @@ def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
             f"{counted(gpus, 'GPU')}{setting}: install a build of torch for this driver, set CUDA_VISIBLE_DEVICES to "
             f"the GPUs of nvidia-smi -L, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
+
+
+def rocm_fault(gpus: int, hip: str | None = torch.version.hip) -> str | None:
+    """Return why GPUs that torch sees cannot be used: they are AMD's. `hip` is the version of a build for them."""
+    if not hip or not gpus:
+        return None
+    return (
+        f"torch {torch.__version__} is a build for AMD GPUs (ROCm, HIP {hip}), which fsdptrain does not support: train "
+        "on NVIDIA GPUs with torch's build for CUDA, or on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+    )
 
 
 def prepare_inputs(session: Session) -> Inputs:
