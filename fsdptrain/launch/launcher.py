@@ -170,12 +170,21 @@ def agent_environment(plan: Plan) -> dict[str, str]:
     It has what is read when an interpreter starts or torch is imported, because the workers are forked after that.
     """
     environment = child_environment()
-    settings = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder: shows where a rank hangs
+    return environment | worker_settings(plan, environment) | {"OMP_NUM_THREADS": str(plan.threads)}
+
+
+def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of libraries that workers add to their environment, without those that the user has set."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder: shows where a rank hangs
+        # Else each rank starts a process for each core (`decide_compile_threads` in torch/_inductor/config.py).
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(plan.threads, 32)),
+    }
     if plan.topology.device == "cpu":
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     else:
         settings |= default_settings(environment)
-    return settings | environment | {"OMP_NUM_THREADS": str(plan.threads)}
+    return {name: value for name, value in settings.items() if name not in environment}
 
 
 def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:

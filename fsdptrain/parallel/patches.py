@@ -180,7 +180,8 @@ class NamedComm:
 def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
     """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
 
-    torch's flight recorder numbers the collectives, but knows no units.
+    torch's flight recorder numbers the collectives, but knows no units. Afterwards each unit has a communication of its
+    own making, with which FSDP2 refuses symmetric memory (`FSDPParamGroup.set_symm_mem`).
     """
     for unit, groups in groups_of_units(model).items():
         for group in groups:

@@ -19,7 +19,7 @@ from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.model.varlen import card_obstacle
-from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits
+from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
@@ -35,6 +35,8 @@ def check_machine(plan: Plan, findings: Findings) -> None:
     findings.add_values("machine", machine, "This machine", *([] if findings.elsewhere else [machine_line(machine)]))
     for error in machine_problems(plan, machine):
         findings.add_problem(error, this_machine_only=True)
+    if not findings.elsewhere and (note := uncompiled_note(plan, limits_here())):
+        findings.add_note(note)
     workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
         findings.add_note(f"{workers} workers share {counted(cores, 'core')}")

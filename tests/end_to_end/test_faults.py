@@ -312,6 +312,14 @@ def test_a_hang_among_four_ranks_names_each_rank_and_its_place(tmp_path: Path, f
     assert not record_try(fault_table, "hang: one of four in corpus.batch", problems, [notice])
 
 
+@pytest.mark.soak
+def test_a_rank_that_never_leaves_the_process_group_is_reported(tmp_path: Path, fault_table: FaultTable) -> None:
+    fault = {"where": "torch.distributed:destroy_process_group", "do": "sleep", "rank": 1, "how": {"seconds": 3600}}
+    ended = run_with(small_recipe(tmp_path, launch__timeout_s=4), fault, timeout=90)
+    problems = ended.problems(5, "the run hung after step 12: .*rank 1 is in worker.group_left_at_end")
+    assert not record_try(fault_table, "hang: at the end", problems)
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 CUDA_OOM = (
