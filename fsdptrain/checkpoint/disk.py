@@ -82,14 +82,18 @@ def host_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> di
 def host_problems(space: dict[str, int]) -> Iterator[FsdptrainError]:
     """Yield an error when a node has too little memory: the kernel would kill a worker at the first checkpoint."""
     if space["available_bytes"] < space["state_bytes"] + space["copy_bytes"]:
-        yield CheckpointError(f"checkpoint: no space in the memory of this node: {host_summary(space)}: use more nodes")
+        no_copy = "set checkpoint.async=false, " if space["state_bytes"] and space["copy_bytes"] else ""
+        yield CheckpointError(
+            f"checkpoint: no space in the memory of this node: {host_summary(space)}: {no_copy}use more nodes, or "
+            "train fewer parameters"
+        )
 
 
 def host_summary(space: dict[str, int]) -> str:
     """Return the space in host memory in one line."""
     parts = {"trained state": space["state_bytes"], "the copy of a checkpoint": space["copy_bytes"]}
-    needs = " and ".join(f"{size(needed)} for {what}" for what, needed in parts.items() if needed)
-    return f"needs {needs}, has {size(space['available_bytes'])} available"
+    needs = " and ".join(f"{what} of {size(needed)}" for what, needed in parts.items() if needed)
+    return f"{size(sum(parts.values()))} needed ({needs}), {size(space['available_bytes'])} available"
 
 
 def disk_summary(space: dict[str, Any]) -> str:
