@@ -631,6 +631,17 @@ def test_a_file_of_copies_has_the_bytes_of_a_file_of_the_tensors(tmp_path: Path)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_what_is_being_written_does_not_change_with_the_next_step(tmp_path: Path) -> None:
+    plan = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 1))
+    world: Any = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
+    checkpointer, weights = Checkpointer(plan.rundir, plan, world, {}, lambda *_, **__: None), torch.ones(3)
+    for wait, kept in ((True, 0.0), (False, 1.0)):  # no step is made while the run waits
+        weights.fill_(1.0)
+        staged = checkpointer._copy_to_host({"x": Shard(weights, 0, (3,))}, wait)
+        weights.zero_()
+        assert staged["x"].local.tolist() == [kept] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pinned_memory_of_gpu_tensors() -> None:
