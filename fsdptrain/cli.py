@@ -208,11 +208,10 @@ def run(
         from fsdptrain.forecast.forecaster import Forecaster
         from fsdptrain.forecast.measured import ForecastComparison
         from fsdptrain.launch.heading import heading
-        from fsdptrain.launch.launcher import launch, upload_export
+        from fsdptrain.launch.launcher import launch, upload_export, worker_settings
         from fsdptrain.launch.next_steps import next_steps
-        from fsdptrain.plan.gpus import default_settings
         from fsdptrain.plan.launchers import find_launcher, is_first
-        from fsdptrain.plan.limits import limits_here, risky_limits
+        from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
         from fsdptrain.terminal.screen import Screen
 
@@ -225,7 +224,7 @@ def run(
             return
         # Started by torchrun or as one of several tasks on a node, this process is a worker and does not launch any.
         if topology.joined:
-            os.environ.update(default_settings(os.environ) if topology.device == "cuda" else {})
+            os.environ.update(worker_settings(plan, os.environ))
             from fsdptrain.train.worker import work
 
             if is_first(launched):
@@ -234,8 +233,11 @@ def run(
             work(plan)
         # The forecast is computed while the workers train, and compared with what they measured.
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
-        for warning in (*untested_versions(), *risky_limits(plan, limits_here())):
-            screen.say(warning)
+        limits = limits_here()
+        as_written = dataclasses.replace(plan, recipe=written.recipe)
+        for warning in (*untested_versions(), *risky_limits(plan, limits), uncompiled_note(as_written, limits)):
+            if warning:
+                screen.say(warning)
         comparison = None
         if plan.recipe.log.forecast and topology.device != "cpu":
             comparison = stack.enter_context(contextlib.closing(ForecastComparison(plan, rundir)))
@@ -260,7 +262,7 @@ def _claim(
     """Make the plan of a run and, until the end of `stack`, claim its folder. Raises whatever refuses it."""
     from fsdptrain.attempts.claim import claim_run_dir
     from fsdptrain.plan.launchers import find_launcher, worker_variables
-    from fsdptrain.plan.limits import raise_limits
+    from fsdptrain.plan.limits import compiled_where_possible, limits_here, raise_limits
     from fsdptrain.plan.plan import make_plan
     from fsdptrain.plan.topology import check_name, find_topology
 
@@ -269,6 +271,7 @@ def _claim(
     plan = make_plan(written, topology, trust_remote_code=trust_remote_code)
     check_name(topology, os.environ)
     raise_limits(plan)
+    plan = compiled_where_possible(plan, limits_here())
     earlier = stack.enter_context(claim_run_dir(plan, written.text, fresh))
     return dataclasses.replace(plan, layout=earlier.layout), earlier
 

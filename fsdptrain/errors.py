@@ -10,6 +10,7 @@
     │   └── NoData            4   the data is not on this machine, and the Hub or store refuses
     ├── WorkerError           5   a worker raised another exception: a restart would raise it again
     │   ├── OutOfMemory       5   a worker needed more memory than its device has
+    │   ├── KernelFailed      5   an assert or a wrong address in a GPU's kernel: repeated once with blocking launches
     │   ├── WorkerLost        5   a worker was killed, hung, or lost its peers: a restart may help
     │   │   └── KilledForMemory 5 the kernel killed a worker for full host memory: a restart may help once
     │   └── NotMet            5   the nodes did not meet, so no worker was started
@@ -92,6 +93,10 @@ class WorkerError(FsdptrainError):
 
 class OutOfMemory(WorkerError):
     """A worker needed more memory than its device has: a smaller batch may fit."""
+
+
+class KernelFailed(WorkerError):
+    """A kernel failed on a GPU, with an assert or a wrong address: it would again, but then Python can say where."""
 
 
 class WorkerLost(WorkerError):

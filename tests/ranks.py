@@ -249,19 +249,26 @@ def stopped_in_evaluation(recipe: str, later: list[list[str]]) -> list[Any]:
 
     run.engine.on_progress = stopping
 
-    def state(stopped: int | None) -> list[Any]:
+    def state(run: Trainer) -> list[Any]:
+        stopped = run.train()
+        assert not run.checkpointer._staging, "an export needs the memory of the copies"
         return [stopped, rundir.checkpoint_steps(), [event["step"] for event in events(rundir.root, "eval")]]
 
     with run.session.stop:
-        found = [state(run.train())]
-    return found + [state(build(recipe, overrides).train()) for overrides in later]
+        found = [state(run)]
+    return found + [state(build(recipe, overrides)) for overrides in later]
 
 
-def flags(recipe: str) -> list[bool]:
-    """Return what every rank sees of a flag of the last rank, and of one that no rank has."""
+def world_of(recipe: str) -> dict[str, list[Any]]:
+    """Return what every rank sees of a flag of the last rank, and of one that no rank has.
+
+    Also the seconds after which collectives fail: of the group of all ranks, and of those of the mesh.
+    """
     written = load(Path(recipe))
     world = World.start(make_plan(written, find_topology(written.recipe, dict(os.environ))), StopRequest())
-    return [world.any(world.rank == world.size - 1), world.any(0)]
+    groups: list[Any] = [dist.group.WORLD, *world.mesh.get_all_groups()]
+    limits = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+    return {"flags": [world.any(world.rank == world.size - 1), world.any(0)], "limits": limits}
 
 
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Space on the disk: what a run will need, what is free, and a clear error when the disk is full."""
+"""Space on the disk and in host memory: what a run will need, what is free, and a clear error when the disk is full."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fsdptrain.config.dtypes import BYTES
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import DISK_FULL_ERRNOS, CheckpointError, FsdptrainError
+from fsdptrain.plan.limits import available_memory
 from fsdptrain.plan.plan import Counts, Plan
 from fsdptrain.text import counted, size
 
@@ -59,6 +60,40 @@ def disk_problems(plan: Plan, space: dict[str, Any]) -> Iterator[FsdptrainError]
             f"output_dir: no space: needs {size(space['needed_bytes'])}, has {size(space['free_bytes'])} on the disk "
             f"of {plan.run_dir} ({_breakdown(space)}): {way_out}"
         )
+
+
+def host_space(plan: Plan, weights: Collection[Weight], steps: int | None) -> dict[str, int]:
+    """Return the bytes of a node's memory that trained state and the copy of a checkpoint need, and those available.
+
+    While a thread writes a checkpoint it holds a copy. What is in host memory is copied only if steps go on meanwhile.
+    """
+    recipe, topology = plan.recipe, plan.topology
+    of_node = plan.state_bytes(weights) * topology.nproc_per_node // topology.world_size
+    in_host = topology.device == "cpu" or recipe.fsdp.cpu_offload
+    every = recipe.checkpoint.every
+    goes_on = recipe.checkpoint.async_ and every is not None and (steps is None or every < steps)
+    return {
+        "state_bytes": of_node if in_host else 0,
+        "copy_bytes": of_node if goes_on or not in_host else 0,
+        "available_bytes": available_memory(),
+    }
+
+
+def host_problems(space: dict[str, int]) -> Iterator[FsdptrainError]:
+    """Yield an error when a node has too little memory: the kernel would kill a worker at the first checkpoint."""
+    if space["available_bytes"] < space["state_bytes"] + space["copy_bytes"]:
+        no_copy = "set checkpoint.async=false, " if space["state_bytes"] and space["copy_bytes"] else ""
+        yield CheckpointError(
+            f"checkpoint: no space in the memory of this node: {host_summary(space)}: {no_copy}use more nodes, or "
+            "train fewer parameters"
+        )
+
+
+def host_summary(space: dict[str, int]) -> str:
+    """Return the space in host memory in one line."""
+    parts = {"trained state": space["state_bytes"], "the copy of a checkpoint": space["copy_bytes"]}
+    needs = " and ".join(f"{what} of {size(needed)}" for what, needed in parts.items() if needed)
+    return f"{size(sum(parts.values()))} needed ({needs}), {size(space['available_bytes'])} available"
 
 
 def disk_summary(space: dict[str, Any]) -> str:

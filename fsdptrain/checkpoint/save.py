@@ -43,6 +43,7 @@ from fsdptrain.attempts.manifest import (
 from fsdptrain.checkpoint.disk import check_space, report_full_disk
 from fsdptrain.checkpoint.load import find_pieces, load_checkpoint
 from fsdptrain.checkpoint.shards import Shard, shards_of, share_of_copy
+from fsdptrain.checkpoint.staging import Staging
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, RecipeError, StorageError
 from fsdptrain.folder.files import fsync, is_there
 from fsdptrain.folder.ownership import FolderWatch
@@ -71,7 +72,7 @@ class Checkpointer:
         self.skipped = 0  # of the steps made, those that were not finite
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._staging: dict[str, torch.Tensor] = {}
+        self._staging: Staging | None = None
 
     def remove_leftovers(self) -> None:
         """Make sure that checkpoints can be written, and remove what interrupted saves left."""
@@ -104,23 +105,26 @@ class Checkpointer:
         if error is not None:
             raise error
 
+    def release(self) -> None:
+        """Free the host memory of the copies, once no save is in progress: there will be no other soon."""
+        if self._staging:
+            self._staging.close()
+            self._staging = None
+
     def _copy_to_host(self, shards: dict[str, Shard], wait: bool) -> dict[str, Shard]:
         """Copy shards to host memory, where the next steps do not change them.
 
         With `wait` no step runs before the end of the save, so shards in host memory are not copied. The copies reuse
         the memory of the save before: allocating pages takes longer than filling them.
         """
-        staged = {}
-        for name, shard in shards.items():
-            local = shard.local
-            if not wait or local.device.type != "cpu":
-                if name not in self._staging:
-                    self._staging[name] = host_memory_like(local)
-                local = self._staging[name].copy_(local, non_blocking=True)
-            staged[name] = Shard(local, shard.first, shard.shape)
+        moved = {name: shard.local for name, shard in shards.items() if not wait or shard.local.device.type != "cpu"}
+        if moved and not (self._staging and moved.keys() <= self._staging.copies.keys()):
+            self.release()
+            self._staging = Staging(moved)
+        copies = {name: self._staging.copy(name, local) for name, local in moved.items()} if self._staging else {}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)  # once for all copies, which were queued without waiting
-        return staged
+        return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
 
     def _commit(self, step: int, skipped: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
         """Write, publish and report a checkpoint; runs in a thread on every rank, so collectives use the side group."""
@@ -291,24 +295,6 @@ class Checkpointer:
 
         found = self.world.gather_objects(self._on_every_rank(f"check {folder}", check))
         return sorted({problem for of_rank in found for problem in of_rank})
-
-
-PINNED = partial(torch.empty_like, device="cpu", pin_memory=True)
-
-
-def host_memory_like(
-    tensor: torch.Tensor, allocate_pinned: Callable[[torch.Tensor], torch.Tensor] = PINNED
-) -> torch.Tensor:
-    """Return unset host memory of a tensor's shape and dtype; pinned if the tensor is on a GPU, for a faster copy.
-
-    It is pageable if no more memory can be pinned.
-    """
-    if tensor.device.type != "cpu":
-        try:
-            return allocate_pinned(tensor)
-        except RuntimeError as error:
-            print(f"a checkpoint's copy is in pageable memory, which is slower: {error}", flush=True)
-    return torch.empty_like(tensor, device="cpu")
 
 
 def shard_name(rank: int) -> str:

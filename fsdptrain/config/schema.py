@@ -301,7 +301,9 @@ class Train:
         "chunked", "chunked: logits and loss of one chunk of tokens at a time; plain: of the whole micro-batch at once"
     )
     compile: Any = key(
-        "auto", "apply torch.compile to every decoder layer; auto: on GPUs, where it saves time", forms=("auto", bool)
+        "auto",
+        "apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler",
+        forms=("auto", bool),
     )
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(

@@ -18,14 +18,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from fsdptrain.errors import RecipeError, WorkerLost, to_record
+from fsdptrain.errors import KernelFailed, RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
+from fsdptrain.launch.device_errors import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
 from fsdptrain.launch.launcher import POLL_S
 from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.plan.launchers import find_launcher
@@ -49,10 +50,11 @@ TERMINATE_S = 2  # after one worker failed: the time between SIGTERM and SIGKILL
 
 
 class Failure(NamedTuple):
-    """How a worker failed: its exit code (negative: killed by that signal) and the file with its error, if any."""
+    """How a worker failed: its exit code (negative: killed by that signal), the file with its error, if any, its id."""
 
     exitcode: int
     error_file: str
+    pid: int
 
 
 def main() -> None:
@@ -78,7 +80,7 @@ def main() -> None:
                 refuse(pipe, error)
         signal.setitimer(signal.ITIMER_REAL, 0)  # SIGALRM would kill an interpreter that is shutting down
         if failures:
-            tell(pipe, first_failure(failures, kills_for_memory() > kills))
+            tell(pipe, first_failure(failures, plan.rundir.rank_log, kills_for_memory() > kills))
             sys.exit(1)
 
 
@@ -111,8 +113,12 @@ def run_on_this_node(plan: Plan, plan_path: Path, worker: str, scratch: Path) ->
     while None in (codes := [process.exitcode for process in workers.values()]) and not any(codes):
         time.sleep(POLL_S)
     killed = terminate(list(workers.values()))
-    failed = {rank: process.exitcode for rank, process in workers.items() if process not in killed}
-    return {rank: Failure(code, files[rank]) for rank, code in failed.items() if code}
+    failed = {rank: process for rank, process in workers.items() if process not in killed}
+    return {
+        rank: Failure(process.exitcode, files[rank], process.pid)
+        for rank, process in failed.items()
+        if process.exitcode and process.pid
+    }
 
 
 def run_worker(worker: str, plan_path: Path, variables: Mapping[str, str], agent: int) -> None:
@@ -227,7 +233,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
     try:
         torchrun(get_args_parser().parse_args([*words, *child_arguments(worker, plan_path)]))
     except ChildFailedError as error:
-        return {rank: Failure(each.exitcode, each.error_file) for rank, each in error.failures.items()}
+        return {rank: Failure(each.exitcode, each.error_file, each.pid) for rank, each in error.failures.items()}
     return {}
 
 
@@ -248,26 +254,52 @@ def kills_for_memory() -> int:
     return 0
 
 
-def first_failure(failures: dict[int, Failure], full_memory: bool = False) -> dict[str, object]:
+def first_failure(
+    failures: Mapping[int, Failure], log_of: Callable[[int], Path], full_memory: bool = False
+) -> dict[str, object]:
     """Return the failure that caused the others: `{rank, exitcode, signal, out_of_memory, record}`.
 
-    The worker wrote `record`. `full_memory`: the kernel has killed a process, because memory was full.
+    The worker wrote `record`, or it is made of its log, `log_of(rank)`. `full_memory`: the kernel has killed a process,
+    because memory was full.
 
     A killed worker comes first, because the others fail when it stops answering. Next come workers whose error is not
     that they lost their peers, the earliest first. (torchelastic's times are whole seconds, too coarse to tell a
-    "connection closed" from its cause.)
+    "connection closed" from its cause.) SIGABRT is no kill: NCCL's watchdog ends a worker with it for any reason.
     """
-    candidates = []
+    candidates: list[tuple[Any, dict[str, object]]] = []
     for rank, failure in failures.items():
-        path = Path(failure.error_file)
-        record = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"] if path.is_file() else {}
+        record = record_of(failure, log_of(rank))
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
-        killed = name not in (None, "SIGTERM")
-        report = {"rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None}
-        report["out_of_memory"] = full_memory and name == "SIGKILL"
+        killed = name not in (None, "SIGTERM", "SIGABRT")
+        report: dict[str, object] = {
+            "rank": rank, "exitcode": failure.exitcode, "signal": name, "record": record or None,
+            "out_of_memory": full_memory and name == "SIGKILL",
+        }  # fmt: skip
         lost = record.get("type") == WorkerLost.__name__
-        candidates.append(((not killed, not record, lost, record.get("at", 0.0), rank), report))
+        unknown = not record and name != "SIGABRT"
+        # Without a record, an abort may be the cause of lost peers, but hardly of other errors.
+        candidates.append(((not killed, unknown, lost, not record, record.get("at", 0.0), rank), report))
     return min(candidates, key=lambda each: each[0])[1]
+
+
+def record_of(failure: Failure, log: Path) -> dict[str, Any]:
+    """Return the error that a worker has recorded, or that the end of its log tells; {} if there is neither."""
+    path = Path(failure.error_file)
+    record: dict[str, Any] = {}
+    if path.is_file():
+        record = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+    kind = record.get("type")
+    if kind == KernelFailed.__name__:  # its exception does not have what the GPU has printed
+        assertion = next(filter(ASSERTION.search, output_of(log, failure.pid).splitlines()), "")
+        return record | {"message": f"{record['message']}\n{assertion.strip()}".rstrip()}
+    if failure.exitcode == -signal.SIGABRT and kind in (None, WorkerLost.__name__):
+        text = output_of(log, failure.pid)
+        cause = cause_in(text)
+        if cause is LOST_PEERS:  # those whose failure it has noticed have recorded theirs before
+            return record or {**to_record(error_of(cause, text)), "at": time.time()}
+        if cause:
+            return {**record, **to_record(error_of(cause, text)), "at": 0.0}
+    return record
 
 
 _announced_at = float("-inf")

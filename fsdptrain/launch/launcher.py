@@ -20,12 +20,15 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import IO
 
 from fsdptrain.attempts.attempts import EarlierAttempts, inspect_earlier_attempts
 from fsdptrain.attempts.claim import take_over_lock
 from fsdptrain.errors import (
+    KernelFailed,
     KilledForMemory,
     NodeWaits,
     NotMet,
@@ -50,6 +53,7 @@ from fsdptrain.terminal.screen import Screen
 from fsdptrain.text import counted
 
 POLL_S = 0.1  # between two checks of the agent
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 # CPU tensors come from malloc. By default it returns large blocks to the system when they are freed, so that every step
 # waits for the same pages again. With these settings it keeps freed memory and uses huge pages.
@@ -66,18 +70,22 @@ MEET_S = 600.0  # with a range of nodes: without news of the others, a node then
 def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
     """Run the workers of a plan to the end. Restart them if they were lost, not if they would fail again.
 
+    Start them again once, with blocking launches, if a kernel failed on a GPU of a single node: only then does Python
+    know where.
+
     `earlier` is shown in the heading. Raises the error of the first rank that failed, Stopped after a stop signal, or
     WorkerError: when a worker died, after two restarts without a new checkpoint, or when a worker was killed a second
     time for full host memory.
     """
     rundir = plan.rundir
     restarts = fruitless = memory_kills = 0
+    settings: dict[str, str] = {}  # in the environment of the workers
     alone_since = time.monotonic()  # with a range of nodes: when this node was last sure of others
     with StopRequest() as stop, contextlib.ExitStack() as lock, contextlib.closing(FolderWatch(rundir)) as folder:
         screen.say(heading(plan, rundir, earlier))  # inside `stop`: from the first line on, Ctrl-C is handled
         while True:
             checkpoints = rundir.checkpoint_steps()
-            attempt = Attempt(plan, rundir, screen, stop, folder=folder)
+            attempt = Attempt(plan, rundir, screen, stop, folder=folder, settings=settings)
             # Now, because a line that a lost worker has not finished is cut off. Other nodes may train by now.
             if restarts and plan.topology.nnodes == 1:
                 record_restart(rundir, restarts, plan.recipe.launch.max_restarts)
@@ -101,6 +109,11 @@ def launch(plan: Plan, screen: Screen, earlier: EarlierAttempts) -> None:
                 if left_s < 0:
                     raise
                 screen.say(f"{error}\ntrying again, for {left_s:.0f} s")
+            except KernelFailed as error:
+                if stop.count or plan.topology.nnodes > 1 or {**os.environ, **settings}.get(BLOCKING) == "1":
+                    raise
+                settings = {BLOCKING: "1"}
+                screen.say(f"{error}\nrepeating it once with {BLOCKING}=1, which is slower")
             except WorkerLost as error:
                 fruitless = fruitless + 1 if restarts and rundir.checkpoint_steps() == checkpoints else 0
                 if stop.count or restarts >= plan.recipe.launch.max_restarts:
@@ -157,12 +170,21 @@ def agent_environment(plan: Plan) -> dict[str, str]:
     It has what is read when an interpreter starts or torch is imported, because the workers are forked after that.
     """
     environment = child_environment()
-    settings = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder: shows where a rank hangs
+    return environment | worker_settings(plan, environment) | {"OMP_NUM_THREADS": str(plan.threads)}
+
+
+def worker_settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of libraries that workers add to their environment, without those that the user has set."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder: shows where a rank hangs
+        # Else each rank starts a process for each core (`decide_compile_threads` in torch/_inductor/config.py).
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(plan.threads, 32)),
+    }
     if plan.topology.device == "cpu":
         settings["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     else:
         settings |= default_settings(environment)
-    return settings | environment | {"OMP_NUM_THREADS": str(plan.threads)}
+    return {name: value for name, value in settings.items() if name not in environment}
 
 
 def has_ended_elsewhere(plan: Plan, attempt: Attempt, screen: Screen) -> bool:
@@ -186,9 +208,11 @@ class Attempt:
         stop: StopRequest,
         worker: str = "train",
         folder: FolderWatch | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`folder` tells whether the run folder is still there."""
+        """`folder` tells whether the run folder is still there; `settings` are added to the workers' environment."""
         self.plan, self.rundir, self.screen, self.stop, self.worker = plan, rundir, screen, stop, worker
+        self._settings = settings
         self._check_folder = folder.check if folder else lambda: None
         self.others: dict[str, Record] = {}  # the newest record of each kind, if others train
         self.waited = False  # for ten minutes or more, for others that train
@@ -217,7 +241,7 @@ class Attempt:
             agent = subprocess.Popen(
                 child_command("fsdptrain.launch.agent", self.rundir.plan, write, self.worker),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
-                env={**agent_environment(self.plan), PLAN_DIGEST: self.plan.digest()},
+                env={**agent_environment(self.plan), **self._settings, PLAN_DIGEST: self.plan.digest()},
             )  # fmt: skip
             os.close(write)
             failure = reader.submit(self._read_reports, pipe)

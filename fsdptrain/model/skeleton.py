@@ -152,8 +152,8 @@ def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
 
 
 def _flash_is_possible(plan: Plan) -> bool:
-    """Return whether flash_attention_2 is installed and supports this recipe's dtype and packed documents."""
-    return flash_fits(plan) and bool(is_flash_attn_2_available())
+    """Return whether flash_attention_2 is installed and supports this GPU, this recipe's dtype and packed documents."""
+    return flash_fits(plan) and bool(is_flash_attn_2_available()) and not varlen.card_obstacle()
 
 
 def flash_fits(plan: Plan) -> bool:

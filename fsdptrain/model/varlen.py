@@ -27,6 +27,7 @@ from fsdptrain.model.probe import TOLERANCE, Probe
 from fsdptrain.plan.plan import Plan
 
 NAME = "varlen"  # in transformers' registry of attention functions
+LEAST_CAPABILITY = 8, 0  # of a GPU, major and minor: T4, V100 and RTX 20 have less
 LARGEST_HEAD = 256  # elements: the flash kernels support multiples of 8 up to here
 PARAMETERS = inspect.signature(of_torch.varlen_attn).parameters  # `window_size` and `enable_gqa` are not in every torch
 
@@ -148,6 +149,8 @@ def obstacle(plan: Plan, bare: Any) -> str | None:
     """
     if plan.topology.device != "cuda":
         return "it needs a GPU"
+    if reason := card_obstacle():
+        return reason
     if "window_size" not in PARAMETERS:
         return f"torch {torch.__version__} has no windows in it"
     if plan.recipe.fsdp.mixed_precision.param_dtype == "float32":
@@ -158,6 +161,18 @@ def obstacle(plan: Plan, bare: Any) -> str | None:
     if kind not in _obstacles:
         _obstacles[kind] = _obstacle_in_forward(bare)
     return _obstacles[kind]
+
+
+def card_obstacle() -> str | None:
+    """Return why FlashAttention does not run on a GPU of this process, None if it does or if no GPU is here.
+
+    torch's own and the package's refuse such cards only when they are called: `mha_fwd` in flash_api.cpp.
+    """
+    capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=LEAST_CAPABILITY)
+    if capability >= LEAST_CAPABILITY:
+        return None
+    least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+    return f"it needs a GPU of compute capability {least}, and this one has {found}"
 
 
 _obstacles: dict[str, str | None] = {}  # class and configuration of a model → what `obstacle` found

@@ -180,7 +180,8 @@ class NamedComm:
 def name_collectives(model: nn.Module, copies: dist.ProcessGroup | None) -> None:
     """Make every unit of a sharded model note its collectives; `copies` is as in `NamedComm`.
 
-    torch's flight recorder numbers the collectives, but knows no units.
+    torch's flight recorder numbers the collectives, but knows no units. `set_symm_mem_for_comm`, should anything
+    call it, comes before: FSDP2 refuses it for a communication that was replaced (`FSDPParamGroup.set_symm_mem`).
     """
     for unit, groups in groups_of_units(model).items():
         for group in groups:

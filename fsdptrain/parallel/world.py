@@ -20,6 +20,7 @@ from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
 from fsdptrain.parallel.patches import SIDE
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
+from fsdptrain.plan.numa import bind_near
 from fsdptrain.plan.plan import Plan
 from fsdptrain.processes import StopRequest
 
@@ -88,13 +89,14 @@ class World:
         if topology.device == "cuda":
             device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
             torch.cuda.set_device(device)
+            bind_near(pci_address(device))
             backend = "cpu:gloo,cuda:nccl"
         else:
             device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(plan.threads)
+        # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
+        timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
         if not dist.is_initialized():
-            # Longer than the watchdogs wait, because they report where each rank is: it applies if no watchdog can run.
-            timeout = timedelta(seconds=4 * plan.recipe.launch.timeout_s)
             tcp_store = tcp_store or wait_for_ranks(plan, rank, timeout, stop)
             # A rank gets all addresses in one request: else one TCPStore answers n² of them in each group.
             os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
@@ -103,6 +105,8 @@ class World:
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         mesh = make_mesh(plan, device.type)
+        for group in mesh.get_all_groups():
+            group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
         own = socket.gethostname(), plan.rundir.newest_attempt()
@@ -180,6 +184,12 @@ class World:
             if known and known.bf16:
                 return known.flops
         return matrix_rate(self.device, dtype)
+
+
+def pci_address(device: torch.device) -> str:
+    """Return the address of a GPU as /sys has it: 0000:1b:00.0."""
+    card: Any = torch.cuda.get_device_properties(device)
+    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
 def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptrain.errors import Problem, RecipeError
-from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.text import MIB, size
 
 GROUPS = 4  # process groups of a rank: all ranks, those for side work, and the two dimensions of the mesh
@@ -88,15 +88,29 @@ def fatal_limits(plan: Plan, limits: Limits) -> Iterator[Problem]:
             "limit (ulimit -Hn, LimitNOFILE of the service, docker run --ulimit nofile)",
             "open files",
         )
-    if plan.compiles and not (limits.compiler and limits.header):
-        lacks = " and ".join(
-            name for name, there in {"C compiler": limits.compiler, "Python.h": limits.header}.items() if not there
-        )
-        yield Problem(
-            f"needs a C compiler and Python.h, and there is no {lacks}: install gcc, g++ and python3-dev, or set "
-            "train.compile=false",
-            "train.compile",
-        )
+    if (fault := compile_fault(plan, limits)) and not uncompiled_note(plan, limits):
+        yield Problem(f"{fault}, or set train.compile=false", "train.compile")
+
+
+def compile_fault(plan: Plan, limits: Limits) -> str | None:
+    """Return what torch.compile lacks here, None if it lacks nothing or is not used."""
+    there = {"C compiler": limits.compiler, "Python.h": limits.header}
+    lacks = " and ".join(name for name in there if not there[name])
+    if not lacks or not plan.compiles:
+        return None
+    return f"needs a C compiler and Python.h, and there is no {lacks}: install gcc, g++ and python3-dev"
+
+
+def uncompiled_note(plan: Plan, limits: Limits) -> str | None:
+    """Return a note if `train.compile: auto` does not compile here. Several nodes must be equal."""
+    fault = compile_fault(plan, limits)
+    is_free = plan.recipe.train.compile == "auto" and plan.topology.nnodes == 1
+    return f"train.compile: {fault}; without them the model is not compiled" if fault and is_free else None
+
+
+def compiled_where_possible(plan: Plan, limits: Limits) -> Plan:
+    """Return the plan with `train.compile: false` if `uncompiled_note` has a note on it."""
+    return varied(plan, {"train.compile": False}) if uncompiled_note(plan, limits) else plan
 
 
 def risky_limits(plan: Plan, limits: Limits) -> Iterator[str]:

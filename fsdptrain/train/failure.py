@@ -31,6 +31,7 @@ from fsdptrain.errors import (
 )
 from fsdptrain.folder.events import record_error
 from fsdptrain.folder.files import write_atomically
+from fsdptrain.launch.device_errors import LOST_PEERS, cause_in, error_of, quoted
 from fsdptrain.parallel.patches import ISSUED, unit_name
 from fsdptrain.plan.network import is_loopback
 from fsdptrain.plan.plan import Plan
@@ -39,8 +40,8 @@ from fsdptrain.plan.plan import Plan
 def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
     """Convert any exception to an FsdptrainError.
 
-    A full disk becomes a CheckpointError, a device without memory an OutOfMemory, a lost connection or device a
-    WorkerLost, anything else a WorkerError.
+    A full disk becomes a CheckpointError, a device without memory an OutOfMemory, a kernel's failure a KernelFailed, a
+    lost connection or device a WorkerLost, anything else a WorkerError.
     """
     if isinstance(error, FsdptrainError):
         return error
@@ -52,6 +53,11 @@ def as_fsdptrain_error(error: BaseException) -> FsdptrainError:
         return OutOfMemory(f"out of memory in {moment_of(error)}: {request}")
     if "gloo/transport" in str(error):
         return WorkerLost(lost_connection(message))
+    cause = cause_in(message)
+    if cause and cause.error is OutOfMemory:  # of cuBLAS or NCCL, which allocate by themselves
+        return OutOfMemory(f"out of memory in {moment_of(error)}: {quoted(message, cause)}")
+    if cause and cause is not LOST_PEERS:
+        return error_of(cause, message)
     if isinstance(error, (dist.DistError, torch.AcceleratorError)):
         return WorkerLost(message)
     return WorkerError(message)

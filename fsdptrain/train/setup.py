@@ -31,7 +31,7 @@ from fsdptrain.attempts.manifest import (
     recipe_key,
 )
 from fsdptrain.checkpoint.agreement import DATA, FOLDER, MODEL, PLAN, file_to_see, sees, shared_folder
-from fsdptrain.checkpoint.disk import disk_problems, disk_space
+from fsdptrain.checkpoint.disk import disk_problems, disk_space, host_problems, host_space
 from fsdptrain.checkpoint.save import Checkpointer
 from fsdptrain.config.optimizers import Weight
 from fsdptrain.config.schedule import length_note, warmup_note
@@ -39,7 +39,7 @@ from fsdptrain.data.corpus import Corpus, Stream, prepare, row_notes
 from fsdptrain.data.hub import file_checksums, files_digest, go_offline_if_unreachable, safetensors_files, stamps_of
 from fsdptrain.data.pinned import date_note, pin_commits, pin_date
 from fsdptrain.data.tokenizer import tokenizer_digest
-from fsdptrain.errors import RecipeError, Stopped, listed
+from fsdptrain.errors import FsdptrainError, RecipeError, Stopped, listed
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
@@ -163,6 +163,8 @@ def prepare_process(session: Session) -> None:
 
 def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
     """Raise RecipeError if torch sees fewer GPUs than this plan has workers, or any GPU under a plan for the CPU."""
+    if fault := rocm_fault(gpus):
+        raise RecipeError(fault)
     workers = topology.nproc_per_node
     if topology.joined and gpus == 1:  # Slurm and MPI may show each worker its own GPU only
         workers = 1
@@ -181,6 +183,16 @@ def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
             f"{counted(gpus, 'GPU')}{setting}: install a build of torch for this driver, set CUDA_VISIBLE_DEVICES to "
             f"the GPUs of nvidia-smi -L, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
+
+
+def rocm_fault(gpus: int, hip: str | None = torch.version.hip) -> str | None:
+    """Return why GPUs that torch sees cannot be used: they are AMD's. `hip` is the version of a build for them."""
+    if not hip or not gpus:
+        return None
+    return (
+        f"torch {torch.__version__} is a build for AMD GPUs (ROCm, HIP {hip}), which fsdptrain does not support: train "
+        "on NVIDIA GPUs with torch's build for CUDA, or on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+    )
 
 
 def prepare_inputs(session: Session) -> Inputs:
@@ -324,16 +336,19 @@ def frozen_digest(plan: Plan, world: World) -> str:
 def check_remaining_steps(plan: Plan, checkpointer: Checkpointer, sizes: Sizes) -> None:
     """Raise, on every rank and before any training, what would otherwise end the run hours later.
 
-    RecipeError if more steps are made than the recipe asks for, CheckpointError if the disk is too small for the rest.
+    RecipeError if more steps are made than the recipe asks for, CheckpointError if the disk or the memory of a node is
+    too small for the rest.
     """
     newest = checkpointer.newest_step()
     if newest > sizes.total_steps:
         raise RecipeError(too_few_steps(newest, sizes.total_steps))
     if newest < sizes.total_steps:
-        problem = None
+        problems: list[FsdptrainError] = []
         if checkpointer.world.rank == 0:  # free space changes: only one measurement counts
-            problem = next(disk_problems(plan, disk_space(plan, sizes.weights, sizes.total_steps)), None)
-        checkpointer.raise_on_every_rank(problem)
+            problems += disk_problems(plan, disk_space(plan, sizes.weights, sizes.total_steps))
+        if checkpointer.world.local_rank == 0:  # of each node
+            problems += host_problems(host_space(plan, sizes.weights, sizes.total_steps))
+        checkpointer.raise_on_every_rank(next(iter(problems), None))
 
 
 def load_state(

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,7 @@ from fsdptrain.errors import NodeWaits, RecipeError, Stopped
 from fsdptrain.folder.events import Reporter
 from fsdptrain.folder.rundir import RunDir
 from fsdptrain.folder.runstore import RunStore
+from fsdptrain.launch.device_errors import first_line_of
 from fsdptrain.launch.next_steps import next_steps
 from fsdptrain.plan.plan import Plan, read_plan
 from fsdptrain.processes import JOIN_SIGNAL, STOP_SIGNAL, StopRequest
@@ -49,6 +51,7 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         StopRequest(JOIN_SIGNAL) as join,
         Watchdog(plan, rank) as watchdog,
         contextlib.closing(reporter_of(plan, rundir, rank, screen)) as reporter,
+        group_left_at_end(watchdog),
     ):
         try:
             # plan → data → world → model → shard → resume → engine
@@ -63,6 +66,23 @@ def train(plan: Plan, stop: StopRequest, screen: Screen | None) -> None:
         if stopped_at is not None:
             reporter.event("stop", step=stopped_at, signal=stop.name or "another rank")
             raise Stopped(f"stopped by {stop.by or 'another rank'} after step {stopped_at}, with a checkpoint")
+
+
+@contextlib.contextmanager
+def group_left_at_end(watchdog: Watchdog) -> Iterator[None]:
+    """Leave the process group after a run that is finished or stopped, watched: NCCL may wait for ever for a rank."""
+    stopped = None
+    try:
+        yield
+    except NodeWaits:  # the workers start again
+        raise
+    except Stopped as error:
+        stopped = error
+    if dist.is_initialized():
+        watchdog.reset()
+        dist.destroy_process_group()
+    if stopped:
+        raise stopped
 
 
 def take_store(store: RunStore, plan: Plan) -> None:
@@ -128,8 +148,6 @@ def work(plan: Plan) -> NoReturn:
             record_failure(plan, failure)
             traceback.print_exc()
         code = failure.exit_code
-    if code == 0 and dist.is_initialized():
-        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -146,4 +164,6 @@ def main() -> NoReturn:
     with log.open("ab", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+        with contextlib.suppress(OSError):  # the disk may be full
+            stream.write(first_line_of(os.getpid()))
     work(plan)

@@ -18,10 +18,12 @@ from transformers.utils import is_flash_attn_2_available, is_kernels_available, 
 from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.errors import FsdptrainError, RecipeError
-from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits
+from fsdptrain.model.varlen import card_obstacle
+from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
+from fsdptrain.train.setup import rocm_fault
 from fsdptrain.validate.findings import Findings
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
@@ -33,6 +35,8 @@ def check_machine(plan: Plan, findings: Findings) -> None:
     findings.add_values("machine", machine, "This machine", *([] if findings.elsewhere else [machine_line(machine)]))
     for error in machine_problems(plan, machine):
         findings.add_problem(error, this_machine_only=True)
+    if not findings.elsewhere and (note := uncompiled_note(plan, limits_here())):
+        findings.add_note(note)
     workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
         findings.add_note(f"{workers} workers share {counted(cores, 'core')}")
@@ -75,6 +79,8 @@ def machine_line(machine: dict[str, Any]) -> str:
 def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
     yield from node_problems(plan, machine)
+    if fault := rocm_fault(len(machine["gpus"])):
+        yield RecipeError(fault)
     if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
     if machine["rendezvous"]["state"] in ("in use", "unknown host"):
@@ -96,7 +102,8 @@ def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainErro
             yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")
     if not machine["attention"]["available"]:
         yield RecipeError(
-            f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU), or use auto"
+            f"model.attn_implementation: {kernel} is not available: install flash-attn (needs a GPU of compute "
+            "capability 8.0), or use auto"
         )
     limits = limits_here()
     for problem in fatal_limits(plan, limits):
@@ -113,9 +120,10 @@ def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainErro
 
 
 def attention_available(kernel: str) -> bool:
-    """Return whether an attention kernel can be imported here, by the checks of transformers."""
+    """Return whether an attention kernel can be imported here, by transformers' checks, and runs on these GPUs."""
     if kernel == "flash_attention_2":  # transformers also takes it from the `kernels` package
-        return bool(is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available()))
+        there = is_flash_attn_2_available() or (torch.cuda.is_available() and is_kernels_available())
+        return bool(there and not card_obstacle())
     return bool(kernel != "flex_attention" or is_torch_flex_attn_available())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary
+from fsdptrain.checkpoint.disk import disk_problems, disk_space, disk_summary, host_problems, host_space, host_summary
 from fsdptrain.config.adapter import base_note
 from fsdptrain.config.dtypes import BYTES, NF4_BYTES
 from fsdptrain.config.optimizers import Weight
@@ -59,7 +59,10 @@ def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings:
     findings.add_item(HEADING, "table", header=UNIT_HEADER, rows=unit_rows(model))
     disk = disk_space(plan, ready.weights, steps)
     findings.add_values("model", {"disk": disk}, "Disk", disk_summary(disk))
-    for error in disk_problems(plan, disk):
+    host = host_space(plan, ready.weights, steps)
+    findings.add_values("model", {"host": host}, "Host memory of a node", host_summary(host))
+    problems = [*disk_problems(plan, disk), *([] if findings.elsewhere else host_problems(host))]
+    for error in problems:
         findings.add_problem(error, this_machine_only=True)
     return ready.config
 

@@ -37,8 +37,9 @@ from fsdptrain.attempts.manifest import (
 )
 from fsdptrain.checkpoint.export import export_checkpoint
 from fsdptrain.checkpoint.load import CheckpointReader, find_pieces, load_checkpoint
-from fsdptrain.checkpoint.save import Checkpointer, host_memory_like, write_shards
+from fsdptrain.checkpoint.save import Checkpointer, write_shards
 from fsdptrain.checkpoint.shards import Shard, shard_of, share_of_copy
+from fsdptrain.checkpoint.staging import Staging
 from fsdptrain.checkpoint.verify import survey
 from fsdptrain.config.reader import load
 from fsdptrain.errors import CheckpointError, FolderLost, OtherVersion, Unreadable, from_record, to_record
@@ -598,27 +599,58 @@ def test_verify_finds_what_is_wrong_with_an_export(change: Callable[[Path], obje
     assert survey(run)["export"]["problems"] and not survey(run)["good"]
 
 
-def test_a_copy_of_gpu_memory_is_pinned_if_possible(capfd: pytest.CaptureFixture[str]) -> None:
-    pinned = []
+def test_copies_of_gpu_memory_are_pinned_as_one_piece_if_possible(capfd: pytest.CaptureFixture[str]) -> None:
+    pinned: list[int] = []
 
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(torch.empty_like(tensor, device="cpu"))
-        return pinned[-1]
-
-    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+    def refuse(memory: torch.Tensor) -> None:
         raise RuntimeError("out of memory to pin")
 
-    on_device = torch.empty(3, 2, dtype=torch.bfloat16, device="meta")  # stands for a GPU
-    assert host_memory_like(on_device, allocate) is pinned[0]
-    for found in (host_memory_like(on_device, refuse), host_memory_like(torch.empty(3, 2), allocate)):
-        assert found.shape == (3, 2) and found.device.type == "cpu" and not found.is_pinned()
-    assert len(pinned) == 1 and "out of memory to pin" in capfd.readouterr().out
+    # "meta" stands for a GPU. Pinned one by one, they would take 2^17 and 2^18 bytes.
+    tensors = {
+        "a": torch.empty(65537, dtype=torch.uint8, device="meta"),
+        "b": torch.empty(65537, 2, dtype=torch.bfloat16),
+    }
+    staging = Staging(tensors, pin=lambda memory: pinned.append(memory.nbytes))
+    assert staging.pinned and pinned == [staging.memory.nbytes] and 3 * 65537 * 2 > pinned[0] >= 65537 * 5
+    assert {name: (copy.shape, copy.dtype) for name, copy in staging.copies.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    }
+    assert not Staging(tensors, pin=refuse).pinned and "out of memory to pin" in capfd.readouterr().out
+    assert not Staging({"b": tensors["b"]}, pin=refuse).pinned and not capfd.readouterr().out
+
+
+def test_a_file_of_copies_has_the_bytes_of_a_file_of_the_tensors(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor([3.5]), "bits": torch.arange(5, dtype=torch.uint8), "half": torch.randn(3, 7).bfloat16(),
+        "across": torch.randn(4, 6).t(), "none": torch.empty(0, 4), "wide": torch.randn(2, 3, dtype=torch.float64),
+    }  # fmt: skip
+    staging = Staging(tensors)
+    for name, copied in (("a", False), ("b", True)):
+        local = {key: staging.copy(key, tensor) if copied else tensor for key, tensor in tensors.items()}
+        write_shards(tmp_path / name, {key: Shard(tensor, 0, tuple(tensor.shape)) for key, tensor in local.items()})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_what_is_being_written_does_not_change_with_the_next_step(tmp_path: Path) -> None:
+    plan = make_plan(load(write_recipe(tmp_path)), Topology("cpu", 1, 1))
+    world: Any = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
+    checkpointer, weights = Checkpointer(plan.rundir, plan, world, {}, lambda *_, **__: None), torch.ones(3)
+    for wait, kept in ((True, 0.0), (False, 1.0)):  # no step is made while the run waits
+        weights.fill_(1.0)
+        staged = checkpointer._copy_to_host({"x": Shard(weights, 0, (3,))}, wait)
+        weights.zero_()
+        assert staged["x"].local.tolist() == [kept] * 3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_pinned_memory_of_a_gpu_tensor() -> None:
-    assert host_memory_like(torch.empty(8, device="cuda")).is_pinned()
+def test_pinned_memory_of_gpu_tensors() -> None:
+    tensor = torch.randn(1000, device="cuda")
+    staging = Staging({"x": tensor})
+    copy = staging.copy("x", tensor)
+    torch.cuda.synchronize()
+    assert staging.memory.is_pinned() and torch.equal(copy, tensor.cpu())
+    staging.close()
 
 
 @pytest.mark.parametrize("copies", [1, 2, 128])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -311,6 +312,14 @@ def test_a_hang_among_four_ranks_names_each_rank_and_its_place(tmp_path: Path, f
     assert not record_try(fault_table, "hang: one of four in corpus.batch", problems, [notice])
 
 
+@pytest.mark.soak
+def test_a_rank_that_never_leaves_the_process_group_is_reported(tmp_path: Path, fault_table: FaultTable) -> None:
+    fault = {"where": "torch.distributed:destroy_process_group", "do": "sleep", "rank": 1, "how": {"seconds": 3600}}
+    ended = run_with(small_recipe(tmp_path, launch__timeout_s=4), fault, timeout=90)
+    problems = ended.problems(5, "the run hung after step 12: .*rank 1 is in worker.group_left_at_end")
+    assert not record_try(fault_table, "hang: at the end", problems)
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 CUDA_OOM = (
@@ -340,6 +349,35 @@ def test_out_of_memory_shows_the_moment_the_forecast_and_what_would_fit(
     )
     problems += ["it was restarted"] if "restart " in ended.output else []
     assert not record_try(fault_table, f"out of memory in {moment}", problems)
+
+
+# --- an assert on a GPU ----------------------------------------------------------------------------------------------
+
+ASSERTED = (
+    "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [73,0,0], thread: [0,0,0] "
+    "Assertion `srcIndex < srcSelectDimSize` failed."
+)
+DEVICE_ASSERT = "CUDA error: device-side assert triggered"
+
+
+def test_a_device_assert_is_repeated_once_with_blocking_launches(tmp_path: Path, fault_table: FaultTable) -> None:
+    where = "transformers.models.llama.modeling_llama:LlamaMLP.forward"
+    abort = {"where": where, "do": "abort", "rank": 1, "call": 9, "mark": str(tmp_path / "aborted")}
+    abort["how"] = {"text": f"{ASSERTED}\nterminate called after throwing …\n  what():  … exception: {DEVICE_ASSERT}\n"}
+    # With blocking launches Python reports the assert, where it happens.
+    again = {"where": where, "do": "fail", "rank": 1, "call": 9}
+    again["how"] = {"error": "torch:AcceleratorError", "text": DEVICE_ASSERT}
+    printed = {"where": where, "do": "printenv", "rank": 1, "call": 8, "how": {"name": "CUDA_LAUNCH_BLOCKING"}}
+    ended = run_with(small_recipe(tmp_path), again, printed, abort)  # the last one acts first
+    problems = ended.problems(
+        5,
+        rf"rank 1 failed .*step.*: a kernel failed on the GPU; .*{re.escape(ASSERTED)}\n.*{DEVICE_ASSERT}\n",
+        r"repeating it once with CUDA_LAUNCH_BLOCKING=1",
+        rf"rank 1 failed .*: a kernel failed on the GPU; .*: {DEVICE_ASSERT}\n.*faults/sitecustomize.py.*\n",
+    )
+    log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    problems += [] if [*dict.fromkeys(re.findall("CUDA_LAUNCH_BLOCKING=(.*)", log))] == ["None", "1"] else [log]
+    assert not record_try(fault_table, "device assert", problems)
 
 
 # --- late ------------------------------------------------------------------------------------------------------------

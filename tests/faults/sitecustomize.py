@@ -94,6 +94,18 @@ def fail(result: Any, error: str = "builtins:RuntimeError", text: str = "injecte
     raise getattr(importlib.import_module(module), name)(text)
 
 
+def abort(result: Any, text: str) -> None:
+    """Print a text and end this process by SIGABRT, as C++ does when nobody catches an exception."""
+    os.write(2, text.encode())
+    os.abort()
+
+
+def printenv(result: Any, name: str) -> Any:
+    """Print a variable of this process's environment."""
+    print(f"{name}={os.environ.get(name)}", flush=True)
+    return result
+
+
 def nan(result: Any) -> Any:
     """Make the result of a function NaN: a tensor, or the first of a list of tensors."""
     if isinstance(result, list):
@@ -136,6 +148,8 @@ def exceed_memory(result: Any, cgroup: str) -> Any:
 
 
 ACTIONS: dict[str, Callable[..., Any]] = {
+    "abort": abort,
+    "printenv": printenv,
     "send": send,
     "sleep": sleep,
     "fail": fail,

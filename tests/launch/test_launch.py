@@ -337,8 +337,8 @@ def explained(tmp_path: Path, *failures: dict[str, Any], full_memory: bool = Fal
         file = tmp_path / f"{rank}.json"
         if "type" in fields:
             file.write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1", **fields}}}))
-        found[rank] = Failure(fields["code"], str(file))
-    chosen = first_failure(found, full_memory)
+        found[rank] = Failure(fields["code"], str(file), fields.get("pid", 0))
+    chosen = first_failure(found, RunDir(tmp_path).rank_log, full_memory)
     return explain(json.loads(json.dumps(chosen)), RunDir(tmp_path), "after step 3")
 
 
@@ -378,12 +378,102 @@ def test_the_cause_is_explained_and_not_its_consequence(tmp_path: Path) -> None:
     assert type(data) is errors.DataError and str(data) == "rows.jsonl:7: no"
 
 
+# The texts are torch's and NCCL's, from public reports.
+WATCHDOG = (
+    "[rank0]:[E318 09:26:18.141499142 ProcessGroupNCCL.cpp:2068] {0}\nException raised from run at ProcessGroupNCCL.cpp"
+    "\nframe #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f6e21d7eeb0 in libc10.so)\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {0}\n"
+)
+IN_WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: "
+ASSERTED = (
+    "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [73,0,0], thread: [0,0,0] "
+    "Assertion `srcIndex < srcSelectDimSize` failed."
+)
+DEVICE_ASSERT = "CUDA error: device-side assert triggered"
+ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+REMOTE = (
+    "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nncclRemoteError: A call "
+    "failed possibly due to a network error or a remote process exiting prematurely."
+)
+NCCL_MEMORY = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
+)
+TIMED_OUT = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=_ALLGATHER_BASE, NumelIn=513, "
+    "NumelOut=2052, Timeout(ms)=1200000) ran for 1200036 milliseconds before timing out."
+)
+ABORTS = """
+import os, sys
+from fsdptrain.launch.device_errors import first_line_of
+with open(sys.argv[1], "ab", buffering=0) as log:
+    log.write(first_line_of(os.getpid()) + sys.argv[2].encode())
+os.abort()
+"""
+
+
+def aborted(tmp_path: Path, rank: int, text: str) -> dict[str, Any]:
+    """Run a process that writes a text to the log of a rank and ends by SIGABRT, as NCCL's watchdog ends it."""
+    log = RunDir(tmp_path).rank_log(rank)
+    log.parent.mkdir(exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-c", ABORTS, str(log), text], env=environment())
+    return {"code": process.wait(), "pid": process.pid}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        (DEVICE_ASSERT, errors.KernelFailed, ("a kernel failed on the GPU", DEVICE_ASSERT)),
+        (ILLEGAL_ADDRESS, errors.KernelFailed, ("a kernel failed on the GPU", ILLEGAL_ADDRESS)),
+        (NCCL_MEMORY, errors.OutOfMemory, ("out of memory: Cuda failure 2 'out of memory'",)),
+        ("CUDA error: uncorrectable ECC error encountered", errors.WorkerLost, ("the GPU failed: look for Xid",)),
+        (TIMED_OUT, errors.WorkerLost, ("waited too long", "OpType=_ALLGATHER_BASE")),
+        ("a text that nobody knows", errors.WorkerLost, ("killed by SIGABRT",)),
+    ],
+)
+def test_an_abort_of_the_watchdog_has_the_name_of_its_cause(
+    text: str, kind: type, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    aborted(tmp_path, 0, WATCHDOG.format(IN_WATCHDOG + DEVICE_ASSERT))  # of an attempt before
+    peer = aborted(tmp_path, 1, WATCHDOG.format(IN_WATCHDOG + REMOTE))
+    lost = {"code": 5, "type": "WorkerLost", "message": "connection closed", "at": 1.0}
+    error = explained(tmp_path, aborted(tmp_path, 0, WATCHDOG.format(IN_WATCHDOG + text)), peer, lost)
+    if text == TIMED_OUT:  # a consequence as well: what was recorded says more
+        assert "connection closed" in str(error)
+        error = explained(tmp_path, aborted(tmp_path, 0, WATCHDOG.format(IN_WATCHDOG + text)))
+    assert type(error) is kind and "rank 0 " in str(error)
+    assert not [each for each in words if each not in str(error)], str(error)
+
+
+@pytest.mark.parametrize("text", [IN_WATCHDOG + REMOTE, IN_WATCHDOG + TIMED_OUT, "free(): invalid pointer"])
+def test_an_abort_does_not_outrank_what_another_rank_has_recorded(text: str, tmp_path: Path) -> None:
+    wrong = {"code": 5, "type": "WorkerError", "message": "KeyError: 7", "at": 2.0}
+    error = explained(tmp_path, aborted(tmp_path, 0, WATCHDOG.format(text)), wrong)
+    assert type(error) is errors.WorkerError and "rank 1 failed after step 3: KeyError: 7" in str(error)
+
+
+def test_a_recorded_assert_of_a_gpu_is_shown_with_what_the_gpu_has_printed(tmp_path: Path) -> None:
+    record = errors.to_record(as_fsdptrain_error(torch.AcceleratorError(DEVICE_ASSERT)))
+    error = explained(tmp_path, {**aborted(tmp_path, 0, f"{ASSERTED}\n{ASSERTED}\n"), **record, "at": 1.0})
+    assert type(error) is errors.KernelFailed and str(error).count(ASSERTED) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), errors.WorkerLost),
         (dist.DistNetworkError("no route"), errors.WorkerLost),
-        (torch.AcceleratorError("uncorrectable ECC error"), errors.WorkerLost),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), errors.WorkerLost),
+        (torch.AcceleratorError(DEVICE_ASSERT), errors.KernelFailed),
+        (RuntimeError(f"Triton Error [CUDA]: {ILLEGAL_ADDRESS.partition(': ')[2]}"), errors.KernelFailed),
+        (torch.AcceleratorError("CUDA error: out of memory"), errors.OutOfMemory),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            errors.OutOfMemory,
+        ),
+        (dist.DistBackendError(NCCL_MEMORY), errors.OutOfMemory),
+        (dist.DistBackendError(REMOTE), errors.WorkerLost),
         (torch.OutOfMemoryError("tried to allocate"), errors.OutOfMemory),
         (KeyError("x"), errors.WorkerError),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), errors.CheckpointError),

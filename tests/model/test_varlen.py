@@ -391,6 +391,19 @@ def test_it_is_chosen_where_the_model_computes_the_same(tmp_path: Path, kind: st
         assert reason in note
 
 
+@pytest.mark.parametrize(("cards", "kernel"), [([(7, 5)], "sdpa"), ([(9, 0), (7, 0)], "sdpa"), ([(8, 0)], varlen.NAME)])
+def test_it_is_not_chosen_for_a_card_that_flash_attention_refuses(
+    cards: list[tuple[int, int]], kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
+    monkeypatch.setattr("fsdptrain.model.skeleton.is_flash_attn_2_available", lambda: True)
+    found, bare = choose_attention(gpu_plan(tmp_path), AutoConfig.for_model("llama", **SIZES))
+    assert found.recipe.model.attn_implementation == kernel
+    note = varlen.mask_note(found, bare) or ""
+    assert (f"compute capability 8.0, and this one has {cards[-1][0]}.{cards[-1][1]}" in note) == (kernel == "sdpa")
+
+
 def test_a_model_with_chunks_would_be_noticed() -> None:
     """Its chunks are longer than any document of the comparison, were they not made short for it."""
     config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8192, num_local_experts=4)

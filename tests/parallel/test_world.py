@@ -36,5 +36,7 @@ def test_gathering_takes_as_many_operations_on_a_thousand_ranks_as_on_two() -> N
     assert counts[0] == counts[1] < 10
 
 
-def test_a_flag_of_one_rank_is_seen_by_all(tmp_path: Path) -> None:
-    assert on_ranks(2, "flags", tmp_path, recipe=str(write_recipe(tmp_path))) == [[True, False]] * 2
+def test_a_flag_of_one_rank_is_seen_by_all_and_all_groups_have_the_time_limit_of_the_run(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, fsdp__strategy="HYBRID_SHARD", fsdp__shard_size=1, launch__timeout_s=50)
+    for found in on_ranks(2, "world_of", tmp_path, recipe=str(recipe)):
+        assert found == {"flags": [True, False], "limits": [200.0] * 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
 import subprocess
@@ -12,9 +13,19 @@ from typing import Any
 import pytest
 from support import environment, fsdptrain, write_recipe
 
+from fsdptrain.cli import _claim
 from fsdptrain.config.reader import load
-from fsdptrain.plan.limits import Limits, fatal_limits, files_needed, limits_here, risky_limits
-from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.launch.launcher import worker_settings
+from fsdptrain.plan.limits import (
+    Limits,
+    compiled_where_possible,
+    fatal_limits,
+    files_needed,
+    limits_here,
+    risky_limits,
+    uncompiled_note,
+)
+from fsdptrain.plan.plan import Plan, make_plan, open_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.text import MIB
 
@@ -42,6 +53,43 @@ def test_limits_with_which_no_worker_can_train(
 ) -> None:
     found = list(fatal_limits(plan_on(tmp_path, 16, "cuda", *overrides), dataclasses.replace(ENOUGH, **limits)))
     assert len(found) == bool(says) and says in "".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "overrides", "limits", "compiles"),
+    [
+        (1, [], {"compiler": False}, False),
+        (1, [], {"header": False}, False),
+        (1, [], {}, "auto"),
+        (1, ["train.compile=true"], {"compiler": False}, True),  # refused
+        (2, [], {"compiler": False}, "auto"),  # refused: another node may have a compiler
+    ],
+)
+def test_without_a_compiler_auto_does_not_compile_on_a_node_of_its_own(
+    nnodes: int, overrides: list[str], limits: dict[str, Any], compiles: object, tmp_path: Path
+) -> None:
+    plan, here = plan_on(tmp_path, nnodes, "cuda", *overrides), dataclasses.replace(ENOUGH, **limits)
+    assert compiled_where_possible(plan, here).recipe.train.compile == compiles
+    assert bool(list(fatal_limits(plan, here))) == bool(limits and compiles)
+    note = uncompiled_note(plan, here)
+    assert (note is not None and "install gcc, g++ and python3-dev; without them" in note) == (not compiles)
+    assert uncompiled_note(compiled_where_possible(plan, here), here) is None
+
+
+def test_what_is_run_is_planned_for_the_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdptrain.plan.topology.find_topology", lambda *_, **__: Topology("cuda", 1, 1))
+    monkeypatch.setattr("fsdptrain.plan.limits.limits_here", lambda: dataclasses.replace(ENOUGH, compiler=False))
+    with contextlib.ExitStack() as stack:
+        plan, _ = _claim(stack, load(write_recipe(tmp_path)), fresh=False, trust_remote_code=False)
+        assert plan.recipe.train.compile is False and not plan.compiles
+        assert open_plan(plan.rundir.plan).recipe.train.compile is False
+
+
+def test_the_ranks_of_a_node_share_its_cores_when_they_compile(tmp_path: Path) -> None:
+    plan, name = dataclasses.replace(plan_on(tmp_path, 1), threads=12), "TORCHINDUCTOR_COMPILE_THREADS"
+    assert worker_settings(plan, {})[name] == "12"
+    assert worker_settings(dataclasses.replace(plan, threads=96), {})[name] == "32"
+    assert name not in worker_settings(plan, {name: "1"})  # the user's is kept
 
 
 def test_limits_with_which_nccl_may_fail(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_each_step_is_evaluated_and_saved_once_however_a_run_is_stopped(tmp_path
         tmp_path, data__eval={"fraction": 0.1}, eval__every=2, checkpoint__every=100, train__steps=3,
         launch__nproc_per_node=1,
     )  # fmt: skip
-    later = [[], ["train.steps=6", "eval.every=3"]]  # the rest, then more steps: step 3 is evaluated already
+    # The rest, then more steps, of which one is saved while they go on: step 3 is evaluated already.
+    later = [[], ["train.steps=6", "eval.every=3", "checkpoint.every=4", "checkpoint.keep=9"]]
     [found] = on_ranks(1, "stopped_in_evaluation", tmp_path / "ranks", recipe=str(recipe), later=later)
-    assert found == [[2, [2], [0]], [None, [2, 3], [0, 2, 3]], [None, [2, 3, 6], [0, 2, 3, 6]]]
+    assert found == [[2, [2], [0]], [None, [2, 3], [0, 2, 3]], [None, [2, 3, 4, 6], [0, 2, 3, 6]]]

@@ -174,6 +174,7 @@ HEADINGS = [
     "Data",
     "Model",
     "Disk",
+    "Host memory of a node",
     "Memory of the worst rank",
     "Communication per step",
     "Time",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -133,6 +134,33 @@ def test_the_exit_code_is_that_of_the_most_basic_problem(tmp_path: Path, monkeyp
     assert found.exit_code == DataError.exit_code and "no column 'text'" in found.problems[0]
     found, _ = validate(recipe, f"data.path={bad}", "model.config.hiden_size=64")
     assert found.exit_code == RecipeError.exit_code and len(found.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "state", "copy"),
+    [
+        ((), 12, 12),
+        (("checkpoint.async=false",), 12, 0),
+        (("checkpoint.every=4",), 12, 0),
+        (("checkpoint.every=null",), 12, 0),
+    ],
+)
+def test_the_copy_of_a_checkpoint_must_fit_into_host_memory(
+    overrides: tuple[str, ...], state: int, copy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "available_memory", lambda: 1000)
+    found, _ = validate(write_recipe(tmp_path), *overrides)
+    space, parameters = found.levels["model"]["host"], found.levels["model"]["parameters"]
+    assert space == {"state_bytes": state * parameters, "copy_bytes": copy * parameters, "available_bytes": 1000}
+    assert found.exit_code == CheckpointError.exit_code and "no space in the memory of this node" in found.problems[0]
+
+
+def test_on_gpus_a_node_holds_a_copy_of_its_share_of_a_checkpoint(tmp_path: Path) -> None:
+    plan, _ = draft(write_recipe(tmp_path))
+    gpus = dataclasses.replace(plan.topology, device="cuda", nnodes=4, nproc_per_node=8)
+    plan = dataclasses.replace(plan, topology=gpus)
+    space = disk.host_space(plan, [Weight((1000, 64))], None)
+    assert (space["state_bytes"], space["copy_bytes"]) == (0, 12 * 64000 // 4)
 
 
 def test_an_internal_error_does_not_end_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
