@@ -435,7 +435,8 @@ def speed_recipe(shape: str, setting: Setting, steps: int) -> Path:
     """Write the recipe of a shape: one sequence a step, of one document, as the peers attend over all of it."""
     seq_len, _, recompute = sizes(shape, setting)
     changes = {
-        "data.path": str(setting.text(whole=True)), "data.seq_len": seq_len, "data.packing": "concat", "train.steps": steps, "train.global_batch_size": 1,
+        "data.path": str(setting.text(whole=True)), "data.seq_len": seq_len, "data.packing": "concat",
+        "train.steps": steps, "train.global_batch_size": 1,
         "train.micro_batch_size": 1, "fsdp.activation_checkpointing": "full" if recompute else "none",
     }  # fmt: skip
     return setting.recipe(f"speed-{shape}", SHAPES[shape], changes)

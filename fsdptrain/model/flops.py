@@ -25,9 +25,9 @@ def model_flops(bare: Any, tokens: int, document: float) -> float:
     N counts the weights that multiply every token: all matrices of the unsharded skeleton `bare` except tables that are
     only looked up, and of a mixture's experts the share that a token uses. L is the number of layers, A heads × head
     size, 0 without attention, S = `document` the tokens of the document that a token belongs to, on average: those of
-    other documents are not attended to. As in the paper, all S are counted, also the half that causality hides. Of the 6, 2 are those of forward, 2 those of the weight's gradient
-    if it is trained, and 2 those of its input's gradient if something before it is trained. Attention that passes no
-    gradient on has 4 instead of 12.
+    other documents are not attended to. As in the paper, all S are counted, also the half that causality hides. Of the
+    6, 2 are those of forward, 2 those of the weight's gradient if it is trained, and 2 those of its input's gradient if
+    something before it is trained. Attention that passes no gradient on has 4 instead of 12.
     """
     config = bare.config.get_text_config()
     experts, used = (_first_number(config, names) for names in (EXPERTS, EXPERTS_OF_A_TOKEN))
