@@ -35,7 +35,7 @@ _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 def pytest_configure(config: pytest.Config) -> None:
     """Start the server that forks commands (`forks`) before the workers of pytest-xdist, which share it."""
     if config.getoption("numprocesses", None):
-        os.environ[forks.SERVER] = forks.server_of_this_session()
+        os.environ[forks.SERVER] = forks.server_of_this_session()[1:]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,7 +37,7 @@ import fsdptrain
 from fsdptrain import processes
 
 LONGEST_COMMAND_LINE = 2**14  # bytes that /proc can show of a forked process
-SERVER = "FSDPTRAIN_TESTS_SERVER"  # names the address of the server that the workers of pytest-xdist share
+SERVER = "FSDPTRAIN_TESTS_SERVER"  # the address, without its zero, of the server that workers of pytest-xdist share
 ALSO = ("ranks", "transformers.models.llama.modeling_llama", "transformers.generation.utils")  # are imported
 
 
@@ -89,7 +89,7 @@ class Command(subprocess.Popen[Any]):
 def server_of_this_session() -> str:
     """Return the address of the server's socket: of that in SERVER, or of one that is started now."""
     if SERVER in os.environ:
-        return os.environ[SERVER]
+        return f"\0{os.environ[SERVER]}"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return start_server("forks", "", {**os.environ, "PYTHONPATH": path})[0]
 
