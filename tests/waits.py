@@ -46,7 +46,7 @@ class PretendedStream:
         return ""
 
 
-def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
+def recorded(plan: Plan, steps: int, device: torch.device | None = None) -> tuple[list[Event], list[Event]]:
     """Return the events of `steps` steps, after a first one that has nothing to read, and those of an evaluation."""
     config: Any = dict(plan.recipe.model.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -54,7 +54,7 @@ def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
     with contextlib.ExitStack() as entered:
         enter = entered.enter_context
         enter(fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded))
-        world = enter(pretend_world(plan, pretend_accelerator()))
+        world = enter(pretend_world(plan, device or pretend_accelerator()))
         enter(on_card(KNOWN["h100-80gb"]))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(torch.autograd.set_multithreading_enabled(False))
