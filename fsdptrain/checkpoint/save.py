@@ -118,8 +118,11 @@ class Checkpointer:
                     self._staging[name] = host_memory_like(local)
                 local = self._staging[name].copy_(local, non_blocking=True)
             staged[name] = Shard(local, shard.first, shard.shape)
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)  # once for all copies, which were queued without waiting
+        device = self.world.device
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(
+                device
+            )  # once for all copies, which were queued without waiting
         return staged
 
     def _commit(self, step: int, skipped: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:
