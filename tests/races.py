@@ -3,7 +3,8 @@
 The detector is fed with what `Trainer.step`, an evaluation and saves do on the pretended accelerator: which memory each
 operator reads and writes, on which stream, and what waits for what. The host is a stream of its own. An operator that
 is queued comes after all that the host has done, but the host comes after an operator only if it has waited for it.
-Memory is freed on the stream that has allocated it, where torch gives it away again.
+Memory is freed on the stream that has allocated it, where torch gives it away again. A collective is work of the stream
+that issues it. The thread that copies the data of the next step is not watched.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fsdptrain.parallel.world import HostCopy
 from fsdptrain.plan.plan import Plan
 from fsdptrain.simulate.device import Backend, DeviceEvent, PretendCopy, PretendStream, current_stream
 from fsdptrain.simulate.recorder import NO_KERNEL, Recorder, host_waits, storage_of, tensors_in
+from fsdptrain.train.optim import optimizer_class
 
 HOST_STREAM = -1
 
@@ -133,6 +135,7 @@ MISSING: dict[str, tuple[type, str, Any]] = {  # waits that a test leaves out
 def races(plan: Plan, missing: str | None = None) -> list[str]:
     """Return the races in three steps of rank 0, an evaluation, and a save in the background and one that waits."""
     plan.rundir.root.mkdir(parents=True, exist_ok=True)
+    optimizer_class(plan.recipe.optim.name)  # its module may compute tables
     with contextlib.ExitStack() as entered:
         entered.enter_context(mock.patch.object(waits, "EVALUATED", 1))
         run, detector = entered.enter_context(waits.trained(plan, recorder_class=RaceDetector))

@@ -10,6 +10,8 @@ import pytest
 from simulate.test_simulate import WAITING
 from support import TESTS, python, python_path
 
+from fsdptrain.config.optimizers import OptimizerKind
+
 FOUND = """
 import json, sys
 from pathlib import Path
@@ -50,7 +52,6 @@ def test_every_access_waits_for_those_before_it_and_a_missing_wait_is_found(tmp_
 @pytest.mark.soak
 def test_every_configuration_is_free_of_races(tmp_path: Path) -> None:
     recomputed = {"fsdp__activation_checkpointing": "full", "fsdp__backward_prefetch": "NONE"}
-    for changes, races in zip(
-        matrix := [recomputed, *WAITING], found(tmp_path, [(c, None) for c in matrix]), strict=True
-    ):
+    matrix = [recomputed, *({"optim__name": kind.value} for kind in OptimizerKind), *WAITING]
+    for changes, races in zip(matrix, found(tmp_path, [(changes, None) for changes in matrix]), strict=True):
         assert not races, (changes, races[:5])
