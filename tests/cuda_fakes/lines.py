@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -53,21 +52,16 @@ def _concerned(block: Sequence[ast.stmt | ast.ExceptHandler]) -> set[tuple[int, 
 
 
 def traced(run: Callable[[], None], files: set[str]) -> set[tuple[str, int]]:
-    """Run a function; return the (file, line) of these files that were executed, also in threads."""
+    """Run a function; return the (file, line) of these files that this thread has executed."""
     hit = set()
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
         hit.add((frame.f_code.co_filename, frame.f_lineno))
-        return local
+        return on_line
 
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename in files else None
-
-    threading.settrace(on_call)
-    sys.settrace(on_call)
+    sys.settrace(lambda frame, event, _: on_line if frame.f_code.co_filename in files else None)
     try:
         run()
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
     return hit

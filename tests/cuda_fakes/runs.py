@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import ranks
 import torch
 import torch.distributed as dist
 import waits
@@ -29,23 +30,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
-from fsdptrain.plan.plan import Plan, make_plan
+from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import Topology
-from fsdptrain.processes import StopRequest
 from fsdptrain.simulate import device as pretended
 from fsdptrain.simulate.device import Backend, PretendStream, pretend_world
 from fsdptrain.simulate.kernels import cuda_attention
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder
 from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
-from fsdptrain.train.setup import Session
-from fsdptrain.train.trainer import Trainer
-from fsdptrain.train.watchdog import Watchdog
-from fsdptrain.train.worker import reporter_of
 from fsdptrain.validate import costs, dry_run, here, machine
 from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.request import Request
@@ -134,17 +129,18 @@ class InThisThread(Executor):
         return made
 
 
-def trainer_of(plan: Plan) -> None:
+def train(recipe: Path, words: list[str]) -> None:
     """Set up a trainer as a worker does, and train to the end; real until the model is built, then on fake tensors."""
     join, build = dist.init_process_group, trainer.build
     with contextlib.ExitStack() as entered:
         enter, patched = entered.enter_context, lambda *words: entered.enter_context(mock.patch.object(*words))
 
-        def faked(*arguments: Any) -> Any:
+        def faked(plan: Plan, *others: Any) -> Any:
             enter(fake(plan.recipe.data.packing != "none"))
-            return build(*arguments)
+            return build(plan, *others)
 
         os.environ["MASTER_PORT"] = str(unused_port())
+        patched(ranks, "find_topology", lambda *_: Topology("cuda", 1, 1))
         patched(trainer, "build", faked)
         patched(trainer, "World", OneRank)
         patched(
@@ -154,28 +150,22 @@ def trainer_of(plan: Plan) -> None:
         patched(prefetch, "ThreadPoolExecutor", InThisThread)
         patched(setup, "draw_weights", lambda *_: None)  # it looks at what it draws
         patched(Checkpointer, "_commit", lambda *_: None)  # fake tensors have no bytes to write
-        plan.rundir.root.mkdir(parents=True, exist_ok=True)
-        reporter, watchdog = reporter_of(plan, plan.rundir, 0, None), Watchdog(plan, 0)
         entered.callback(dist.destroy_process_group)
-        run = Trainer.set_up(Session(plan, plan.rundir, reporter, StopRequest(), watchdog))
+        run = ranks.build(str(recipe), [f"output_dir={recipe.parent / words[0]}", "train.compile=false", *words])
         print("trainer", run.world.device, run.train(), flush=True)
 
 
 def trainers(folder: Path) -> None:
+    """Train packed rows in bf16, and in float32 longer ones that are not packed, with offload."""
     recipe = write_recipe(folder, data__eval={"fraction": 0.1}, eval__every=2, launch__nproc_per_node=1)
-    for words in (
-        ["fsdp.mixed_precision.param_dtype=bfloat16"],
-        ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true", "fsdp.mixed_precision.param_dtype=float32"],
-    ):
-        words += [f"output_dir={folder / words[0]}", "train.compile=false"]
-        trainer_of(make_plan(load(recipe, words), Topology("cuda", 1, 1)))
+    train(recipe, ["fsdp.mixed_precision.param_dtype=bfloat16"])
+    train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
 
 
 def validations(folder: Path) -> None:
     """Describe the machine, its GPU and its links as `validate` and `validate --here` do."""
     plan = plan_of(folder, 1, device="cuda", model__attn_implementation="auto", fsdp__mixed_precision={})
-    request = Request(plan)
-    findings = Findings()
+    request, findings = Request(plan), Findings()
     dry_run.dry_run(request, findings)
     print("validate", findings.problems, costs.hardware_here(plan), flush=True)
     machine.attention_available("flash_attention_2")
@@ -202,13 +192,11 @@ def main() -> None:
             scenario(inside)
 
     hit = traced(run, {str(path) for path, _, _ in wanted})
-    missed = 0
-    for path, first, last in wanted:
-        ran = any((str(path), line) in hit for line in range(first, last + 1))
-        missed += not ran
+    ran = [any((str(path), line) in hit for line in range(first, last + 1)) for path, first, last in wanted]
+    for (path, first, _), each in zip(wanted, ran, strict=True):
         text = path.read_text().splitlines()[first - 1].strip()
-        print(f"{'ran    ' if ran else 'NOT RUN'} {path.relative_to(PACKAGE)}:{first}: {text}")
-    print(f"{len(wanted) - missed} of {len(wanted)} statements for CUDA ran")
+        print(f"{'ran    ' if each else 'NOT RUN'} {path.relative_to(PACKAGE)}:{first}: {text}")
+    print(f"{sum(ran)} of {len(ran)} statements for CUDA ran")
 
 
 if __name__ == "__main__":
