@@ -1,4 +1,4 @@
-# make demo · check · smoke · test · mutants · versions · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
+# make demo · check · smoke · test · mutants · versions · cuda-fakes · soak · cluster · bench · profile · gpu: each works in a fresh clone and installs what it needs into .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +7,7 @@ GPUS = $(shell $(PYTHON) -m fsdptrain.plan.gpus) # counted when needed: nvidia-s
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check smoke test mutants versions soak cluster slurm bench profile gpu clean
+.PHONY: install demo check smoke test mutants versions cuda-fakes soak cluster slurm bench profile gpu clean
 
 install: .venv/installed
 
@@ -56,6 +56,14 @@ versions: install
 			|| exit 1; \
 	done
 
+# The statements of the package that only a GPU reaches, on fake `cuda` tensors in each version: which of them ran.
+cuda-fakes: install
+	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \
+		$(MAKE) $(VERSIONS)/$$torch/installed && echo "torch $$torch" \
+			&& $(VERSIONS)/$$torch/bin/python -m pytest -m soak -s -rs tests/simulate/test_cuda_fakes.py \
+			|| exit 1; \
+	done
+
 $(VERSIONS)/%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==$*.0
@@ -68,6 +76,7 @@ soak: install slurm
 	$(BIN)/python -m pytest -m "soak or cluster" -s -rs
 	$(MAKE) mutants
 	$(MAKE) versions
+	$(MAKE) cuda-fakes
 
 # Mistakes of tests/mutants, planted one at a time in a copy of the tree: the default suite should notice 95% of them.
 # Only those with a part of a name: make mutants MUTANTS=dropout

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from reference import OPTIMIZERS, library_optimizers
 from safetensors import safe_open
+from strict import be_strict, compare_ranks
 from support import as_nobody, events
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -1185,10 +1186,11 @@ def main() -> NoReturn:
     """Run the job of the command line on this rank, write its result, and end the process."""
     _, job, out, arguments = sys.argv
     torch.set_num_threads(1)
+    be_strict()
     loss.loss_chunks = lambda tokens, *_: -(-tokens // 24)  # a micro-batch is several chunks, of unequal lengths
     result = globals()[job](**json.loads(arguments))
     (Path(out) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():
-        dist.barrier()
+        compare_ranks()
     sys.stdout.flush()
     os._exit(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,15 +46,18 @@ class PretendedStream:
         return ""
 
 
-def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
-    """Return the events of `steps` steps, after a first one that has nothing to read, and those of an evaluation."""
+@contextlib.contextmanager
+def trained(
+    plan: Plan, device: torch.device | None = None, recorder_class: type[Recorder] = Recorder
+) -> Iterator[tuple[Trainer, Recorder]]:
+    """Provide a trainer on fake tensors, on the pretended accelerator or another device, and what records its work."""
     config: Any = dict(plan.recipe.model.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     plan, _ = choose_attention(varied(plan, {"train.compile": False}), config)  # fake tensors are not compiled
     with contextlib.ExitStack() as entered:
         enter = entered.enter_context
         enter(fake_tensor_patches(plan.recipe.data.packing != "none", Recorder.unrecorded))
-        world = enter(pretend_world(plan, pretend_accelerator()))
+        world = enter(pretend_world(plan, device or pretend_accelerator()))
         enter(on_card(KNOWN["h100-80gb"]))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(torch.autograd.set_multithreading_enabled(False))
@@ -64,10 +67,16 @@ def recorded(plan: Plan, steps: int) -> tuple[list[Event], list[Event]]:
         enter(mock.patch.object(stops, "count_within", lambda *_: stops.MOST))
         engine, units = make_engine(plan, config, world)
         run = trainer_of(engine)
-        recorder = enter(Recorder(world.device.type, config.vocab_size))
+        recorder = enter(recorder_class(world.device.type, config.vocab_size))
         mark_moments(recorder, engine, units)
         read = engine.read
         enter(mock.patch.object(engine, "read", lambda queued: recorder.begin("read") or read(queued)))
+        yield run, recorder
+
+
+def recorded(plan: Plan, steps: int, device: torch.device | None = None) -> tuple[list[Event], list[Event]]:
+    """Return the events of `steps` steps, after a first one that has nothing to read, and those of an evaluation."""
+    with trained(plan, device) as (run, recorder):
         run.step(0)
         made: list[Event] = []
         evaluated: list[Event] = []

@@ -122,8 +122,8 @@ class Checkpointer:
             self.release()
             self._staging = Staging(moved)
         copies = {name: self._staging.copy(name, local) for name, local in moved.items()} if self._staging else {}
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)  # once for all copies, which were queued without waiting
+        if (device := self.world.device).type != "cpu":  # once for all copies, which were queued without waiting
+            torch.get_device_module(device).synchronize(device)
         return {name: Shard(copies.get(name, shard.local), shard.first, shard.shape) for name, shard in shards.items()}
 
     def _commit(self, step: int, skipped: int, staged: dict[str, Shard], started: float, blocked_s: float) -> None:

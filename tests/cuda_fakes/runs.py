@@ -1,0 +1,203 @@
+"""Run on fake `cuda` tensors what only a GPU would run, and print which lines of the package that are for it ran.
+
+This needs a CUDA build of torch on a machine without a GPU, and `shim.c` preloaded: see `test_cuda_fakes.py`.
+FakeTensorMode then replaces the guard of the devices; the streams and events are those of the pretended accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import ranks
+import torch
+import torch.distributed as dist
+import waits
+from cuda_fakes.lines import PACKAGE, cuda_lines, traced
+from simulated import SMALL, on_fake, plan_of
+from support import write_recipe
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdptrain.checkpoint.exported import Exported
+from fsdptrain.checkpoint.save import Checkpointer
+from fsdptrain.errors import RecipeError
+from fsdptrain.parallel.world import HostCopy, World, matrix_rate
+from fsdptrain.plan.network import unused_port
+from fsdptrain.plan.plan import Plan
+from fsdptrain.plan.topology import Topology
+from fsdptrain.simulate import device as pretended
+from fsdptrain.simulate.device import Backend, PretendStream, pretend_world
+from fsdptrain.simulate.kernels import cuda_attention
+from fsdptrain.simulate.patches import fake_tensor_patches
+from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.train import blockwise, prefetch, setup, trainer  # noqa: F401  (`blockwise` computes tables)
+from fsdptrain.validate import costs, dry_run, here, machine
+from fsdptrain.validate.findings import Findings
+from fsdptrain.validate.request import Request
+
+CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
+NAME = "NVIDIA H100 80GB HBM3"
+
+
+class CudaBackend(Backend):
+    """What `torch.cuda` answers on a machine with one H100, besides its streams and events."""
+
+    get_device_name = staticmethod(lambda device=None: NAME)
+    get_device_capability = staticmethod(lambda device=None: (9, 0))
+    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name=NAME, total_memory=MEMORY))
+    mem_get_info = staticmethod(lambda device=None: (MEMORY, MEMORY))
+    max_memory_allocated = staticmethod(lambda device=None: 2**30)
+    is_current_stream_capturing = staticmethod(lambda: False)
+    empty_cache = staticmethod(lambda: None)
+    nccl = SimpleNamespace(version=lambda: (2, 28, 3))
+
+    @staticmethod
+    def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+        return {"reserved_bytes": {"all": {"current": 2**30}}, "num_alloc_retries": 0}
+
+
+def pretend_cuda() -> None:
+    """Give this process a pretended GPU; for good."""
+    torch._C._ensureCUDADeviceGuardSet()  # first: it does nothing where devices are counted
+    FakeTensorMode.avoid_device_init = True  # type: ignore[assignment, method-assign]  # as where no GPU is available
+    fake_tensor.init_gpu_context = lambda *_: None
+    ctypes.c_byte.in_dll(ctypes.CDLL(None), "gpus").value = 127
+    pretended.PRETEND, PretendStream.device_type = CUDA.type, int(torch._C._autograd.DeviceType.CUDA)
+    PretendStream.current.append(PretendStream())
+    backend = CudaBackend()
+    for name in dir(backend):
+        if not name.startswith("__"):
+            setattr(torch.cuda, name, getattr(backend, name))
+    torch.accelerator.current_stream = backend.current_stream
+    functional: Any = torch.nn.functional
+    functional.scaled_dot_product_attention = cuda_attention(CUDA.type, functional.scaled_dot_product_attention)
+
+
+@contextlib.contextmanager
+def fake(packed: bool = True) -> Iterator[None]:
+    """Make every tensor fake inside the context; numbers that are read are zeros, or 1 where one is read alone."""
+    with (
+        fake_tensor_patches(packed, Recorder.unrecorded),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autograd.set_multithreading_enabled(False),
+        mock.patch.object(HostCopy, "_numbers", lambda copy: np.zeros(copy._copy.shape)),
+        mock.patch.object(torch.Tensor, "item", lambda tensor: 1.0),
+        mock.patch.object(torch.Tensor, "__int__", lambda tensor: 0),
+        mock.patch.object(torch.Tensor, "__float__", lambda tensor: 0.0),
+        mock.patch.object(torch.Tensor, "__bool__", lambda tensor: False),
+    ):
+        yield
+
+
+def steps(folder: Path) -> None:
+    """Make steps and an evaluation in a world of four ranks, after a step on the CPU; see `waits`."""
+    on_fake(plan_of(folder, data__packing="none"))
+    for changes in (
+        {},
+        {"fsdp__cpu_offload": True, "optim__name": "lion"},
+        {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16},
+        {"data__packing": "none", "fsdp__mixed_precision": {"param_dtype": "bfloat16"}},
+    ):
+        plan = plan_of(folder, device="cuda", model__config=SMALL | {"num_hidden_layers": 2}, **changes)
+        print("steps", changes, dict(waits.waits(*waits.recorded(plan, 2, CUDA), 2)), flush=True)
+
+
+class OneRank(World):
+    """A world of one rank, which has no other to exchange with: fake tensors cannot carry objects."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class InThisThread(Executor):
+    """Runs what it is given at once: a mode for fake tensors holds in one thread."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def submit(self, work: Any, *arguments: Any) -> Future[Any]:  # type: ignore[override]
+        (made := Future[Any]()).set_result(work(*arguments))
+        return made
+
+
+def train(recipe: Path, words: list[str]) -> None:
+    """Set up a trainer as a worker does, and train to the end; real until the model is built, then on fake tensors."""
+    join, build = dist.init_process_group, trainer.build
+    with contextlib.ExitStack() as entered:
+        enter, patched = entered.enter_context, lambda *words: entered.enter_context(mock.patch.object(*words))
+
+        def faked(plan: Plan, *others: Any) -> Any:
+            enter(fake(plan.recipe.data.packing != "none"))
+            return build(plan, *others)
+
+        os.environ["MASTER_PORT"] = str(unused_port())
+        patched(ranks, "find_topology", lambda *_: Topology("cuda", 1, 1))
+        patched(trainer, "build", faked)
+        patched(trainer, "World", OneRank)
+        patched(
+            dist, "init_process_group", lambda _, **words: join("cpu:gloo,cuda:fake", **words | {"device_id": None})
+        )
+        patched(dist, "broadcast_object_list", lambda *_, **words: None)
+        patched(prefetch, "ThreadPoolExecutor", InThisThread)
+        patched(setup, "draw_weights", lambda *_: None)  # it looks at what it draws
+        patched(Checkpointer, "_commit", lambda *_: None)  # fake tensors have no bytes to write
+        entered.callback(dist.destroy_process_group)
+        run = ranks.build(str(recipe), [f"output_dir={recipe.parent / words[0]}", "train.compile=false", *words])
+        print("trainer", run.world.device, run.train(), flush=True)
+
+
+def trainers(folder: Path) -> None:
+    """Train packed rows in bf16, and in float32 longer ones that are not packed, with offload."""
+    recipe = write_recipe(folder, data__eval={"fraction": 0.1}, eval__every=2, launch__nproc_per_node=1)
+    train(recipe, ["fsdp.mixed_precision.param_dtype=bfloat16"])
+    train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
+
+
+def validations(folder: Path) -> None:
+    """Describe the machine, its GPU and its links as `validate` and `validate --here` do."""
+    plan = plan_of(folder, 1, device="cuda", model__attn_implementation="auto", fsdp__mixed_precision={})
+    request, findings = Request(plan), Findings()
+    dry_run.dry_run(request, findings)
+    print("validate", findings.problems, costs.hardware_here(plan), flush=True)
+    machine.attention_available("flash_attention_2")
+    os.environ["MASTER_PORT"] = str(unused_port())
+    with mock.patch.object(here, "measured_links", lambda *_: {}):
+        print("validate --here", here.check_ranks(request).problems)
+    with contextlib.suppress(RecipeError):
+        setup.check_gpus(plan.topology, 0, os.environ)
+    list(Exported._dequantized(SimpleNamespace(plan=plan, _quantised_layers=dict), iter([{}])))  # type: ignore[arg-type]
+    with pretend_world(plan_of(folder, 2, device="cuda"), CUDA), fake():
+        print("GPU", here.rank_gpu(plan, 0), matrix_rate(CUDA, torch.bfloat16) > 0)
+        here.all_reduce_bandwidth(dist.group.WORLD, CUDA)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    pretend_cuda()
+    wanted = [*cuda_lines()]
+
+    def run() -> None:
+        for scenario in (steps, trainers, validations):
+            (inside := folder / scenario.__name__).mkdir()
+            scenario(inside)
+
+    hit = traced(run, {str(path) for path, _, _ in wanted})
+    ran = [any((str(path), line) in hit for line in range(first, last + 1)) for path, first, last in wanted]
+    for (path, first, _), each in zip(wanted, ran, strict=True):
+        text = path.read_text().splitlines()[first - 1].strip()
+        print(f"{'ran    ' if each else 'NOT RUN'} {path.relative_to(PACKAGE)}:{first}: {text}")
+    print(f"{sum(ran)} of {len(ran)} statements for CUDA ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Streams and the host wait for one another wherever one reads or overwrites what another has made; see `races`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulate.test_simulate import WAITING
+from support import TESTS, python, python_path
+
+from fsdptrain.config.optimizers import OptimizerKind
+
+FOUND = """
+import json, sys
+from pathlib import Path
+from races import races
+from simulated import SMALL, plan_of
+
+shape = SMALL | {"num_hidden_layers": 1}
+for changes, missing in json.load(sys.stdin):
+    print(json.dumps(races(plan_of(Path(sys.argv[1]), device="cuda", model__config=shape, **changes), missing)))
+"""
+PREFETCHED = {"data__packing": "none", "fsdp__forward_prefetch": 1}
+OFFLOADED = {"fsdp__cpu_offload": True, "fsdp__backward_prefetch": "BACKWARD_POST"}
+COPIES = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16}
+
+
+def found(folder: Path, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
+    """Return the races of runs with these changes, each without one of the waits of `races.MISSING` if it is named."""
+    done = python("-c", FOUND, folder, input=json.dumps(runs), timeout=3600, PYTHONPATH=python_path(TESTS))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_access_waits_for_those_before_it_and_a_missing_wait_is_found(tmp_path: Path) -> None:
+    missing = {
+        "of the host for the numbers of a step": "read on the host after _to_copy",
+        "of a save for its copies": "read on the host after copy_",
+        "of the host for offloaded gradients": "_foreach_norm.Scalar on the host after _to_copy",
+        "of the computation for collectives": "after _reduce_scatter_base_",
+        "of collectives for the computation": "new memory on stream",
+    }
+    planted = [(OFFLOADED if "offloaded" in wait else PREFETCHED, wait) for wait in missing]
+    *raced, prefetched, offloaded = found(tmp_path, [*planted, (PREFETCHED, None), (OFFLOADED | COPIES, None)])
+    assert prefetched == offloaded == []
+    for (wait, expected), races in zip(missing.items(), raced, strict=True):
+        assert any(expected in race for race in races), (wait, races[:5])
+
+
+@pytest.mark.soak
+def test_every_configuration_is_free_of_races(tmp_path: Path) -> None:
+    recomputed = {"fsdp__activation_checkpointing": "full", "fsdp__backward_prefetch": "NONE"}
+    matrix = [recomputed, *({"optim__name": kind.value} for kind in OptimizerKind), *WAITING]
+    for changes, races in zip(matrix, found(tmp_path, [(changes, None) for changes in matrix]), strict=True):
+        assert not races, (changes, races[:5])
