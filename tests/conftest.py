@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -61,6 +64,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def cache() -> Path:
     """Return the folder of prepared data and tokenizers."""
     return Path(_cache.name)
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Let a `processes.Child` of this process be forked by a server that has imported everything (see `forks`)."""
+    from forks import Command
+
+    from fsdptrain import processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "child_command", lambda module: [sys.executable, "-m", module])
+        patch.setattr(processes, "subprocess", SimpleNamespace(Popen=Command, PIPE=subprocess.PIPE))
+        yield
 
 
 class Table:

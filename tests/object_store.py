@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.loaders import JSONFileLoader
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -87,6 +91,10 @@ class ObjectStore:
 def serve_here() -> Iterator[ObjectStore]:
     """Run a server for this process and those it starts, which find it in the environment."""
     with pytest.MonkeyPatch.context() as patch:
+        # Every place has a client of its own, and each would read certificates and descriptions of the service again.
+        certificates, load_file = ssl.create_default_context(), functools.cache(JSONFileLoader().load_file)
+        patch.setattr(AIOHTTPSession, "_build_verify_context", lambda _: certificates)
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: load_file(path))
         for store in serve():
             for name, value in store.environment.items():
                 patch.setenv(name, value)

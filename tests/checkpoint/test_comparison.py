@@ -28,6 +28,8 @@ from fsdptrain.checkpoint.comparison import (
 from fsdptrain.errors import CheckpointError, Stopped
 from fsdptrain.plan.limits import available_memory
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 # Of control groups: the files of the limit and of what is used, and the files' cache in memory.stat.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")

@@ -27,7 +27,7 @@ from fsdptrain.config.reader import load
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import Topology
 
-AT, STEPS, BATCH = 5, 10, 12
+AT, STEPS, BATCH = 2, 4, 12
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_another_world_size_continues_with_the_same_samples(
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: Any, tmp_path: Path) -> None:
     recipe, whole = saved["plain"]
     shutil.copytree(recipe.parent / "run", tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "step-00000008"
+    newest = tmp_path / "run" / "checkpoints" / f"step-{AT + 1:08}"
     shutil.copytree(tmp_path / "run" / "checkpoints" / f"step-{AT:08}", newest)
     shard = newest / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -116,8 +116,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: A
 def test_every_optimizer_resumes_and_skips_a_step_that_is_not_finite(
     names: list[str], worlds: list[int], tmp_path: Path
 ) -> None:
+    sizes = TINY | {"hidden_size": 256, "intermediate_size": 300, "num_hidden_layers": 1}
     recipe = write_recipe(  # rows of 256 and 300 values: some are whole blocks of 8-bit values
-        tmp_path, model__config={"model_type": "llama", **TINY, "hidden_size": 256, "intermediate_size": 300},
+        tmp_path, model__config={"model_type": "llama", **sizes}, data__seq_len=32,
         optim__lr=1e-3, train__steps=4, train__global_batch_size=12,
     )  # fmt: skip
     variants = {name: [*f"optim.name={name}".split(), f"output_dir={tmp_path / name}"] for name in names}

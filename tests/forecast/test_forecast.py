@@ -282,7 +282,7 @@ def test_waiting_for_an_event_does_not_wait_for_what_is_queued_after_it() -> Non
 
 
 @pytest.fixture(scope="module")
-def forecaster() -> Iterator[Forecaster]:
+def forecaster(forked_children: None) -> Iterator[Forecaster]:
     with Forecaster() as process:
         yield process
 
@@ -419,9 +419,8 @@ def test_a_simulation_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecaster: Forecaster
 ) -> None:
     """A step on other hardware may not look like the forecast that was asked for."""
-    script = tmp_path / "estimate.py"
-    script.write_text("raise SystemExit('RuntimeError: no such stream')")
-    monkeypatch.setattr(processes, "child_command", lambda _: [sys.executable, str(script)])
+    script = "raise SystemExit('RuntimeError: no such stream')"
+    monkeypatch.setattr(processes, "child_command", lambda _: [sys.executable, "-c", script])
     with Forecaster() as process:
         with pytest.raises(FsdptrainError, match="the step could not be simulated: RuntimeError: no such stream"):
             process.forecast(gpu_plan(tmp_path), H100)
@@ -464,6 +463,7 @@ def test_a_card_without_bfloat16_rejects_a_bfloat16_recipe(tmp_path: Path, forec
     assert findings[1].exit_code == 0 and findings[1].step["hardware"] == "v100-32gb"
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

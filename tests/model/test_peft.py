@@ -51,8 +51,9 @@ from fsdptrain.validate.model import check_model
 
 STEPS, BATCH = 8, 8
 WORLDS = (1, 2, 4)
+SIZES = TINY | {"num_hidden_layers": 2}
 # Widths are multiples of 64: bitsandbytes quantises all layers, and ours only those whose rows are whole blocks.
-SMALL = TINY | {"num_hidden_layers": 2, "intermediate_size": 128}
+SMALL = SIZES | {"intermediate_size": 128}
 SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # the default ones are not in 512
@@ -96,7 +97,7 @@ CASES = {
     # At a high rate Adam's first steps, which are ±lr whatever the gradient is, amplify the rounding of bf16.
     "LoRA bf16, recomputed": Case([*LORA, BF16, FULL, "optim.lr=1e-4"], limit=2e-3, gradients=2e-2),
     "DoRA, head": Case([*LORA, "adapter.use_dora=true", "adapter.use_rslora=true", *EMBEDDED], ("lm_head.weight",)),
-    "last layer": Case(["model.trainable=[layers.2, norm]"], ("model.layers.2.", "model.norm")),
+    "last layer": Case(["model.trainable=[layers.1, norm]"], ("model.layers.1.", "model.norm")),
 }
 MODELS = {  # fused projections, transposed weights, experts, clipping in place, tied embeddings, an adapter on the head
     f"{kind} {name}": Case([*words, *more], model=model)
@@ -113,7 +114,7 @@ def adapter_recipe(tmp: Path, **changes: Any) -> Path:
     """Write a recipe that trains adapters of rank 3 beside a random Llama."""
     if not (tmp / "model").exists():
         torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp / "model")
+        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(tmp / "model")
     changes = {
         "model": {"id": str(tmp / "model"), "tokenizer": {"train": 512}}, "adapter": {"kind": "lora", "r": 3},
         "optim__lr": 1e-3, "train__steps": STEPS, "train__global_batch_size": BATCH, "train__micro_batch_size": 2,
@@ -206,7 +207,7 @@ class Parity:
 def test_curves_agree_with_a_plain_peft_loop(recipe: Path, tmp_path: Path) -> None:
     """On two ranks, over which rank 3 does not divide: loss, gradients, dtypes; and the base stays as it was."""
     cases = CASES | {name: MODELS[name] for name in ("LoRA gpt2", "LoRA on the head")}
-    parity = Parity(recipe, cases)
+    parity = Parity(recipe, cases, steps=3)
     small_units = {"LoRA × units inside adapted layers": ["fsdp.wrap={min_params: 2000}"]}
     found = parity.train("adapted", 2, {name: [] for name in cases} | small_units, tmp_path)
     parity.finish()
@@ -250,17 +251,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tmp = tmp_path_factory.mktemp("resume")
     recipe = adapter_recipe(tmp, adapter={"kind": "lora", "r": 3, "dropout": 0.3})
     words = ["fsdp.activation_checkpointing=full"]
-    whole = on_ranks(2, "save_between", tmp / "a", recipe=str(recipe), overrides=words, at=4, steps=STEPS)[0]
+    whole = on_ranks(2, "save_between", tmp / "a", recipe=str(recipe), overrides=words, at=2, steps=4)[0]
     (tmp / "run" / "plan.json").write_text(make_plan(load(recipe, words), Topology("cpu", 1, 2)).to_json())
-    again = on_ranks(2, "resume", tmp / "b", recipe=str(recipe), overrides=words, steps=STEPS)[0]
+    again = on_ranks(2, "resume", tmp / "b", recipe=str(recipe), overrides=words, steps=4)[0]
     return {"recipe": recipe, "run": RunDir(tmp / "run"), "whole": whole, "again": again, "words": words, "tmp": tmp}
 
 
 def test_a_resume_with_dropout_and_recomputation_is_bitwise_equal(trained: dict[str, Any]) -> None:
-    assert trained["again"]["first"] == 4
-    assert trained["again"]["curve"] == trained["whole"]["curve"][4:]
-    size = sum(path.stat().st_size for path in trained["run"].checkpoint(4).glob("*.safetensors"))
-    assert size < 200_000, "the whole model has 166,496 parameters: with moments, 2 MB"
+    assert trained["again"]["first"] == 2
+    assert trained["again"]["curve"] == trained["whole"]["curve"][2:]
+    size = sum(path.stat().st_size for path in trained["run"].checkpoint(2).glob("*.safetensors"))
+    assert size < 200_000, "the whole model has 127,296 parameters: with moments, 1.5 MB"
 
 
 def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None:
@@ -269,8 +270,8 @@ def test_a_resume_on_another_base_or_world_size(trained: dict[str, Any]) -> None
     kept = weights.with_suffix(".before")
     shutil.copyfile(weights, kept)
     recipe, words = str(trained["recipe"]), [*trained["words"], "adapter.dropout=0.3"]
-    alone = on_ranks(1, "resume", trained["tmp"] / "c", recipe=recipe, overrides=words, steps=STEPS)[0]
-    assert alone["first"] == 4 and len(alone["curve"]) == STEPS - 4
+    alone = on_ranks(1, "resume", trained["tmp"] / "c", recipe=recipe, overrides=words, steps=4)[0]
+    assert alone["first"] == 2 and len(alone["curve"]) == 2
     tensors = load_file(weights)
     tensors["model.embed_tokens.weight"][7, 7] += 1
     save_file(tensors, weights, {"format": "pt"})
@@ -430,7 +431,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(tmp_path
     with pytest.raises(RecipeError, match="is an adapter: name the model that it belongs to here, and this folder in"):
         load(tmp_path / "recipe.yaml", ["adapter.from=null", f"model.id={tmp_path}"])
     assert f"does not fit LlamaForCausalLM: {name} is (4, 128), the model needs (4, 64)" in str(error.value)
-    names = [name.replace(".0.", f".{i}.").replace("q_proj", layer) for i in range(3) for layer in ("q_proj", "v_proj")]
+    names = [name.replace(".0.", f".{i}.").replace("q_proj", layer) for i in range(2) for layer in ("q_proj", "v_proj")]
     sizes = {name: 32 if "v_proj" in name else 64 for name in names}
     tensors = {name: torch.zeros(4, 64) for name in names}
     tensors |= {name.replace("_A.", "_B."): torch.full((size, 4), torch.nan) for name, size in sizes.items()}
@@ -485,11 +486,11 @@ def test_a_separate_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> Non
 
     message = refused({"rms_norm_eps": 0.5})
     assert "model.config.rms_norm_eps: 0.5, but 1e-06 in " in message and "use export.adapter: merged" in message
-    assert "model.config.num_attention_heads: 2, but 4 in " in refused(family | TINY | {"num_attention_heads": 2})
+    assert "model.config.num_attention_heads: 2, but 4 in " in refused(family | SIZES | {"num_attention_heads": 2})
     assert not refused({"rms_norm_eps": 0.5}, "export.adapter=merged")
     assert not refused({"max_position_embeddings": 512}, "data.seq_len=512")
-    assert not refused({"attention_dropout": 0.1, "use_cache": False, "num_hidden_layers": 3})
-    assert not refused(family | TINY | {"tie_word_embeddings": False})
+    assert not refused({"attention_dropout": 0.1, "use_cache": False, "num_hidden_layers": 2})
+    assert not refused(family | SIZES | {"tie_word_embeddings": False})
 
 
 def frozen(kind: str, adapter: dict[str, Any] | None, trainable: tuple[str, ...] = (), loss: str = "chunked") -> Any:

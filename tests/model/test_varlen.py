@@ -334,18 +334,18 @@ def gpu_plan(tmp: Path, **changes: Any) -> Plan:
 
 VARIANTS = {
     "plain": [],
-    "full": ["fsdp.activation_checkpointing=full"],
     "selective": ["fsdp.activation_checkpointing=selective", "fsdp.accumulation=hold"],
     "rows": ["train.micro_batch_size=2", "fsdp.strategy=SHARD_GRAD_OP", "train.loss=plain"],
-    "not packed": ["data.packing=none"],
     "bf16": ["fsdp.mixed_precision.param_dtype=bfloat16", "train.micro_batch_size=2"],
 }
+OTHERS = {"full": ["fsdp.activation_checkpointing=full"], "not packed": ["data.packing=none"]}
 
 
-def test_real_ranks_make_the_curve_of_the_mask_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variants", [VARIANTS, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["most", "others"])
+def test_real_ranks_make_the_curve_of_the_mask_path(variants: dict[str, list[str]], tmp_path: Path) -> None:
     """Everything is as in a run on GPUs, except that `obstacle` finds none on a CPU."""
-    recipe = write_recipe(tmp_path, data__seq_len=96, train__global_batch_size=8)
-    found = on_ranks(2, "masked_and_apart", tmp_path / "ranks", recipe=str(recipe), variants=VARIANTS, steps=3)[0]
+    recipe = write_recipe(tmp_path, data__seq_len=96, train__global_batch_size=4)
+    found = on_ranks(2, "masked_and_apart", tmp_path / "ranks", recipe=str(recipe), variants=variants, steps=2)[0]
     for name, (masked, apart) in found.items():
         pairs = zip((x for step in masked for x in step), (x for step in apart for x in step), strict=True)
         difference = max(abs(a / b - 1) for a, b in pairs)
@@ -475,35 +475,35 @@ from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.simulate.device import PRETEND
 from fsdptrain.simulate.simulation import simulate
 
+_, folder, recomputation = sys.argv
+plan = gpu_plan(
+    Path(folder), fsdp__activation_checkpointing=recomputation, data__seq_len=512, train__global_batch_size=16
+)
 found = {}
-for recomputation in ("none", "selective"):
-    plan = gpu_plan(
-        Path(sys.argv[1]), fsdp__activation_checkpointing=recomputation, data__seq_len=512, train__global_batch_size=16
-    )
-    for name, chosen in (("mask", plan), ("varlen", choose_attention(plan, config_of(plan))[0])):
-        trace = simulate(chosen, config_of(plan), pretend=True)
-        kernels = collections.Counter(e.name for e in trace.events if isinstance(e, Kernel))
-        found[f"{name} {recomputation}"] = {
-            "kernels": {name: count for name, count in kernels.items() if "attention" in name or "varlen" in name},
-            "masks": kernels["cumsum"],  # transformers looks for documents with it, before it makes a mask of them
-            "waits": sum(isinstance(e, Synchronize) for e in trace.events),
-            "bytes": memory.peak(trace, PRETEND).allocated,
-        }
+for way, chosen in (("mask", plan), ("varlen", choose_attention(plan, config_of(plan))[0])):
+    trace = simulate(chosen, config_of(plan), pretend=True)
+    kernels = collections.Counter(e.name for e in trace.events if isinstance(e, Kernel))
+    found[way] = {
+        "kernels": {name: count for name, count in kernels.items() if "attention" in name or "varlen" in name},
+        "masks": kernels["cumsum"],  # transformers looks for documents with it, before it makes a mask of them
+        "waits": sum(isinstance(e, Synchronize) for e in trace.events),
+        "bytes": memory.peak(trace, PRETEND).allocated,
+    }
 print(json.dumps(found))
 """
 
 
-def test_a_simulated_step_has_no_mask(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recomputation", ["selective", pytest.param("none", marks=pytest.mark.soak)])
+def test_a_simulated_step_has_no_mask(recomputation: str, tmp_path: Path) -> None:
     """A separate process, because a pretended accelerator cannot be removed."""
-    done = python("-c", TRACED, tmp_path, PYTHONPATH=python_path(TESTS, Path(__file__).parent))
+    done = python("-c", TRACED, tmp_path, recomputation, PYTHONPATH=python_path(TESTS, Path(__file__).parent))
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     print(found)
-    for recomputation in ("none", "selective"):
-        masked, apart = found[f"mask {recomputation}"], found[f"varlen {recomputation}"]
-        micro_batches = 2
-        calls = dict.fromkeys(("_varlen_attn", "_varlen_attn_backward"), 4 * micro_batches)
-        assert apart["kernels"] == calls  # kept, attention is not computed again
-        assert masked["masks"] > apart["masks"] == 0
-        assert apart["bytes"] < masked["bytes"]
-        assert apart["waits"] <= masked["waits"]
+    masked, apart = found["mask"], found["varlen"]
+    micro_batches = 2
+    calls = dict.fromkeys(("_varlen_attn", "_varlen_attn_backward"), 4 * micro_batches)
+    assert apart["kernels"] == calls  # kept, attention is not computed again
+    assert masked["masks"] > apart["masks"] == 0
+    assert apart["bytes"] < masked["bytes"]
+    assert apart["waits"] <= masked["waits"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import small_config
-from support import TINY, environment, fsdptrain, python_path, write_recipe
+from support import TINY, fsdptrain, python, python_path, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdptrain.config.reader import load
@@ -179,7 +177,8 @@ def test_a_large_model_takes_no_memory() -> None:
         assert tested.same([[0, 1, 2, 0, 1, 2, 3, 4]], slice(3, 6))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2**20  # KiB; its weights would take 24 GiB
 
 
