@@ -98,17 +98,22 @@ def python_path(*folders: Path) -> str:
 
 
 def fsdptrain(
-    *words: object, timeout: float = 180, cwd: Path | None = None, **extra: str
+    *words: object, timeout: float = 180, cwd: Path | None = None, executed: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, but for its imports (see `forks`)."""
-    return python("-m", "fsdptrain", *words, timeout=timeout, cwd=cwd, **extra)
+    """Run the command as a user does, but for its imports (see `forks`) unless it is `executed`."""
+    return python("-m", "fsdptrain", *words, timeout=timeout, cwd=cwd, executed=executed, **extra)
 
 
 def python(
-    *words: object, input: str | None = None, timeout: float = 180, cwd: Path | None = None, **extra: str
+    *words: object,
+    input: str | None = None,
+    timeout: float = 180,
+    cwd: Path | None = None,
+    executed: bool = False,
+    **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment (see `forks`)."""
-    start = how_to_start(extra)
+    """Run `-m MODULE …` or `-c CODE …` to its end, with `extra` in its environment; `executed`: not as a fork."""
+    start = subprocess.Popen if executed else how_to_start(extra)
     command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
     streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}
     with start(command, **streams, text=True, cwd=cwd, env=environment(**extra)) as process:

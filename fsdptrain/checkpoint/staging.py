@@ -28,7 +28,7 @@ class Staging:
             for (name, tensor), start in zip(tensors.items(), itertools.accumulate(sizes, initial=0))  # noqa: B905
         }
         self.pinned = False
-        if self.memory.nbytes and any(tensor.device.type != "cpu" for tensor in tensors.values()):
+        if self.memory.nbytes and any(tensor.device.type == "cuda" for tensor in tensors.values()):
             try:
                 (pin or pin_memory)(self.memory)
                 self.pinned = True

@@ -23,6 +23,7 @@ from conftest import FaultTable
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import environment, fsdptrain, on_ranks, write_recipe
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.attempts.manifest import (
     FORMAT_VERSION,
@@ -605,9 +606,10 @@ def test_copies_of_gpu_memory_are_pinned_as_one_piece_if_possible(capfd: pytest.
     def refuse(memory: torch.Tensor) -> None:
         raise RuntimeError("out of memory to pin")
 
-    # "meta" stands for a GPU. Pinned one by one, they would take 2^17 and 2^18 bytes.
-    tensors = {
-        "a": torch.empty(65537, dtype=torch.uint8, device="meta"),
+    with FakeTensorMode():
+        on_gpu = torch.empty(65537, dtype=torch.uint8, device="cuda")
+    tensors = {  # pinned one by one, they would take 2^17 and 2^18 bytes
+        "a": on_gpu,
         "b": torch.empty(65537, 2, dtype=torch.bfloat16),
     }
     staging = Staging(tensors, pin=lambda memory: pinned.append(memory.nbytes))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
 from histories.world import STEPS, make_inputs
 
 from fsdptrain import cli
@@ -31,7 +30,6 @@ def warm_up(folder: Path) -> None:
     quiet_libraries()
     with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
         train(plan, stop, None)
-    dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
     run = str(folder / "runs" / "run")

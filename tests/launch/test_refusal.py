@@ -34,7 +34,8 @@ def test_all_nodes_end_with_the_reason_of_the_one_that_is_refused(refused: int, 
 
     def start(node: int) -> tuple[int, str]:
         launched = NODES[node] | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = fsdptrain("run", recipes[node], **launched)
+        # Executed: torch reads when it is imported whether it prints warnings, with their stacks, of the other's end.
+        done = fsdptrain("run", recipes[node], executed=True, **launched)
         return done.returncode, " ".join(done.stderr.split())
 
     with ThreadPoolExecutor() as pool:
