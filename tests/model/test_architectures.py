@@ -22,6 +22,7 @@ from fsdptrain.config.schema import Model
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.model.units import units_of
+from fsdptrain.parallel.patches import takes_two_dtypes
 from fsdptrain.plan.plan import Plan, make_plan, varied
 from fsdptrain.plan.topology import Topology
 
@@ -137,7 +138,8 @@ def test_other_architectures_train_or_are_rejected_by_name(tmp_path: Path) -> No
     ways["minimax cast"] = ["fsdp.mixed_precision.buffer_dtype=bfloat16"]
     ways["mamba inner"] = ["fsdp.wrap=[Conv1d]"]
     refused = {way: error for way, error in errors_of(ways, tmp_path).items() if error}
-    assert refused.keys() == {"minimax", "mamba inner", "xlstm"}, refused
+    wide = set() if takes_two_dtypes() else {"zamba"}  # keeps some weights in float32
+    assert refused.keys() == {"minimax", "mamba inner", "xlstm"} | wide, refused
     assert {error[0] for error in refused.values()} == {"RecipeError"}
     assert "buffers of MiniMaxForCausalLM cannot be used with bfloat16 weights" in refused["minimax"][1]
     assert "set buffer_dtype to bfloat16" in refused["minimax"][1]
