@@ -60,6 +60,7 @@ from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
+from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.step import find_sources
 from fsdptrain.train.trainer import Trainer
@@ -84,7 +85,7 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     """Make the steps from `first` to `steps`; return [loss, gradient norm] of each."""
     made = []
     for step in range(first, steps):
-        batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+        batches = batches_of(run.plan, run.stream, step, run.world.rank)
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
         [stats] = run.engine.read([run.engine.step(step, batches, tokens, lr)])
@@ -145,7 +146,7 @@ def observed_curve(run: Trainer, steps: int, path: Path) -> list[list[float]]:
 
 def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
     """Return the whole gradient of every trained parameter for the batches of a step, which is not made."""
-    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+    batches = batches_of(run.plan, run.stream, step, run.world.rank)
     run.engine.accumulate(step, batches, run.stream.label_tokens(run.plan.step_positions(step)))
     params = run.engine.model.named_parameters()
     found = {name: param.grad.full_tensor() for name, param in params if param.requires_grad}
@@ -604,7 +605,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     curve(run, 1)
     params = list(run.engine.model.parameters())
     before = [p.detach().to_local().clone() for p in params]
-    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(1, run.world.rank)]
+    batches = batches_of(run.plan, run.stream, 1, run.world.rank)
     tokens = run.stream.label_tokens(run.plan.step_positions(1))
     found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
     whole = run.engine.loss

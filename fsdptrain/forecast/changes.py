@@ -73,7 +73,7 @@ def micro_batches(plan: Plan) -> list[int]:
     recipe = plan.recipe
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
         return [1]
-    share = recipe.train.global_batch_size // plan.topology.world_size
+    share = recipe.train.global_batch_size * plan.context // plan.topology.world_size
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
     sizes = sorted(powers | {recipe.train.micro_batch_size})
     return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]

@@ -127,7 +127,8 @@ def collective_of(frame: FrameType) -> str | None:
 
 
 KINDS = {"all-gather": ("all-gather",), "reduction": ("reduce-scatter", "all-to-all", "all-reduce")}
-SIDE = "side"  # the description of `World.side` in the flight recorder
+# Descriptions of groups in the flight recorder: `World.side`, and the ranks that share rows.
+SIDE, CONTEXT = "side", "parallel.context"
 
 
 class Issued(NamedTuple):
@@ -204,6 +205,8 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
         if note is not None and kind in KINDS[note.kind]:
             shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard.GlooReduceScatter`
             kind = f"{shown} of {note.unit}"
+        elif description == CONTEXT:
+            kind = f"{kind} of {CONTEXT}"
         found.append({**entry, "collective": kind, "side": description == SIDE})
     return found
 
