@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -731,6 +732,8 @@ def test_a_run_whose_folder_goes_away_ends_and_makes_no_other(how: str, tmp_path
     recipe, run, away = small_recipe(tmp_path, train__steps=10_000), tmp_path / "run", tmp_path / "away"
     running = Running(recipe)
     wait_for_step(run, 4)
+    while not valid_steps(run):  # the first checkpoint may still be under way
+        time.sleep(0.05)
     run.rename(away)
     if how == "removed":
         shutil.rmtree(away)

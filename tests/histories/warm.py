@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from histories.world import STEPS, make_inputs
 
 from fsdptrain import cli
@@ -28,8 +30,13 @@ def warm_up(folder: Path) -> None:
     environment = dict(os.environ)
     os.environ.update(worker_environment(plan, 0, 0, str(folder / "error.json")) | {"MASTER_PORT": str(unused_port())})
     quiet_libraries()
-    with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
-        train(plan, stop, None)
+
+    def first_run() -> None:
+        with claim_run_dir(plan, written.text, fresh=False), StopRequest() as stop:
+            train(plan, stop, None)
+
+    # A process that has computed gradients with a CUDA build of torch may have threads, and then cannot be forked.
+    (in_a_fork if torch.version.cuda else call)(first_run)
     os.environ.clear()
     os.environ.update(environment)
     run = str(folder / "runs" / "run")
@@ -37,6 +44,23 @@ def warm_up(folder: Path) -> None:
         quietly(cli.main, words)
     for step in range(1, STEPS + 1):
         quietly(cli.main, ["export", run, "--step", str(step), "--out", f"{folder}/exports/{step}", "--no-compare"])
+
+
+def call(work: Callable[[], None]) -> None:
+    """Do some work in this process."""
+    work()
+
+
+def in_a_fork(work: Callable[[], None]) -> None:
+    """Do some work in a fork of this process."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def quietly(main: Callable[[], object], words: list[str]) -> None:
