@@ -98,6 +98,21 @@ def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str,
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
 
 
+def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
+    """Return of each variant the held-out loss, the curve, and the logits with which an export is compared.
+
+    `compiled` is the backend of what is compiled.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        with patch.object(torch, "compile", functools.partial(torch.compile, backend=compiled or "inductor")):
+            run = build(recipe, overrides)
+            loss, _ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
+            logits = [row[:8].sum(0).tolist() for row in run.sample().logits]  # of the first rank
+            found[name] = {"evaluation": loss, "curve": curve(run, steps), "logits": logits}
+    return found
+
+
 def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
     """Train adapters; return of each variant the curve, dtypes, and what became of the base.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 from transformers import AttentionInterface
 
 from fsdptrain.data.corpus import document_bounds
@@ -47,7 +46,7 @@ class Exchange:
             .permute(2, 0, 1, 3, 4)
             for x in tensors
         ]  # [N, B, S/N, H/N, D]
-        received = self._send(torch.cat([x.flatten(3) for x in parts], dim=3))
+        received: torch.Tensor = _AllToAll.apply(torch.cat([x.flatten(3) for x in parts], dim=3), self.group)
         rows = received.permute(1, 0, 2, 3).flatten(1, 2)  # [B, S, …]: rank i has sent part i of a row
         split = rows.split([x.shape[3:].numel() for x in parts], dim=2)
         return [x.unflatten(2, part.shape[3:]).transpose(1, 2) for x, part in zip(split, parts, strict=True)]
@@ -57,12 +56,27 @@ class Exchange:
         """Return the result of attention [B, S, H/N, D] as [B, S/N, H, D]."""
         heads = out.shape[2:]
         parts = out.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4).flatten(3)  # [N, B, S/N, …]
-        return self._send(parts.contiguous()).permute(1, 2, 0, 3).unflatten(3, heads).flatten(2, 3)
+        received: torch.Tensor = _AllToAll.apply(parts.contiguous(), self.group)
+        return received.permute(1, 2, 0, 3).unflatten(3, heads).flatten(2, 3)
 
-    def _send(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send part i to rank i of the group; return what all have sent, in the order of ranks."""
-        received: torch.Tensor = all_to_all_single(torch.empty_like(parts), parts, group=self.group)
+
+class _AllToAll(torch.autograd.Function):
+    """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks. It is its own inverse.
+
+    torch has deprecated its own (`torch.distributed.nn.functional`) for one in a private module.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, received = group, torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
         return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        received = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, grads[0].contiguous(), group=ctx.group)
+        return received, None
 
 
 def repeats_of(heads: int, queries: int, ranks: int) -> int:
@@ -74,10 +88,14 @@ def repeats_of(heads: int, queries: int, ranks: int) -> int:
 # ----------------------------------------------------------------------------------------- where a row can be divided
 
 
+class WrongInputs(Exception):
+    """Attention gets other inputs for a part of a row than for the whole."""
+
+
 class _Replay:
     """Attention that notes its inputs and result for a whole row, and returns the result's part for a part of the row.
 
-    It raises ValueError if the inputs for a part are not the part of those for the whole.
+    It raises WrongInputs if the inputs for a part are not the part of those for the whole.
     """
 
     def __init__(self) -> None:
@@ -97,7 +115,7 @@ class _Replay:
         self.calls += 1
         for found, expected in zip((query, key, value), inputs, strict=True):
             if not alike(found, expected[:, :, self.part]):
-                raise ValueError("what attention gets depends on more than a token and its position")
+                raise WrongInputs("what attention gets depends on more than a token and its position")
         return out[:, self.part], None
 
 
@@ -126,7 +144,7 @@ def obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
             replay.part, replay.calls = half, 0
             if not alike(probe.logits([positions], half), whole[half]):
                 return f"in {name} a token sees others outside of attention (a recurrence or a convolution)"
-    except ValueError as error:
+    except WrongInputs as error:
         return f"in {name} {error}"
     except Exception as error:  # whatever the architecture's code raises
         return f"{name} fails when a part of a row is compared with the whole: {error_summary(error)}"
