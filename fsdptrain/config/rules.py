@@ -82,7 +82,7 @@ def _context_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("has no effect without parallel.context: set parallel.context", "parallel.context_over_nodes")
     if size > 1 and kernel not in ("auto", "sdpa"):
         yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
-    if seq_len % size:
+    if size > 1 and seq_len % size:
         yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
 
 

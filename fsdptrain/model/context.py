@@ -124,7 +124,7 @@ def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
+def sharing_obstacle(bare: Any, ranks: int, seq_len: int) -> str | None:
     """Return why `ranks` cannot compute parts of a row of this skeleton's model, None if they can.
 
     The model's own forward runs on a CPU, on a row and on both halves of it, with the same results of attention. So

@@ -157,7 +157,7 @@ def check_context(plan: Plan, bare: Any) -> None:
     """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
     parts = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
     reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else varlen.obstacle(plan, bare)
-    reason = reason or context.obstacle(bare, plan.context, plan.recipe.data.seq_len)
+    reason = reason or context.sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
     if reason:
         raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
 

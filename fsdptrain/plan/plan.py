@@ -166,6 +166,13 @@ class Plan:
         """How many consecutive ranks compute parts of the same rows."""
         return self.recipe.parallel.context
 
+    @property
+    def ranks_text(self) -> str:
+        """The ranks as a factor of the batch: `8 ranks`, or `4 groups of 2 ranks` that share rows."""
+        ranks = counted(self.topology.world_size, "rank")
+        groups = counted(self.topology.world_size // self.context, "group")
+        return ranks if self.context == 1 else f"{groups} of {self.context} ranks"
+
     def part_of_row(self, rank: int) -> int:
         """Return the number of the part of a row that a rank computes, from 0."""
         return rank % self.context
