@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -976,9 +977,11 @@ def collectives(events: Any) -> tuple[list[Any], list[Any]]:
     for event in events:
         if event.name() in kinds:
             kind, place = kinds[event.name()]
-            calls.append([kind, None if place is None else event.shapes()[place][0] * width[event.dtypes()[place]]])
+            shape = [0] if place is None else event.shapes()[place]
+            kind = "all-to-all" if len(shape) > 1 else kind  # of ranks that share rows
+            calls.append([kind, None if place is None else math.prod(shape) * width[event.dtypes()[place]]])
         elif event.name().startswith("gloo:"):
-            gloo.append([event.name(), event.shapes()[0][0] * width[event.dtypes()[0]]])
+            gloo.append([event.name(), math.prod(event.shapes()[0]) * width[event.dtypes()[0]]])
     return calls, gloo
 
 
