@@ -46,7 +46,7 @@ class Exchange:
             .permute(2, 0, 1, 3, 4)
             for x in tensors
         ]  # [N, B, S/N, H/N, D]
-        received: torch.Tensor = _AllToAll.apply(torch.cat([x.flatten(3) for x in parts], dim=3), self.group)
+        received: torch.Tensor = AllToAll.apply(torch.cat([x.flatten(3) for x in parts], dim=3), self.group)
         rows = received.permute(1, 0, 2, 3).flatten(1, 2)  # [B, S, …]: rank i has sent part i of a row
         split = rows.split([x.shape[3:].numel() for x in parts], dim=2)
         return [x.unflatten(2, part.shape[3:]).transpose(1, 2) for x, part in zip(split, parts, strict=True)]
@@ -56,11 +56,11 @@ class Exchange:
         """Return the result of attention [B, S, H/N, D] as [B, S/N, H, D]."""
         heads = out.shape[2:]
         parts = out.unflatten(1, (self.ranks, -1)).permute(1, 0, 2, 3, 4).flatten(3)  # [N, B, S/N, …]
-        received: torch.Tensor = _AllToAll.apply(parts.contiguous(), self.group)
+        received: torch.Tensor = AllToAll.apply(parts.contiguous(), self.group)
         return received.permute(1, 2, 0, 3).unflatten(3, heads).flatten(2, 3)
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Sends part i to rank i of a group, and returns what all have sent, in the order of ranks. It is its own inverse.
 
     torch has deprecated its own (`torch.distributed.nn.functional`) for one in a private module.
@@ -68,12 +68,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Exchange the parts [N, …] among the N ranks of a group."""
         ctx.group, received = group, torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Exchange the gradients back."""
         received = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, grads[0].contiguous(), group=ctx.group)
         return received, None

@@ -21,6 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.torch_version import TorchVersion
 
+from fsdptrain.model.context import AllToAll
+
 FSDP = "torch.distributed.fsdp._fully_shard"
 
 RELIES_ON = {
@@ -118,7 +120,9 @@ def _unit_of(group: Any) -> str:
 
 
 def collective_of(frame: FrameType) -> str | None:
-    """Return the collective that FSDP2 is at in a frame, and of which unit; None for a frame that is not FSDP2's."""
+    """Return the collective in a frame of FSDP2, and of which unit, or of ranks that share rows; None for others."""
+    if frame.f_code in (AllToAll.forward.__code__, AllToAll.backward.__code__):
+        return f"all-to-all of {CONTEXT}"
     group = frame.f_locals.get("self")
     if not isinstance(group, FSDPParamGroup):
         return None

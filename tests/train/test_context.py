@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import KINDS as KINDS_OF_ALL
 from architectures import small_config
 from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
@@ -18,7 +20,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
+from fsdptrain.model.context import AllToAll
 from fsdptrain.model.skeleton import check_context, skeleton
+from fsdptrain.parallel.patches import collective_of
 from fsdptrain.plan.plan import make_plan
 from fsdptrain.plan.topology import find_topology
 
@@ -127,6 +131,13 @@ def test_a_run_resumes_bitwise_and_with_other_ranks_in_a_row(recipe: Path, tmp_p
     for rest in (other, alone):
         assert rest["samples"] == whole["samples"][2:]
         assert max(largest_difference(rest["curve"], whole["curve"][2:])) < LIMIT
+
+
+def test_a_report_on_a_hang_names_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[str | None]()
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: found.append(collective_of(sys._getframe(1))))
+    AllToAll.apply(torch.ones(2, 3, requires_grad=True), None).sum().backward()
+    assert found == ["all-to-all of parallel.context"] * 2
 
 
 KINDS = {  # kind → what hinders ranks to share its rows
