@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -60,6 +61,7 @@ from fsdptrain.train import step as engine_module
 from fsdptrain.train import stops, trainer
 from fsdptrain.train.optim import make_optimizer, set_step, start_state
 from fsdptrain.train.patches import recorded_collectives
+from fsdptrain.train.prefetch import batches_of
 from fsdptrain.train.setup import Session
 from fsdptrain.train.step import find_sources
 from fsdptrain.train.trainer import Trainer
@@ -84,7 +86,7 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
     """Make the steps from `first` to `steps`; return [loss, gradient norm] of each."""
     made = []
     for step in range(first, steps):
-        batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+        batches = batches_of(run.plan, run.stream, step, run.world.rank)
         tokens = run.stream.label_tokens(run.plan.step_positions(step))
         lr = learning_rate(step, run.sizes.total_steps, run.plan.recipe.optim, run.plan.recipe.schedule)
         [stats] = run.engine.read([run.engine.step(step, batches, tokens, lr)])
@@ -95,6 +97,21 @@ def curve(run: Trainer, steps: int, first: int = 0) -> list[list[float]]:
 def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
     """Return the curve of each variant (name → overrides)."""
     return {name: curve(build(recipe, overrides), steps) for name, overrides in variants.items()}
+
+
+def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
+    """Return of each variant the held-out loss, the curve, and the logits with which an export is compared.
+
+    `compiled` is the backend of what is compiled.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        with patch.object(torch, "compile", functools.partial(torch.compile, backend=compiled or "inductor")):
+            run = build(recipe, overrides)
+            loss, _ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
+            logits = [row[:8].sum(0).tolist() for row in run.sample().logits]  # of the first rank
+            found[name] = {"evaluation": loss, "curve": curve(run, steps), "logits": logits}
+    return found
 
 
 def adapted(recipe: str, variants: dict[str, list[str]], steps: int, made: str) -> dict[str, Any]:
@@ -145,7 +162,7 @@ def observed_curve(run: Trainer, steps: int, path: Path) -> list[list[float]]:
 
 def gradients_of(run: Trainer, step: int) -> dict[str, torch.Tensor]:
     """Return the whole gradient of every trained parameter for the batches of a step, which is not made."""
-    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(step, run.world.rank)]
+    batches = batches_of(run.plan, run.stream, step, run.world.rank)
     run.engine.accumulate(step, batches, run.stream.label_tokens(run.plan.step_positions(step)))
     params = run.engine.model.named_parameters()
     found = {name: param.grad.full_tensor() for name, param in params if param.requires_grad}
@@ -604,7 +621,7 @@ def poisoned(recipe: str, overrides: list[str]) -> dict[str, Any]:
     curve(run, 1)
     params = list(run.engine.model.parameters())
     before = [p.detach().to_local().clone() for p in params]
-    batches = [run.stream.batch(micro) for micro in run.plan.micro_batches(1, run.world.rank)]
+    batches = batches_of(run.plan, run.stream, 1, run.world.rank)
     tokens = run.stream.label_tokens(run.plan.step_positions(1))
     found: dict[str, Any] = {"again": find_sources(run.engine, 1, batches, tokens)}
     whole = run.engine.loss
@@ -960,9 +977,11 @@ def collectives(events: Any) -> tuple[list[Any], list[Any]]:
     for event in events:
         if event.name() in kinds:
             kind, place = kinds[event.name()]
-            calls.append([kind, None if place is None else event.shapes()[place][0] * width[event.dtypes()[place]]])
+            shape = [0] if place is None else event.shapes()[place]
+            kind = "all-to-all" if len(shape) > 1 else kind  # of ranks that share rows
+            calls.append([kind, None if place is None else math.prod(shape) * width[event.dtypes()[place]]])
         elif event.name().startswith("gloo:"):
-            gloo.append([event.name(), event.shapes()[0][0] * width[event.dtypes()[0]]])
+            gloo.append([event.name(), math.prod(event.shapes()[0]) * width[event.dtypes()[0]]])
     return calls, gloo
 
 

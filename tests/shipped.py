@@ -42,7 +42,7 @@ TWO_LAYERS = " model.config.num_hidden_layers=2"
 SHALLOW = [
     command + TWO_LAYERS
     for command in COMMANDS
-    if re.search("llama3.1-8b-full|13b-shard-grad-op|7b-no-shard|hybrid|cpu_offload", command)
+    if re.search("llama3.1-8b-(full|128k)|13b-shard-grad-op|7b-no-shard|hybrid|cpu_offload", command)
 ]
 
 

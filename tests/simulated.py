@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.forecast.trace import Trace
+from fsdptrain.model.skeleton import choose_attention
 from fsdptrain.plan.plan import Plan, make_plan
 from fsdptrain.plan.topology import Topology
 from fsdptrain.simulate import simulation as simulate
@@ -33,6 +34,8 @@ def config_of(plan: Plan) -> Any:
 
 def on_fake(plan: Plan) -> Trace:
     """Return the trace of a step on a fake CPU device, in this process."""
+    if plan.context > 1:
+        plan, _ = choose_attention(plan, config_of(plan))
     return simulate.simulate(plan, config_of(plan), pretend=False)
 
 

@@ -186,9 +186,12 @@ FOREIGN_NAMES = {
         "reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
         "stage3_max_live_parameters stage3_max_reuse_distance"
     ),
-    "not supported: this engine is FSDP2, for data parallelism only": (
-        "tensor_parallel_* tensor_parallel_size context_parallel_* sequence_parallel_degree pipeline pipeline_* "
-        "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size megatron_lm_config"
+    "parallel.context": (
+        "context_parallel_size context_parallel_degree sequence_parallel_degree sequence_parallel_size "
+        "ulysses_sequence_parallel_size parallelism_config_cp_size parallelism_config_sp_size"
+    ),
+    "not supported: tensors and layers are not divided among ranks": (
+        "tensor_parallel_* tensor_parallel_size pipeline pipeline_* parallelism_config_tp_size megatron_lm_config"
     ),
     "not supported: it is a setting of DistributedDataParallel, and this engine is FSDP2": "ddp_*",
     "not supported: training is on NVIDIA GPUs or CPUs": "xla xla_* tpu_* downcast_bf16",

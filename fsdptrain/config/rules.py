@@ -19,9 +19,11 @@ ALTERNATIVES = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 # Keys whose rules below also look at other sections, beside those that the schema says they need.
 SECTIONS_READ = {
+    "data.seq_len": ("parallel",),
     "model.attn_implementation": ("data", "train"),
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
+    "parallel.context": ("data", "model"),
     "export.dtype": ("adapter",),
 }
 
@@ -38,6 +40,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _adapter_problems(recipe, where)
     yield from _data_problems(recipe)
     yield from _fsdp_problems(recipe)
+    yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
     if recipe.train.steps is not None and recipe.train.epochs is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
@@ -70,6 +73,17 @@ def _unmet_needs(recipe: Recipe, where: dict[str, str]) -> Iterator[Problem]:
                 continue
             yield Problem(message, path)
             break
+
+
+def _context_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems with ranks that share a row."""
+    size, seq_len, kernel = recipe.parallel.context, recipe.data.seq_len, recipe.model.attn_implementation
+    if recipe.parallel.context_over_nodes and size == 1:
+        yield Problem("has no effect without parallel.context: set parallel.context", "parallel.context_over_nodes")
+    if size > 1 and kernel not in ("auto", "sdpa"):
+        yield Problem(f"has no effect on {kernel}, which computes whole rows: use auto or sdpa", "parallel.context")
+    if size > 1 and seq_len % size:
+        yield Problem(f"{seq_len} tokens do not divide among {size} ranks (parallel.context)", "data.seq_len")
 
 
 def _launch_problems(recipe: Recipe) -> Iterator[Problem]:

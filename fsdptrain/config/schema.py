@@ -212,6 +212,21 @@ class Fsdp:
     )
 
 
+@dataclass
+class Parallel:
+    """How ranks share the computation of a row."""
+
+    context: int = key(
+        1,
+        "ranks that share each row, for sequences that are too long for one GPU: each computes a part of the tokens, "
+        "and in attention a part of the heads",
+        at_least=1,
+    )
+    context_over_nodes: bool = key(
+        False, "let ranks of several nodes share a row, although links between nodes are slow"
+    )
+
+
 def _optimizers_with(setting: str) -> dict[str, Any]:
     """Return the optimizers that read a key of `optim`, as what the key needs."""
     return {"optim.name": [kind for kind in OptimizerKind if setting in kind.traits.settings]}
@@ -449,6 +464,7 @@ class Recipe:
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     fsdp: Fsdp = field(default_factory=Fsdp)
+    parallel: Parallel = field(default_factory=Parallel)
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -176,6 +176,17 @@ def document_bounds(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
     bounds = np.full(_power_of_two(max(len(ends), 16)) + 1, ends[-1], np.int32)
     bounds[0], bounds[1 : len(ends) + 1] = 0, ends
     return torch.from_numpy(bounds), _power_of_two(max(longest, 128))
+
+
+def part_of_rows(batch: Batch, part: int, parts: int) -> Batch:
+    """Return a micro-batch with one of `parts` equal parts of each row; `documents` and `longest` stay as they are."""
+    if parts == 1:
+        return batch
+    own: dict[str, Any] = {
+        name: batch[name].tensor_split(parts, dim=1)[part].contiguous()
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    return cast(Batch, {**batch, **own})
 
 
 def _power_of_two(number: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config.reflection import unused_with, value_at
-from fsdptrain.config.rules import may_hold_shards
+from fsdptrain.config.rules import cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
@@ -28,6 +28,7 @@ from fsdptrain.text import size
 
 RequestForecast = Callable[..., Forecast]  # (plan, hardware, **job): `Forecaster.forecast`
 SHOWN = 3  # overrides
+LEAST_TOKENS = 4096  # of a row that ranks share, on each of them: for fewer it is not worth the exchange
 NOTHING_FITS = "no override of strategy, micro-batch, recomputation or offload was found that fits"
 LIMIT_S = 120.0  # no further forecast is started after this time: the run has failed, and somebody waits
 
@@ -73,10 +74,25 @@ def micro_batches(plan: Plan) -> list[int]:
     recipe = plan.recipe
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
         return [1]
-    share = recipe.train.global_batch_size // plan.topology.world_size
+    share = recipe.train.global_batch_size * plan.context // plan.topology.world_size
     powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
     sizes = sorted(powers | {recipe.train.micro_batch_size})
     return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
+
+
+def more_context(plan: Plan) -> list[dict[str, Any]]:
+    """Return overrides that let more ranks share a row, first the fewest: for long rows on the GPUs of a node."""
+    sizes = [2**i for i in range(1, plan.topology.nproc_per_node.bit_length())]
+    overrides = [{"parallel.context": size} for size in sizes if size > plan.context]
+    return [
+        change
+        for change in overrides
+        if plan.topology.device == "cuda"
+        and plan.recipe.data.seq_len >= LEAST_TOKENS * change["parallel.context"]
+        and not [*cross_field_problems(varied(plan, change).recipe, {})]
+        and _fits_range(plan, change)
+        and plan.topology.nproc_per_node % change["parallel.context"] == 0
+    ]
 
 
 def overrides_of(plan: Plan, ladder: Ladder, ranks: int, recomputation: str, micro: int) -> dict[str, Any]:
@@ -104,7 +120,7 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield overrides of the recipe that need less memory, in the order of what they cost; each at most once.
 
     First single changes: gradients reduced in every micro-batch, recomputation, a smaller micro-batch, more sharding.
-    Then the last three together, and offload last.
+    Then the last three together, then more ranks in a row, and offload last.
     """
     recipe, world = plan.recipe, plan.topology.world_size
     fsdp, micro = recipe.fsdp, recipe.train.micro_batch_size
@@ -128,6 +144,8 @@ def changes_that_save_memory(plan: Plan) -> Iterator[dict[str, Any]]:
     seen: list[dict[str, Any]] = [{}]
     for ladder, ranks, recomputation, micro in choices:
         overrides = overrides_of(plan, ladder, ranks, recomputation, micro)
+        if ladder is offloaded:
+            yield from (seen[-1] | more for more in more_context(plan))
         if overrides not in seen:
             seen.append(overrides)
             yield overrides

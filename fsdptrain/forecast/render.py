@@ -173,6 +173,7 @@ def _option_cells(option: Option) -> list[str]:
     recomputed = option.activation_checkpointing
     marks = {
         "yours": option.own, "does not fit": not option.fits, "only just": option.fits and option.tight,
+        f"{option.overrides.get('parallel.context')} ranks a row": "parallel.context" in option.overrides,
         "hold_shards": option.overrides.get("fsdp.accumulation") == "hold_shards",
         f"and {size(option.host_bytes)} of host memory": option.cpu_offload, "approximate": not option.exact,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import queue
 import threading
@@ -30,6 +31,7 @@ from fsdptrain.forecast.changes import (
     ladders_of,
     least_counts,
     micro_batches,
+    more_context,
     overrides_of,
 )
 from fsdptrain.forecast.forecaster import Forecast
@@ -133,6 +135,8 @@ def search(
                 break
             found += _climb_all(ladders_of(plan, offload), trials, counts, threads, progress)
             found += _with_shards_held(found, trials, threads)
+            if not any(option.fits for option in found):
+                found += _with_shared_rows(trials)
             found = _with_finalists_simulated(found, trials, threads)
         best_first = _best_first(found)
         # Other kinds of training are for the user to decide on: they are tried where all that fits is slow.
@@ -166,6 +170,15 @@ def _with_shards_held(options: list[Option], trials: _Trials, threads: ThreadPoo
     held = [o for o in options if o.fits and o.accumulation > 1 and may_hold_shards(o.strategy, o.cpu_offload)]
     changes = [option.overrides | {"fsdp.accumulation": "hold_shards"} for option in ranked(held)[:FINALISTS]]
     return [option for option in threads.map(trials.option, changes) if option is not None]
+
+
+def _with_shared_rows(trials: _Trials) -> list[Option]:
+    """Return the plan that fits with the fewest ranks in a row, with all else that saves memory but offload."""
+    plan = trials.plan
+    ladder = ladders_of(plan, False)[0]
+    smallest = overrides_of(plan, ladder, ladder.sizes[0], "full", 1)
+    options = (trials.option(smallest | change) for change in more_context(plan))
+    return [*itertools.islice((option for option in options if option is not None and option.fits), 1)]
 
 
 def _with_finalists_simulated(options: list[Option], trials: _Trials, threads: ThreadPoolExecutor) -> list[Option]:

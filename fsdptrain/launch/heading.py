@@ -118,8 +118,8 @@ def _describe_batch(plan: Plan) -> str:
 
 
 def _describe_factors(plan: Plan) -> str:
-    train, topology = plan.recipe.train, plan.topology
-    factors = f"{counted(topology.world_size, 'rank')} × {counted(plan.accumulation, 'micro-batch', 'es')}"
+    train = plan.recipe.train
+    factors = f"{plan.ranks_text} × {counted(plan.accumulation, 'micro-batch', 'es')}"
     return f"{train.global_batch_size} = {factors} × {train.micro_batch_size}"
 
 

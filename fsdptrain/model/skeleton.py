@@ -21,8 +21,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
-from fsdptrain.errors import RecipeError, error_summary
-from fsdptrain.model import varlen
+from fsdptrain.errors import Problem, RecipeError, error_summary
+from fsdptrain.model import context, varlen
 from fsdptrain.model.units import saved_state
 from fsdptrain.plan.plan import Plan, varied
 
@@ -137,6 +137,8 @@ def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
     if model.attn_implementation not in ("auto", "sdpa"):
         return plan, skeleton(config, model)
     bare = skeleton(config, model)
+    if plan.context > 1:
+        check_context(plan, bare)
     kernels = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
     # A model of several parts may support sdpa in some of them only.
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
@@ -149,6 +151,15 @@ def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
         with contextlib.suppress(RecipeError):  # the architecture does not support it
             return flash, skeleton(config, flash.recipe.model)
     return varied(plan, {"model.attn_implementation": kernel}), bare
+
+
+def check_context(plan: Plan, bare: Any) -> None:
+    """Raise RecipeError if ranks cannot share the rows of a skeleton's model."""
+    parts = {part._attn_implementation for part in (bare.config, bare.config.get_text_config())}
+    reason = f"its attention is {', '.join(sorted(parts))}" if parts != {"sdpa"} else varlen.obstacle(plan, bare)
+    reason = reason or context.sharing_obstacle(bare, plan.context, plan.recipe.data.seq_len)
+    if reason:
+        raise RecipeError([Problem(f"{plan.context} ranks cannot share a row: {reason}", "parallel.context")])
 
 
 def _flash_is_possible(plan: Plan) -> bool:

@@ -67,17 +67,20 @@ def attend_within_documents(
     documents: torch.Tensor | None = None,
     longest_document: int = 0,
     sliding_window: int | None = None,
+    context: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document: transformers' attention interface.
 
     `query` is [B, H, S, D], `key` [B, G, S, D] and `value` [B, G, S, E]; returns [B, S, H, E]. `documents` int32 [N+1]
     are bounds in the B·S tokens of all rows, `longest_document` tokens is at least the length of each. A query sees
-    itself and the `sliding_window` - 1 tokens before it, by default all of its document. Raises RecipeError for what
-    the kernel does not compute.
+    itself and the `sliding_window` - 1 tokens before it, by default all of its document. With `context`, a
+    `context.Exchange`, S are this rank's tokens of each row. Raises RecipeError for what the kernel does not compute.
     """
     _check_supported(module, (query, key, value), attention_mask, dropout, documents, others)
     assert documents is not None
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
     rows, heads, length, size = query.shape
     # The kernel needs one size for all heads. Added zeros change no score and no other element of the result.
     q, k, v = (_padded(x.transpose(1, 2).flatten(0, 1), _size_in_kernel(query, value)) for x in (query, key, value))
@@ -88,7 +91,8 @@ def attend_within_documents(
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before a query, and after it
     out = varlen_attn(q, k, v, documents, longest_document, window_size=window, **options)
-    return out[..., : value.shape[3]].unflatten(0, (rows, length)), None
+    out = out[..., : value.shape[3]].unflatten(0, (rows, length))
+    return (out if context is None else context.to_tokens(out)), None
 
 
 def _size_in_kernel(query: torch.Tensor, value: torch.Tensor) -> int:
@@ -145,15 +149,17 @@ def used_by(model: Any) -> bool:
 def obstacle(plan: Plan, bare: Any) -> str | None:
     """Return why the varlen kernel cannot compute the plan's model, None if it can.
 
-    `bare` is the model's skeleton, with sdpa as its attention.
+    On a CPU it is used only where ranks share rows, because it is slow there. `bare` is the model's skeleton, with sdpa
+    as its attention.
     """
-    if plan.topology.device != "cuda":
+    on_gpu = plan.topology.device == "cuda"
+    if not (on_gpu or plan.context > 1):
         return "it needs a GPU"
     if reason := card_obstacle():
         return reason
     if "window_size" not in PARAMETERS:
         return f"torch {torch.__version__} has no windows in it"
-    if plan.recipe.fsdp.mixed_precision.param_dtype == "float32":
+    if on_gpu and plan.recipe.fsdp.mixed_precision.param_dtype == "float32":
         return "it computes in bfloat16, not in float32"
     if not bare._supports_flash_attn:
         return f"transformers declares no flash attention for {type(bare).__name__}"

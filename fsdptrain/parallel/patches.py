@@ -21,6 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.torch_version import TorchVersion
 
+from fsdptrain.model.context import AllToAll
+
 FSDP = "torch.distributed.fsdp._fully_shard"
 
 RELIES_ON = {
@@ -118,7 +120,9 @@ def _unit_of(group: Any) -> str:
 
 
 def collective_of(frame: FrameType) -> str | None:
-    """Return the collective that FSDP2 is at in a frame, and of which unit; None for a frame that is not FSDP2's."""
+    """Return the collective in a frame of FSDP2, and of which unit, or of ranks that share rows; None for others."""
+    if frame.f_code in (AllToAll.forward.__code__, AllToAll.backward.__code__):
+        return f"all-to-all of {CONTEXT}"
     group = frame.f_locals.get("self")
     if not isinstance(group, FSDPParamGroup):
         return None
@@ -127,7 +131,8 @@ def collective_of(frame: FrameType) -> str | None:
 
 
 KINDS = {"all-gather": ("all-gather",), "reduction": ("reduce-scatter", "all-to-all", "all-reduce")}
-SIDE = "side"  # the description of `World.side` in the flight recorder
+# Descriptions of groups in the flight recorder: `World.side`, and the ranks that share rows.
+SIDE, CONTEXT = "side", "parallel.context"
 
 
 class Issued(NamedTuple):
@@ -204,6 +209,8 @@ def named(entries: Iterable[dict[str, Any]], issued: Iterable[Issued]) -> list[d
         if note is not None and kind in KINDS[note.kind]:
             shown = "reduce-scatter" if kind == "all-to-all" else kind  # see `shard.GlooReduceScatter`
             kind = f"{shown} of {note.unit}"
+        elif description == CONTEXT:
+            kind = f"{kind} of {CONTEXT}"
         found.append({**entry, "collective": kind, "side": description == SIDE})
     return found
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.data.corpus import Batch
 from fsdptrain.errors import RecipeError, Stopped, WorkerLost, first_line
-from fsdptrain.parallel.patches import SIDE
+from fsdptrain.model.context import Exchange
+from fsdptrain.parallel.patches import CONTEXT, SIDE
 from fsdptrain.plan.hardware import card
 from fsdptrain.plan.network import ephemeral_ports, set_gloo_interface
 from fsdptrain.plan.numa import bind_near
@@ -65,7 +66,8 @@ class World:
 
     `mesh` is ("shard",) or ("replicate", "shard"). `side` is a gloo group of all ranks for work outside the training
     loop (checkpoint threads), so that its collectives never mix with those of the loop. `hosts` are the host names of
-    the ranks. `attempt` numbers the times that ranks have met in the run folder.
+    the ranks. `attempt` numbers the times that ranks have met in the run folder. `context` connects the ranks that
+    share rows, None if each has its own.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class World:
     side: dist.ProcessGroup
     hosts: list[str]
     attempt: int = 0
+    context: Exchange | None = None
 
     @classmethod
     def start(cls, plan: Plan, stop: StopRequest, tcp_store: dist.Store | None = None) -> World:
@@ -107,13 +110,14 @@ class World:
         mesh = make_mesh(plan, device.type)
         for group in mesh.get_all_groups():
             group.set_timeout(timeout)  # a mesh gives those that it makes torch's default, 30 minutes
+        context = make_context(plan, timeout)
         hours = timedelta(hours=2)  # a slow disk is not a hang
         side = dist.new_group(backend="gloo", timeout=hours, group_desc=SIDE)
         own = socket.gethostname(), plan.rundir.newest_attempt()
         ranks: list[tuple[str, int]] = [own] * topology.world_size
         dist.all_gather_object(ranks, own, group=side)
         hosts, attempts = zip(*ranks, strict=True)
-        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], max(attempts) + 1)
+        return cls(rank, local_rank, topology.world_size, device, mesh, side, [*hosts], max(attempts) + 1, context)
 
     @property
     def replicas(self) -> int:
@@ -200,6 +204,14 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     if plan.recipe.fsdp.strategy.replicates or plan.recipe.fsdp.accumulation == "hold_shards":
         return init_device_mesh(device_type, (plan.replicas, plan.shard_size), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (plan.shard_size,), mesh_dim_names=("shard",))
+
+
+def make_context(plan: Plan, timeout: timedelta | None = None) -> Exchange | None:
+    """Return the exchange among the `parallel.context` consecutive ranks that share rows with this one."""
+    if plan.context == 1:
+        return None
+    group, _ = dist.new_subgroups(plan.context, timeout=timeout, group_desc=CONTEXT)
+    return Exchange(group)
 
 
 def first_row(tensor: DTensor) -> int:

@@ -161,6 +161,22 @@ class Plan:
         wanted = self.recipe.train.compile
         return self.topology.device == "cuda" if wanted == "auto" else bool(wanted)
 
+    @property
+    def context(self) -> int:
+        """How many consecutive ranks compute parts of the same rows."""
+        return self.recipe.parallel.context
+
+    @property
+    def ranks_text(self) -> str:
+        """The ranks as a factor of the batch: `8 ranks`, or `4 groups of 2 ranks` that share rows."""
+        ranks = counted(self.topology.world_size, "rank")
+        groups = counted(self.topology.world_size // self.context, "group")
+        return ranks if self.context == 1 else f"{groups} of {self.context} ranks"
+
+    def part_of_row(self, rank: int) -> int:
+        """Return the number of the part of a row that a rank computes, from 0."""
+        return rank % self.context
+
     def state_bytes(self, weights: Collection[Weight]) -> int:
         """Return the bytes of the master weights and the optimizer state of these parameters, without frozen ones.
 
@@ -225,7 +241,7 @@ class Plan:
         train = self.recipe.train
         if train.steps is not None or train.global_batch_size <= sequences:
             return None
-        counts = {each.topology.world_size for each in self.on_each_number()}
+        counts = {each.topology.world_size // self.context for each in self.on_each_number()}
         unit = train.micro_batch_size * math.lcm(*counts)
         most = sequences // unit * unit
         power = unit << max(0, (most // unit).bit_length() - 1)
@@ -255,10 +271,13 @@ class Plan:
         return range(step * size, (step + 1) * size)
 
     def micro_batches(self, step: int, rank: int) -> list[range]:
-        """Return the positions that `rank` computes in `step`, for each micro-batch a range of `micro_batch_size`."""
-        micro, world = self.recipe.train.micro_batch_size, self.topology.world_size
-        first = step * self.recipe.train.global_batch_size + rank * micro
-        return [range(first + i * world * micro, first + i * world * micro + micro) for i in range(self.accumulation)]
+        """Return the positions that `rank` computes in `step`, for each micro-batch a range of `micro_batch_size`.
+
+        Of each row it computes a part, if `parallel.context` ranks share it.
+        """
+        micro, groups = self.recipe.train.micro_batch_size, self.topology.world_size // self.context
+        first = step * self.recipe.train.global_batch_size + rank // self.context * micro
+        return [range(first + i * groups * micro, first + i * groups * micro + micro) for i in range(self.accumulation)]
 
     def identity(self) -> dict[str, Any]:
         """Return what a resume must not change: dotted recipe path → value.
@@ -419,7 +438,9 @@ def divided_among_ranks(recipe: Recipe, topology: Topology) -> dict[str, Any]:
     return {
         "replicas": world // shard_size,
         "shard_size": shard_size,
-        "accumulation": recipe.train.global_batch_size // (recipe.train.micro_batch_size * world),
+        "accumulation": recipe.train.global_batch_size
+        * recipe.parallel.context
+        // (recipe.train.micro_batch_size * world),
     }
 
 
@@ -473,7 +494,7 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
             continue
         reason, way_out = problems[0].message.split("; ")
         if problems[0].field == "train.global_batch_size":
-            unit = recipe.train.micro_batch_size * topology.nproc_per_node * math.lcm(*sizes)
+            unit = _sequences(recipe, topology.nproc_per_node) * math.lcm(*sizes)
             way_out = f"use a multiple of {unit}, which divides over every number of nodes"
         message = f"{recipe.launch.nnodes}: on {counted(nnodes, 'node')}, {problems[0].field}: {reason}"
         return [Problem(f"{message}; {way_out}, or another range", "launch.nnodes")]
@@ -481,19 +502,39 @@ def elastic_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 
 def _layout_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    return [*_batch_problems(recipe, topology), *_shard_problems(recipe, topology)]
+    context = _context_problems(recipe, topology)
+    return [*(context or _batch_problems(recipe, topology)), *_shard_problems(recipe, topology)]
+
+
+def _context_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
+    """Check that the ranks that share a row are on one node, unless the recipe allows others."""
+    size = recipe.parallel.context
+    of_a_node, everywhere = topology.nproc_per_node, recipe.parallel.context_over_nodes
+    ranks = topology.world_size if everywhere else of_a_node
+    if ranks % size == 0:
+        return []
+    near = ", ".join(str(n) for n in range(1, min(ranks, 1024) + 1) if ranks % n == 0)
+    message = f"{size} does not divide the {ranks} ranks{'' if everywhere else ' of a node'}; use one of {near}"
+    over_nodes = topology.world_size % size == 0 and not everywhere
+    return [Problem(message + ", or parallel.context_over_nodes=true" * over_nodes, "parallel.context")]
+
+
+def _sequences(recipe: Recipe, ranks: int) -> int:
+    """Return how many sequences this many ranks compute at a time."""
+    return recipe.train.micro_batch_size * ranks // recipe.parallel.context
 
 
 def _batch_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
-    train, world = recipe.train, topology.world_size
-    unit = train.micro_batch_size * world
+    train, context = recipe.train, recipe.parallel.context
+    unit = _sequences(recipe, topology.world_size)
     if train.global_batch_size % unit == 0:
         return []
     below = train.global_batch_size // unit * unit
     near = " or ".join(str(size) for size in (below, below + unit) if size)
+    ranks = f"{topology.world_size} ranks" + f" / parallel.context {context}" * (context > 1)
     message = (
-        f"{train.global_batch_size} sequences do not divide over {world} ranks × micro-batches of "
-        f"{train.micro_batch_size}; use {near}"
+        f"{train.global_batch_size} sequences do not divide over {ranks} × micro-batches of {train.micro_batch_size}; "
+        f"use {near}"
     )
     return [Problem(message, "train.global_batch_size")]
 

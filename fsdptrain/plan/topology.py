@@ -243,5 +243,5 @@ def _workers(recipe: Recipe, nnodes: int, available: int) -> int:
     wanted, train = recipe.launch.nproc_per_node, recipe.train
     if wanted != "auto":
         return wanted
-    busy = train.global_batch_size // (train.micro_batch_size * nnodes)
+    busy = train.global_batch_size * recipe.parallel.context // (train.micro_batch_size * nnodes)
     return min(available, max(1, busy))

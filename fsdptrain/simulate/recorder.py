@@ -32,6 +32,7 @@ from fsdptrain.forecast.trace import (
 )
 from fsdptrain.model import attention, varlen
 from fsdptrain.model.patches import VARLEN_FORWARD
+from fsdptrain.parallel.patches import CONTEXT
 from fsdptrain.simulate import device as pretend
 from fsdptrain.simulate import kernels
 from fsdptrain.simulate.patches import resizes_watched
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):
         elif func is c10d._reduce_scatter_base_.default:
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "gradients")
-        elif func is c10d.alltoall_base_.default:
+        elif func is c10d.alltoall_base_.default and not _is_context(_group_of(args)):
             self.tag(args[1], "communication buffers")
             self.tag(args[0], "communication buffers")
         elif func is aten.add_.Tensor and pretend.current_stream() != COMPUTE_STREAM:
@@ -198,10 +199,10 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             if func is not c10d.barrier.default:
                 kind, place = COLLECTIVES.get(func, ("other", 0))
-                if func is c10d.alltoall_base_.default and self.moment == "optimizer":
-                    kind = "all-to-all"  # of Muon
-                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # before the operation
-                ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+                group = _group_of(args)
+                if func is c10d.alltoall_base_.default and (self.moment == "optimizer" or _is_context(group)):
+                    kind = "all-to-all"  # of Muon, or of ranks that share rows
+                ranks = tuple(dist.get_process_group_ranks(group))
                 self.write(Collective(kind, ranks, _total_bytes(args[place]), stream))
             return
         if func.is_view or func in NO_KERNEL:
@@ -253,6 +254,16 @@ class _Entry:
     storage: Storage
     born: int  # how many backward passes had begun when it was allocated
     size: int = 0
+
+
+def _group_of(args: Any) -> dist.ProcessGroup:
+    """Return the group of a collective: of two objects among its arguments the first, before the operation."""
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+    return group
+
+
+def _is_context(group: dist.ProcessGroup) -> bool:
+    return bool(group.group_desc == CONTEXT)
 
 
 def host_waits(func: Any, args: Any, kwargs: Any, result: Any) -> bool:

@@ -98,7 +98,7 @@ def batch_of_zeros(plan: Plan) -> Batch:
     """Return a micro-batch of the plan's shape. Each row is one document, with which attention computes the most."""
     rows, seq_len = plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len
     documents, _ = document_bounds([[seq_len]] * rows)
-    ids, labels, positions = (torch.zeros((rows, seq_len), dtype=torch.long) for _ in range(3))
+    ids, labels, positions = (torch.zeros((rows, seq_len // plan.context), dtype=torch.long) for _ in range(3))
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len}
 
 

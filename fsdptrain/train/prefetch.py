@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdptrain.data.corpus import Batch, Stream
+from fsdptrain.data.corpus import Batch, Stream, part_of_rows
 from fsdptrain.parallel.world import to_device
 from fsdptrain.plan.plan import Plan
 
@@ -23,6 +23,12 @@ class StepInputs:
     positions: range
     batches: list[Batch]
     label_tokens: int
+
+
+def batches_of(plan: Plan, stream: Stream, step: int, rank: int) -> list[Batch]:
+    """Return the micro-batches that a rank computes in a step: of ranks that share rows, its part of each."""
+    whole = (stream.batch(positions) for positions in plan.micro_batches(step, rank))
+    return [part_of_rows(batch, plan.part_of_row(rank), plan.context) for batch in whole]
 
 
 class Prefetch:
@@ -52,6 +58,6 @@ class Prefetch:
 
     def _make(self, step: int) -> StepInputs:
         positions = self._plan.step_positions(step)
-        batches = [self._stream.batch(micro) for micro in self._plan.micro_batches(step, self._rank)]
+        batches = batches_of(self._plan, self._stream, step, self._rank)
         on_device = [to_device(batch, self._device) for batch in batches]
         return StepInputs(step, positions, on_device, self._stream.label_tokens(positions))

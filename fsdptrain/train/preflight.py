@@ -233,7 +233,7 @@ def check_documents(plan: Plan, config: PreTrainedConfig, bare: PreTrainedModel)
     threshold = longrope_threshold(config, seq_len)
     padding = [0, 0] if threshold else [3, seq_len - 1]
     beside = [[*long, *short, *padding] if packed else [*short, *padding]]
-    if recipe.train.micro_batch_size > 1:
+    if recipe.train.micro_batch_size > 1 or plan.context > 1:
         beside.append([*range(len(beside[0]) - 1), seq_len - 1])
     # Compare the short document alone with itself before padding, after another one, and beside longer positions.
     try:

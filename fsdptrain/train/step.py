@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from fsdptrain.checkpoint.shards import named_parts
-from fsdptrain.data.corpus import IGNORED, Batch, Corpus
+from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
 from fsdptrain.model.init import seed_of
@@ -211,6 +211,8 @@ class Engine:
         inputs["use_cache"] = False
         if varlen.used_by(self.model):
             inputs |= {"documents": batch["documents"], "longest_document": batch["longest"]}
+        if self.world.context is not None:
+            inputs["context"] = self.world.context
         return inputs
 
     def _loss(self, batch: Batch, divisor: int) -> torch.Tensor:
@@ -275,25 +277,31 @@ class Engine:
         Every rank computes a share of them, padded to equal counts. `stops` is called before every micro-batch and must
         return the same on every rank.
         """
-        world, size = self.world, self.plan.recipe.train.micro_batch_size
-        rounds = -(-len(numbers) // (world.size * size))
-        mine = [*numbers[world.rank :: world.size]]
+        world, size, context = self.world, self.plan.recipe.train.micro_batch_size, self.plan.context
+        groups = world.size // context
+        rounds = -(-len(numbers) // (groups * size))
+        mine = [*numbers[world.rank // context :: groups]]
         mine += [-1] * (rounds * size - len(mine))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         with self.forward_only():
             for i in range(0, len(mine), size):
                 if stops():
                     return None
-                total += self.loss(corpus.batch(mine[i : i + size]), divisor=1).double()
+                total += self.loss(self._own_part(corpus.batch(mine[i : i + size])), divisor=1).double()
                 self.on_progress()
         tokens = int(corpus.labels[list(numbers)].sum())
         return float(world.gather(total[None]).sum()) / tokens, tokens
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """Return this rank's part of each row."""
+        return part_of_rows(batch, self.plan.part_of_row(self.world.rank), self.plan.context)
 
     def logits(self, beginnings: Corpus) -> list[torch.Tensor]:
         """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
-        graphs exist, but the head computes only the requested tokens.
+        graphs exist, but the head computes only the requested tokens. Of ranks that share rows only the first of each
+        group has them: all are in the first part of a row.
         """
         lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
         longest, found = max(lengths), []
@@ -302,7 +310,7 @@ class Engine:
         with self.forward_only():
             for i in range(0, len(lengths), size):
                 numbers = [*range(i, min(i + size, len(lengths)))]
-                batch = beginnings.batch(numbers + [-1] * (size - len(numbers)))
+                batch = self._own_part(beginnings.batch(numbers + [-1] * (size - len(numbers))))
                 logits = self.model(**self._inputs(to_device(batch, self.world.device))).logits
                 found += [row[: lengths[n]].float().cpu() for n, row in zip(numbers, logits, strict=False)]
                 self.on_progress()

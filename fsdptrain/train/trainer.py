@@ -386,7 +386,8 @@ class Trainer:
         self.session.watchdog.reset()
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
-        beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], TOKENS)
+        length = min(TOKENS, self.plan.recipe.data.seq_len // self.plan.context)
+        beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
         return Sample(rows, self.engine.logits(beginnings), bool(held_out))
 

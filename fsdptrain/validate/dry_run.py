@@ -64,14 +64,14 @@ def describe_plan(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     spread = f"sharded over {plan.shard_size} ranks" if plan.shard_size > 1 else "on one rank"
     micro, size = counted(plan.accumulation, "micro-batch", "es"), counted(train.micro_batch_size, "sequence")
     fewer = [
-        f"on {counted(each.topology.nnodes, 'node')}: {counted(each.topology.world_size, 'rank')} × "
+        f"on {counted(each.topology.nnodes, 'node')}: {each.ranks_text} × "
         f"{counted(each.accumulation, 'micro-batch', 'es')} × {size}"
         for each in plan.on_each_number()
     ][1:]
     return values, [
         f"{values['strategy']} on {topology.nnodes} × {topology.nproc_per_node} {device}: {copies} {spread}",
         f"a step: {train.global_batch_size} sequences of {seq_len:,} tokens ({values['tokens_per_step']:,} tokens) = "
-        f"{counted(topology.world_size, 'rank')} × {micro} × {size}",
+        f"{plan.ranks_text} × {micro} × {size}",
         *([f"if nodes are lost: {'; '.join(fewer)}"] if fewer else []),
     ]
 

@@ -86,6 +86,9 @@ fsdp:
   accumulation: reduce
   cpu_offload: false
   activation_checkpointing: none
+parallel:
+  context: 1
+  context_over_nodes: false
 
 optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}

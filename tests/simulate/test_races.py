@@ -25,6 +25,10 @@ for changes, missing in json.load(sys.stdin):
 PREFETCHED = {"data__packing": "none", "fsdp__forward_prefetch": 1}
 OFFLOADED = {"fsdp__cpu_offload": True, "fsdp__backward_prefetch": "BACKWARD_POST"}
 COPIES = {"fsdp__strategy": "HYBRID_SHARD", "fsdp__shard_size": 2, "train__global_batch_size": 16}
+SHARED = {
+    "parallel__context": 2, "fsdp__activation_checkpointing": "full",
+    "fsdp__mixed_precision": {"param_dtype": "bfloat16"},
+}  # fmt: skip
 
 
 def found(folder: Path, runs: list[tuple[dict[str, Any], str | None]]) -> list[list[str]]:
@@ -43,8 +47,9 @@ def test_every_access_waits_for_those_before_it_and_a_missing_wait_is_found(tmp_
         "of collectives for the computation": "new memory on stream",
     }
     planted = [(OFFLOADED if "offloaded" in wait else PREFETCHED, wait) for wait in missing]
-    *raced, prefetched, offloaded = found(tmp_path, [*planted, (PREFETCHED, None), (OFFLOADED | COPIES, None)])
-    assert prefetched == offloaded == []
+    free = [(changes, None) for changes in (PREFETCHED, OFFLOADED | COPIES, SHARED)]
+    *raced, prefetched, offloaded, shared = found(tmp_path, [*planted, *free])
+    assert prefetched == offloaded == shared == []
     for (wait, expected), races in zip(missing.items(), raced, strict=True):
         assert any(expected in race for race in races), (wait, races[:5])
 

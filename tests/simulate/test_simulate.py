@@ -173,6 +173,7 @@ RANKED = {
         "train.global_batch_size=12",
     ],
     "grad op, accumulated": ["fsdp.strategy=SHARD_GRAD_OP", "train.global_batch_size=8"],
+    "shared rows": ["parallel.context=2", "train.global_batch_size=2"],
 }
 
 

@@ -1,0 +1,196 @@
+"""Ranks that share rows (parallel.context) train as ranks with rows of their own, whatever else the recipe sets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from architectures import KINDS as KINDS_OF_ALL
+from architectures import small_config
+from reference import batches_of, cosine_rates, largest_difference, plain_curve, stream_of
+from support import TINY, fsdptrain, on_ranks, write_recipe
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+
+from fsdptrain.config.reader import load
+from fsdptrain.errors import RecipeError
+from fsdptrain.model.context import AllToAll
+from fsdptrain.model.skeleton import check_context, skeleton
+from fsdptrain.parallel.patches import collective_of
+from fsdptrain.plan.plan import make_plan
+from fsdptrain.plan.topology import find_topology
+
+STEPS, BATCH = 4, 8
+LIMIT = 1e-6  # relative, in float32
+TWO, FOUR = "parallel.context=2", "parallel.context=4"
+LAYOUTS = {  # of four ranks: the models have four query heads and two key heads
+    "4, more than key heads; recomputed selectively": [FOUR, "fsdp.activation_checkpointing=selective"],
+    "2, accumulated": [TWO, "train.micro_batch_size=2", "fsdp.accumulation=hold"],
+}
+MORE_LAYOUTS = {
+    "2, recomputed": [TWO, "fsdp.activation_checkpointing=full"],
+    "2, SHARD_GRAD_OP": [TWO, "fsdp.strategy=SHARD_GRAD_OP"],
+    "2, HYBRID_SHARD": [TWO, "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"],
+    "4, HYBRID_SHARD": [FOUR, "fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2"],
+    "2, NO_SHARD": [TWO, "fsdp.strategy=NO_SHARD"],
+    "4, offloaded": [FOUR, "fsdp.cpu_offload=true"],
+}
+ADAPTER = ["adapter.r=3", "export.adapter=merged"]
+OPTIONS = {  # of two ranks
+    "windows, tied head, plain loss": ["model.id=${..}/mistral", "train.loss=plain"],
+    "QLoRA": ["adapter.kind=qlora", *ADAPTER],
+}
+MORE_OPTIONS = {
+    "LoRA": ["adapter.kind=lora", *ADAPTER],
+    "not packed": ["data.packing=none"],
+    "one stream": ["data.packing=concat", "train.micro_batch_size=2"],
+    "frozen": ["model.trainable=[layers.2]"],
+    "8-bit state": ["optim.name=adamw_8bit"],
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a recipe that starts from a random Qwen3, whose layers norm queries and keys, on packed documents."""
+    tmp = tmp_path_factory.mktemp("context")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(Qwen3Config(**TINY, head_dim=16)).save_pretrained(tmp / "model")
+    mistral = MistralConfig(**TINY, sliding_window=20, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(mistral).save_pretrained(tmp / "mistral")
+    return write_recipe(
+        tmp, model={"id": str(tmp / "model"), "tokenizer": {"train": 512}}, data__eval={"fraction": 0.1},
+        train__steps=STEPS, train__global_batch_size=BATCH,
+    )  # fmt: skip
+
+
+def assert_layouts_agree(variants: dict[str, list[str]], recipe: Path, tmp: Path) -> None:
+    batches = batches_of(stream_of(recipe)[0], BATCH, STEPS)
+    assert all(len(labels) > BATCH for _, _, labels in batches), "no sequence has several documents"
+    expected = plain_curve(str(recipe.parent / "model"), batches, cosine_rates(3e-4, STEPS), torch.float32)
+    ranks = on_ranks(4, "curves", tmp, recipe=str(recipe), variants=variants, steps=STEPS)
+    assert all(other == ranks[0] for other in ranks), "ranks report different curves"
+    for name, curve in ranks[0].items():
+        loss, norm = largest_difference(curve, expected)
+        print(f"{name:48} loss {loss:.1e}  norm {norm:.1e}")
+        assert max(loss, norm) < LIMIT, name
+
+
+def test_curves_agree_with_the_plain_loop(recipe: Path, tmp_path: Path) -> None:
+    assert_layouts_agree(LAYOUTS, recipe, tmp_path)
+
+
+@pytest.mark.soak
+def test_every_layout_agrees_with_the_plain_loop(recipe: Path, tmp_path: Path) -> None:
+    assert_layouts_agree(MORE_LAYOUTS, recipe, tmp_path)
+
+
+def assert_options_agree(options: dict[str, list[str]], recipe: Path, tmp: Path, **how: Any) -> None:
+    """Assert that with each option evaluations, curves and logits are the same with shared rows as without."""
+    variants = {}
+    for name, words in options.items():
+        words = [word.replace("${..}", str(recipe.parent)) for word in words]
+        variants |= {name: words, f"{name}, shared": [*words, TWO]}
+    found = on_ranks(2, "shared_rows", tmp, recipe=str(recipe), variants=variants, steps=2, **how)[0]
+    for name in options:
+        own, shared = found[name], found[f"{name}, shared"]
+        loss, norm = largest_difference(shared["curve"], own["curve"])
+        apart = np.abs(np.array(shared["logits"]) - np.array(own["logits"])).max()
+        print(f"{name:32} loss {loss:.1e}  norm {norm:.1e}  logits {apart:.1e}")
+        assert max(loss, norm) < LIMIT, name
+        assert shared["evaluation"] == pytest.approx(own["evaluation"], rel=LIMIT), name
+        assert apart < 1e-5, name
+
+
+def test_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
+    assert_options_agree(OPTIONS, recipe, tmp_path)
+
+
+@pytest.mark.soak
+def test_more_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
+    assert_options_agree(MORE_OPTIONS, recipe, tmp_path)
+
+
+def test_compiled_layers_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
+    assert_options_agree({"compiled": ["train.compile=true"]}, recipe, tmp_path, compiled="aot_eager")
+
+
+def test_a_run_resumes_bitwise_and_with_other_ranks_in_a_row(recipe: Path, tmp_path: Path) -> None:
+    words: dict[str, Any] = {"recipe": str(recipe), "steps": STEPS}
+    folder = f"output_dir={tmp_path / 'run'}"
+    whole = on_ranks(4, "save_between", tmp_path / "a", **words, overrides=[TWO, folder], at=2)[0]
+    same = on_ranks(4, "resume", tmp_path / "b", **words, overrides=[TWO, folder])[0]
+    other = on_ranks(4, "resume", tmp_path / "c", **words, overrides=[FOUR, folder])[0]
+    alone = on_ranks(2, "resume", tmp_path / "d", **words, overrides=[folder])[0]
+    assert same["first"] == 2 and same["curve"] == whole["curve"][2:]
+    for rest in (other, alone):
+        assert rest["samples"] == whole["samples"][2:]
+        assert max(largest_difference(rest["curve"], whole["curve"][2:])) < LIMIT
+
+
+def test_a_report_on_a_hang_names_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[str | None]()
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: found.append(collective_of(sys._getframe(1))))
+    AllToAll.apply(torch.ones(2, 3, requires_grad=True), None).sum().backward()
+    assert found == ["all-to-all of parallel.context"] * 2
+
+
+KINDS = {  # kind → what hinders ranks to share its rows
+    "llama": "", "gemma3_text": "", "deepseek_v3": "", "qwen3_moe": "",
+    "qwen3_next": "what attention gets depends on more than a token and its position",
+    "bamba": "a token sees others outside of attention",
+    "mamba2": "its attention is eager", "gpt_oss": "its attention is eager",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_architecture_is_refused_if_tokens_see_one_another_outside_of_attention(kind: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, parallel={"context": 2})
+    plan = make_plan(load(recipe), find_topology(load(recipe).recipe, {}))
+    bare = skeleton(small_config(kind), plan.recipe.model)
+    if KINDS[kind]:
+        with pytest.raises(RecipeError, match=f"parallel.context: 2 ranks cannot share a row: .*{KINDS[kind]}"):
+            check_context(plan, bare)
+    else:
+        check_context(plan, bare)
+
+
+@pytest.mark.soak
+def test_every_architecture_that_is_accepted_gives_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
+    written = load(recipe, [TWO])
+    plan, accepted = make_plan(written, find_topology(written.recipe, {})), dict[str, list[str]]()
+    for kind in KINDS_OF_ALL:
+        with contextlib.suppress(RecipeError):
+            config = small_config(kind)
+            check_context(plan, skeleton(config, plan.recipe.model))
+            words = ["model.id=null", "model.init=random", f"model.config={json.dumps(config.to_diff_dict())}"]
+            accepted[kind] = words
+    print(f"{len(accepted)} of {len(KINDS_OF_ALL)} architectures are accepted")
+    assert len(accepted) > 60
+    assert_options_agree(accepted, recipe, tmp_path, timeout=3600)
+
+
+REFUSED = {  # what the recipe says → what the message says
+    "heads": (["model.config.num_attention_heads=2", FOUR], "2 query heads, which do not divide among 4 ranks"),
+    "length": (["data.seq_len=66", FOUR], "data.seq_len: 66 tokens do not divide among 4 ranks"),
+    "node": (
+        ["data.seq_len=66", "parallel.context=3"],
+        "parallel.context: 3 does not divide the 4 ranks of a node; use one of 1, 2, 4",
+    ),
+    "kernel": (["model.attn_implementation=eager", TWO], "parallel.context: has no effect on eager"),
+    "alone": (["parallel.context_over_nodes=true"], "parallel.context_over_nodes: has no effect without"),
+    "batch": (["train.global_batch_size=9", TWO], "9 sequences do not divide over 4 ranks / parallel.context 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_share_rows_is_refused(case: str, tmp_path: Path) -> None:
+    words, message = REFUSED[case]
+    recipe = write_recipe(tmp_path, launch__nproc_per_node=4)
+    done = fsdptrain("validate", recipe, *words)
+    assert done.returncode == 2 and message in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
