@@ -26,6 +26,7 @@ from fsdptrain.train.setup import (
     Inputs,
     Session,
     Sizes,
+    check_cards,
     check_remaining_steps,
     check_same_inputs,
     load_state,
@@ -115,6 +116,7 @@ class Trainer:
         plan = inputs.plan
         session.watchdog.reset()
         check_groups(plan, world)
+        check_cards(plan, world)
         check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
