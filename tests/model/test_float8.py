@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
+from simulated import SMALL, on_fake, plan_of
 from support import TINY, on_ranks, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
+from fsdptrain.forecast.memory import peak
+from fsdptrain.forecast.timing import kernel_s
+from fsdptrain.forecast.trace import HOST, Kernel
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
+from fsdptrain.plan.hardware import KNOWN
 
 KINDS = ("rowwise", "tensorwise")
 BF16 = "fsdp.mixed_precision.param_dtype=bfloat16"
+PRODUCTS = ("mm", *(f"float8_{kind}" for kind in KINDS))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -137,13 +143,28 @@ def test_nothing_is_rounded_where_an_export_is_compared(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, before) and not torch.equal(before, expected)
 
 
+@pytest.mark.parametrize("recomputes", ["none", "selective"])
+def test_the_forecast_counts_each_product_in_float8_once(recomputes: str, tmp_path: Path) -> None:
+    """As many FLOPs and as much memory as in bf16, in less time where arithmetic takes the most."""
+    traces, planned = {}, {"mixed_precision": {"param_dtype": "bfloat16"}, "activation_checkpointing": recomputes}
+    for kind in (None, *KINDS):
+        traces[kind] = on_fake(plan_of(tmp_path, fsdp=planned, train__float8=kind))
+    kernels = {kind: [e for e in trace.events if isinstance(e, Kernel)] for kind, trace in traces.items()}
+    for kind in KINDS:
+        named = [kernel for kernel in kernels[kind] if kernel.name == f"float8_{kind}"]
+        assert len(named) == 3 * 7 * SMALL["num_hidden_layers"]  # forward and both gradients
+        assert sum(k.flops for k in kernels[kind]) == sum(k.flops for k in kernels[None])
+        assert peak(traces[kind], HOST).allocated == peak(traces[None], HOST).allocated
+    seconds = [kernel_s(Kernel(name, 10**15, 10**9, 0, 0), KNOWN["h100-80gb"], half=True) for name in PRODUCTS]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] / seconds[-1] > 1.8
+
+
 def trained(steps: int, tmp: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `ranks.in_float8` finds on one rank in rowwise float8, and on two: without it, with it, and `more`."""
     recipe = write_recipe(
         tmp, fsdp={}, optim__lr=2e-3, train__steps=steps, checkpoint={"every": None}, train__compile=False,
     )  # fmt: skip
     kinds = {"bf16": []} | {kind: [f"train.float8={kind}"] for kind in KINDS}
-    kinds["selective"] = ["train.float8=rowwise", "fsdp.activation_checkpointing=selective"]
     kinds |= {words: ["train.float8=rowwise", words] for words in more}
     variants = {name: [*words, f"output_dir={tmp / name}"] for name, words in kinds.items()}
     alone = {"rowwise": [*kinds["rowwise"], f"output_dir={tmp / 'alone'}"]}
@@ -168,7 +189,6 @@ def assert_trains_as_bf16(alone: dict[str, Any], found: dict[str, Any], limit: f
     for name, variant in found.items():
         assert variant["resumed"] == variant["curve"][len(variant["curve"]) // 2 :], f"{name}: a resume changes it"
         assert name == "bf16" or 1e-5 < farthest(variant["curve"], curves["bf16"]) < limit, name
-    assert curves["selective"] == curves["rowwise"], "recomputation changes what is computed"
     print(f"one rank: {farthest(alone['rowwise']['curve'], curves['rowwise']):.1e} from two")
     assert farthest(alone["rowwise"]["curve"], curves["rowwise"]) < limit
 
@@ -194,5 +214,7 @@ def test_curves_are_near_those_in_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_curves_over_200_steps_are_near_those_in_bf16(tmp_path: Path) -> None:
-    alone, found = trained(200, tmp_path, "train.compile=true")
+    selective = "fsdp.activation_checkpointing=selective"
+    alone, found = trained(200, tmp_path, selective, "train.compile=true")
     assert_trains_as_bf16(alone, found, limit=1e-2)
+    assert found[selective]["curve"] == found["rowwise"]["curve"], "recomputation changes what is computed"
