@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import Hardware
@@ -138,13 +137,13 @@ def name_of(operator: Any) -> str:
     return _products[-1] if _products and operator is aten.mm.default else str(operator._overloadpacket.__name__)
 
 
-def multiply_in_float8(layers: Iterable[nn.Linear], kind: str) -> None:
+def multiply_in_float8(layers: Iterable[Any], kind: str) -> None:
     """Record the products of these layers under a name of their own, `float8_rowwise` or `float8_tensorwise`.
 
     They keep for backward what torchao keeps, input and weight in bf16.
     """
 
-    def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _Product.apply(x, layer.weight, f"float8_{kind}")
         return result if layer.bias is None else result + layer.bias
 
