@@ -151,7 +151,7 @@ FOREIGN_NAMES = {
     "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
         "fp16 amp loss_scale* float16"
     ),
-    "train.float8: rowwise or tensorwise": "fp8 enable_fp8_training fp8_recipe_name enable_float8_linear",
+    "train.float8: rowwise or tensorwise": "fp8 enable_fp8_training",
     "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
     "fsdp.forward_prefetch: the number of units to prefetch": "fsdp_forward_prefetch",
