@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,19 +23,25 @@ from fsdptrain.config.schema import Recipe
 from fsdptrain.errors import RecipeError
 from fsdptrain.model.units import decoder_layers
 
+# Names of layers that stay in bf16: routers, whose choice of experts would depend on the rounding, and experts, which
+# get any number of tokens.
+ROUTED = re.compile(r"(^|\.)(gate|experts|\w*router\w*)(\.|$)")
+
 CAPABILITY = (8, 9)  # the first cards with units for float8: Ada, then Hopper
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the plain linear layers of the decoder layers of a skeleton that compute in bf16: name → layer.
+    """Return the plain linear layers of the decoder layers of a model that compute in bf16: name → layer.
 
-    Some linear layers do more than multiply: llama4's router also chooses experts.
+    Without `ROUTED`. The model may be sharded: FSDP gives a module a class that is derived from its own.
     """
     return {
         f"{layer}.{name}": module
         for layer, decoder in decoder_layers(model)
         for name, module in decoder.named_modules()
-        if type(module) is nn.Linear and f"{layer}.{name}.weight" not in model.float32_names
+        if nn.Linear in (type(module), *type(module).__bases__[1:])
+        and not ROUTED.search(name)
+        and f"{layer}.{name}.weight" not in model.float32_names
     }
 
 
