@@ -209,7 +209,7 @@ def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{kind} {fault}: pip install 'fsdptrain[float8]'", "train.float8")
     if adapter or recipe.model.trainable:
         frozen = f"adapter.kind: {adapter}" if adapter else "model.trainable"
-        yield Problem(f"{kind} computes no layers with frozen weights: remove it, or {frozen}", "train.float8")
+        yield Problem(f"{kind} trains all weights, and {frozen} freezes some: remove one of the two", "train.float8")
     if dtypes.param_dtype != "bfloat16":
         yield Problem(
             f"{kind} needs fsdp.mixed_precision.param_dtype: bfloat16, for what stays out of float8", "train.float8"

@@ -77,7 +77,10 @@ def float8_notes(model: Any, recipe: Recipe, on_gpu: bool, compiles: bool) -> It
             f"outputs are not a multiple of {FLOAT8_MULTIPLE}: {', '.join(left[:2])}{', …' if len(left) > 2 else ''}"
         )
     if not on_gpu:
-        yield f"train.float8: {kind} is emulated on a CPU: it rounds as a GPU does, but is slower than bfloat16"
+        yield (
+            f"train.float8: {kind} is emulated on a CPU: it rounds as a GPU does, but is slower than bfloat16, which "
+            "forecasts do not count"
+        )
     elif not compiles:
         yield "train.float8 is slower than bfloat16 without train.compile, because each cast is a kernel of its own"
 

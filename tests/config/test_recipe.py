@@ -850,10 +850,10 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
         (
             ["train.float8=rowwise", "adapter.kind=lora"],
             "train.float8",
-            "rowwise computes no layers with frozen weights: remove it, or adapter.kind: lora",
+            "rowwise trains all weights, and adapter.kind: lora freezes some: remove one of the two",
         ),
-        (["train.float8=tensorwise", "adapter.kind=qlora"], "train.float8", "remove it, or adapter.kind: qlora"),
-        (["train.float8=rowwise", "model.trainable=[lm_head]"], "train.float8", "remove it, or model.trainable"),
+        (["train.float8=tensorwise", "adapter.kind=qlora"], "train.float8", "adapter.kind: qlora freezes some"),
+        (["train.float8=rowwise", "model.trainable=[lm_head]"], "train.float8", "model.trainable freezes some"),
         (
             ["train.float8=rowwise", "fsdp.mixed_precision.param_dtype=float32"],
             "train.float8",
