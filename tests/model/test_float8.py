@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import small_config
 from simulated import SMALL, on_fake, plan_of
-from support import TINY, on_ranks, write_recipe
+from support import TINY, on_ranks, python, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -91,6 +91,12 @@ def products(kind: str, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tenso
         rounded(grad, 1) @ rounded(weight, 0),
         rounded(grad, 0).T @ rounded(x, 0),
     ]
+
+
+def test_a_run_without_float8_does_not_import_torchao() -> None:
+    """Which takes seconds: transformers and peft would, because it is installed."""
+    code = "import sys, fsdptrain.train.worker, transformers.quantizers.auto, peft; print(sys.modules['torchao'])"
+    assert python("-c", code, HF_HUB_OFFLINE="1").stdout == "None\n"
 
 
 def test_cards_without_float8_units_are_refused_by_name() -> None:
