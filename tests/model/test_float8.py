@@ -14,11 +14,13 @@ from support import TINY, on_ranks, python, write_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from fsdptrain.attempts.attempts import EarlierAttempts
 from fsdptrain.config.reader import load
 from fsdptrain.errors import RecipeError
 from fsdptrain.forecast.memory import peak
 from fsdptrain.forecast.timing import kernel_s
 from fsdptrain.forecast.trace import HOST, Kernel
+from fsdptrain.launch.heading import heading
 from fsdptrain.model import float8
 from fsdptrain.model.skeleton import skeleton
 from fsdptrain.plan.hardware import KNOWN
@@ -99,6 +101,12 @@ def test_a_run_without_float8_does_not_import_torchao() -> None:
     assert python("-c", code, HF_HUB_OFFLINE="1").stdout == "None\n"
 
 
+def test_the_heading_names_the_products_in_float8(tmp_path: Path) -> None:
+    words = {"fsdp": {"mixed_precision": {"param_dtype": "bfloat16"}}, "train__float8": "tensorwise"}
+    plan = plan_of(tmp_path, **words)
+    assert "bfloat16 compute, products in float8 (tensorwise)\n" in heading(plan, plan.rundir, EarlierAttempts())
+
+
 def test_cards_without_float8_units_are_refused_by_name() -> None:
     assert float8.card_fault((8, 9), "NVIDIA L40S") is float8.card_fault((10, 0), "NVIDIA B200") is None
     for capability, name in (((8, 0), "NVIDIA A100-SXM4-80GB"), ((8, 6), "NVIDIA A10G"), ((7, 5), "Tesla T4")):
@@ -131,11 +139,8 @@ def test_a_layer_multiplies_what_is_rounded_to_float8(kind: str, tmp_path: Path)
         assert torch.equal(ours, theirs)
         error = ((ours - plain).float().norm() / plain.float().norm()).item()
         assert 0.01 < error < 0.1, error
-    assert torch.allclose(layer.bias.grad.float(), matrices[2].float().sum(0), rtol=2e-2, atol=1)
-    # Outside of training, what the model computes is compared without rounding.
-    with float8.unrounded(model):
-        pass
-    assert torch.equal(layer(x).detach().flatten(0, 1), found[0])
+    of_bias = matrices[2].float().sum(0)
+    assert (layer.bias.grad.float() - of_bias).norm() < 1e-2 * of_bias.norm()
 
 
 def test_nothing_is_rounded_where_an_export_is_compared(tmp_path: Path) -> None:
