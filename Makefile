@@ -44,9 +44,10 @@ smoke: install
 # recipes, which are skipped with 2.11, where attention keeps more.
 # Each has an environment in VERSIONS with torch's plain wheel (with CUDA, 7 GB each) and what else .venv has.
 VERSIONS ?= /tmp/fsdptrain-versions
-CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py tests/parallel tests/model/test_init.py \
-	tests/model/test_loss.py tests/model/test_nf4.py tests/model/test_precision.py tests/model/test_varlen.py \
-	tests/model/test_weights.py tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
+CORE = tests/test_patches.py tests/simulate tests/forecast/test_forecast.py tests/parallel \
+	tests/model/test_float8.py tests/model/test_init.py tests/model/test_loss.py tests/model/test_nf4.py \
+	tests/model/test_precision.py tests/model/test_varlen.py tests/model/test_weights.py \
+	tests/train/test_numerics.py tests/train/test_optim.py tests/train/test_preflight.py \
 	tests/checkpoint/test_checkpoint.py tests/checkpoint/test_export.py tests/checkpoint/test_resume.py
 versions: install
 	list=$$($(BIN)/python -m fsdptrain.plan.versions) && for torch in $$list; do \

@@ -289,6 +289,29 @@ def world_of(recipe: str) -> dict[str, list[Any]]:
     return {"flags": [world.any(world.rank == world.size - 1), world.any(0)], "limits": limits}
 
 
+def in_float8(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str, Any]:
+    """Train each variant, resume it in the middle, and export it; return curves and a digest of the first weights.
+
+    `start` is that digest, `curve` the whole curve, `resumed` its second half from the checkpoint in the middle.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        run = build(recipe, overrides)
+        start, model = hashlib.sha256(), run.engine.model
+        for param in model.parameters():
+            start.update(param.detach().full_tensor().numpy().tobytes())
+        made = curve(run, steps // 2)
+        run.checkpointer.save(steps // 2, model, run.engine.optimizer, wait=True)
+        made += curve(run, steps, steps // 2)
+        resumed = build(recipe, overrides)
+        rest = curve(resumed, steps, resumed.engine.steps_made)
+        export_live(
+            model, run.inputs.prepared.bare, run.session.rundir, run.plan, run.checkpointer, run.reporter, steps
+        )
+        found[name] = {"start": start.hexdigest(), "curve": made, "resumed": rest}
+    return found
+
+
 def save_between(recipe: str, overrides: list[str], at: int, steps: int) -> dict[str, Any]:
     """Save a checkpoint after `at` steps and continue; return the curve and the digests of the samples."""
     run = build(recipe, overrides)

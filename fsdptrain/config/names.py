@@ -149,8 +149,9 @@ FOREIGN_NAMES = {
     "fsdp.mixed_precision.param_dtype: bfloat16 (the default) or float32": "bf16 bf16_full_eval",
     "fsdp.mixed_precision.reduce_dtype": "communication_data_type",
     "not supported: use bfloat16 (fsdp.mixed_precision.param_dtype), which needs no loss scaling": (
-        "fp16 fp8 amp loss_scale* float8 float16"
+        "fp16 amp loss_scale* float16"
     ),
+    "train.float8: rowwise or tensorwise": "fp8 enable_fp8_training",
     "not supported: float32 matrix products use full float32 precision": "tf32",
     "fsdp.backward_prefetch": "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
     "fsdp.forward_prefetch: the number of units to prefetch": "fsdp_forward_prefetch",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
@@ -24,6 +26,7 @@ SECTIONS_READ = {
     "model.trainable": ("adapter",),
     "adapter.kind": ("model",),
     "parallel.context": ("data", "model"),
+    "train.float8": ("adapter", "data", "fsdp", "model", "parallel"),
     "export.dtype": ("adapter",),
 }
 
@@ -42,6 +45,7 @@ def cross_field_problems(recipe: Recipe, where: dict[str, str]) -> Iterator[Prob
     yield from _fsdp_problems(recipe)
     yield from _context_problems(recipe)
     yield from _optim_problems(recipe)
+    yield from _float8_problems(recipe)
     if recipe.train.steps is not None and recipe.train.epochs is not None and "train.epochs" in where:
         yield Problem("has no effect if train.steps is set: remove one of the two", "train.epochs")
     if recipe.train.steps is None and recipe.train.epochs is None:
@@ -204,6 +208,45 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"
         )
+
+
+FLOAT8_LIBRARY = ("torchao", (0, 18))  # compiled by Triton, the casts of earlier versions give NaN (triton#11111)
+FLOAT8_MULTIPLE = 16  # of the sizes of a product in float8
+
+
+def _float8_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems between `train.float8` and other keys."""
+    kind, adapter, dtypes = recipe.train.float8, recipe.adapter.kind, recipe.fsdp.mixed_precision
+    if kind is None:
+        return
+    if fault := _library_fault(*FLOAT8_LIBRARY):
+        yield Problem(f"{kind} {fault}: pip install 'fsdptrain[float8]'", "train.float8")
+    if adapter or recipe.model.trainable:
+        frozen = f"adapter.kind: {adapter}" if adapter else "model.trainable"
+        yield Problem(f"{kind} trains all weights, and {frozen} freezes some: remove one of the two", "train.float8")
+    if dtypes.param_dtype != "bfloat16":
+        yield Problem(
+            f"{kind} needs fsdp.mixed_precision.param_dtype: bfloat16, for what stays out of float8", "train.float8"
+        )
+    tokens = recipe.train.micro_batch_size * recipe.data.seq_len // max(1, recipe.parallel.context)
+    if tokens % FLOAT8_MULTIPLE:
+        yield Problem(
+            f"{kind} needs micro-batches (train.micro_batch_size · data.seq_len) of a multiple of {FLOAT8_MULTIPLE} "
+            f"tokens, and these have {tokens}: change data.seq_len",
+            "train.float8",
+        )
+    if isinstance(recipe.fsdp.wrap, list) and "Linear" in recipe.fsdp.wrap:
+        yield Problem(f"{kind} replaces the layers that fsdp.wrap names, Linear: name decoder layers", "train.float8")
+
+
+def _library_fault(library: str, least: tuple[int, int]) -> str | None:
+    """Return why a library cannot be used, if it is not installed or older than `least`."""
+    try:
+        found = version(library)
+    except PackageNotFoundError:
+        return f"needs {library}, which is not installed"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+    return None if numbers >= least else f"needs {library} {least[0]}.{least[1]} or newer, and {found} is installed"
 
 
 def _fsdp_problems(recipe: Recipe) -> Iterator[Problem]:

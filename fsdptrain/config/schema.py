@@ -320,6 +320,11 @@ class Train:
         "apply torch.compile to every decoder layer; auto: on GPUs, if there is a C compiler",
         forms=("auto", bool),
     )
+    float8: Literal["rowwise", "tensorwise"] | None = key(
+        None,
+        "round the operands of the products of decoder layers' linear layers to float8, with a scale for each row, or "
+        "for each tensor, which is faster and coarser; null: compute them in param_dtype",
+    )
     deterministic: bool = key(False, "refuse kernels that are not bitwise reproducible")
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "stop the run, or skip the step, if its loss or gradient is not finite; such a step changes no weights"

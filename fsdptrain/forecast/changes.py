@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrain.config.reflection import unused_with, value_at
-from fsdptrain.config.rules import cross_field_problems, may_hold_shards
+from fsdptrain.config.rules import FLOAT8_MULTIPLE, cross_field_problems, may_hold_shards
 from fsdptrain.config.schema import Recipe
 from fsdptrain.config.strategy import Strategy
 from fsdptrain.errors import FsdptrainError
@@ -69,13 +69,13 @@ def micro_batches(plan: Plan) -> list[int]:
     """Return the powers of two that divide a rank's share of the global batch, and the recipe's own size.
 
     With a range of nodes they divide the share of each number of nodes. Where the recipe's attention kernel needs
-    micro-batches of one row, there are no others.
+    micro-batches of one row, there are no others; products in float8 need multiples of some number of tokens.
     """
-    recipe = plan.recipe
+    recipe, multiple = plan.recipe, FLOAT8_MULTIPLE if plan.recipe.train.float8 else 1
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.data.packing != "none":
         return [1]
-    share = recipe.train.global_batch_size * plan.context // plan.topology.world_size
-    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 0}
+    share, tokens = recipe.train.global_batch_size * plan.context // plan.topology.world_size, plan.tokens_of_row
+    powers = {2**i for i in range(share.bit_length()) if share % 2**i == 2**i * tokens % multiple == 0}
     sizes = sorted(powers | {recipe.train.micro_batch_size})
     return [size for size in sizes if _fits_range(plan, {"train.micro_batch_size": size})]
 
@@ -171,12 +171,13 @@ def leaner_kinds(plan: Plan) -> list[Kind]:
         found.append(Kind("bfloat16 master weights", effect, {"model.dtype": "bfloat16"}))
     if not plan.freezes and plan.pretrained:
         # A recipe that sets the dtype of its export exports a whole model.
-        export = {"export.adapter": "merged"} if recipe.export.dtype != Recipe().export.dtype else {}
+        beside: dict[str, Any] = {"export.adapter": "merged"} if recipe.export.dtype != Recipe().export.dtype else {}
+        beside |= {"train.float8": None} if recipe.train.float8 else {}
         rank = f"adapters of rank {recipe.adapter.r}, usually at a higher optim.lr"
         effect = f"changes what is trained ({rank}; the model is frozen)"
-        found.append(Kind("LoRA", effect, {"adapter.kind": "lora"} | export))
+        found.append(Kind("LoRA", effect, {"adapter.kind": "lora"} | beside))
         effect = f"changes what is trained and the numerics ({rank}; the model is frozen, in 4 bits)"
-        found.append(Kind("QLoRA", effect, {"adapter.kind": "qlora"} | export))
+        found.append(Kind("QLoRA", effect, {"adapter.kind": "qlora"} | beside))
     elif recipe.adapter.kind == "lora" and not recipe.adapter.use_dora:
         found.append(Kind("QLoRA", "changes the numerics (the frozen model is in 4 bits)", {"adapter.kind": "qlora"}))
     return found

@@ -22,6 +22,11 @@ IN_FLIGHT = 8  # collectives that can overlap with one kernel: FSDP2 has a few a
 # selective, Python code for each operator in forward and in backward. Measured in docs/measurements.md.
 RECOMPUTATION_S = {"none": 0.0, "full": 1e-3, "selective": 3e-3}
 
+# Products in float8, with their casts: times the rate of those in bf16, times their memory traffic. Each operand is
+# read for its largest number, read to be cast, written, and read: by rows for each product, else once for two of them.
+# The rates follow from published speeds of 8B models on 8 H100s: see docs/calibration.md.
+FLOAT8 = {"float8_rowwise": (1.55, 2.5), "float8_tensorwise": (1.9, 1.5)}
+
 COMPUTE_STREAM = 0  # runs everything except FSDP2's copies and collectives
 
 
@@ -122,6 +127,9 @@ def kernel_s(kernel: Kernel, hardware: Hardware, half: bool) -> float:
     if "attention" in kernel.name or "varlen" in kernel.name:
         return max(arithmetic / _attention_share(kernel.name, hardware), memory)
     arithmetic /= hardware.product_share
+    if kernel.name in FLOAT8 and not hardware.is_cpu:  # which emulates it
+        rate, traffic = FLOAT8[kernel.name]
+        arithmetic, memory = arithmetic / rate, memory * traffic
     return max(arithmetic, memory) if hardware.is_cpu else arithmetic + memory
 
 

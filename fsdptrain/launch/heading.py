@@ -57,7 +57,8 @@ def _describe_model(plan: Plan) -> str:
     name = where or model.config.get("model_type", "model")
     start = "pretrained" if plan.pretrained else "from scratch"
     weights = "" if plan.freezes else f"{model.dtype} weights, "
-    return f"{name}, {start}; {weights}{fsdp.mixed_precision.param_dtype} compute"
+    float8 = f", products in float8 ({plan.recipe.train.float8})" if plan.recipe.train.float8 else ""
+    return f"{name}, {start}; {weights}{fsdp.mixed_precision.param_dtype} compute{float8}"
 
 
 def _describe_trained(plan: Plan) -> str:

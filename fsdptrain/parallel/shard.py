@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsdptrain.config.schema import Fsdp
 from fsdptrain.errors import RecipeError
 from fsdptrain.model import attention, varlen
+from fsdptrain.model.float8 import convert_to_float8
 from fsdptrain.model.freeze import freeze, layers_in_nf4
 from fsdptrain.model.loss import compute_in_chunks
 from fsdptrain.model.nf4 import quantise_layers
@@ -49,6 +50,7 @@ GRAPHS = 64  # of all kinds of layers that share a `forward`: with and without g
 
 SAVED = [  # selective checkpointing does not recompute these: matrix products and attention
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
+    aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_attention_math.default, torch.ops.fsdptrain.attention.default, VARLEN_FORWARD,
@@ -61,6 +63,7 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
+    convert_to_float8(model, recipe, emulate=world.device.type == "cpu")
     if world.device.type == "cpu":
         attention.install()
         use_torch_operators()

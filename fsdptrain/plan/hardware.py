@@ -68,6 +68,7 @@ class Hardware:
     hook_s: float = 5e-4
     basis: str = ESTIMATED
     bf16: bool = True  # it has matrix units for bf16
+    float8: bool = True  # and for float8, with twice their peak: from Ada on
 
     def __post_init__(self) -> None:
         shares = {kernel: tuple(pair) for kernel, pair in self.attention_share.items()}  # JSON has lists
@@ -95,6 +96,11 @@ def _gpu(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     return Hardware(name, int(gib * GIB), flops, flops32, memory_bw, intra, inter, **other)
 
 
+def _without_float8(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
+    """Make a card of Ampere or before, which have no units for float8."""
+    return _gpu(name, gib, *rates, float8=False, **other)
+
+
 def _hopper(name: str, gib: float, *rates: float, **other: Any) -> Hardware:
     """Make a card with Hopper's kernels, or Blackwell's. On both, torch gives cuBLAS 32 MiB."""
     return _gpu(name, gib, *rates, **{"attention_share": HOPPER, "cublas": 2 * 2**25, "pcie_bw": 45e9} | other)
@@ -108,8 +114,8 @@ KNOWN = {
         _hopper("h100-nvl-94gb", 93.1, 835e12, 60e12, 3.9e12, 36e9, 22e9),  # NVLink connects pairs only
         _hopper("h200-141gb", 139.8, 989e12, 67e12, 4.8e12, 330e9, 45e9, product_share=0.62, basis=SAME_CHIP),
         _hopper("gh200-96gb", 94.5, 989e12, 67e12, 4.0e12, 330e9, 45e9, pcie_bw=300e9, gpus_per_node=1),
-        _gpu("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
-        _gpu("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
+        _without_float8("a100-80gb", 79.1, 312e12, 19.5e12, 2.0e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
+        _without_float8("a100-40gb", 39.4, 312e12, 19.5e12, 1.55e12, 220e9, 22e9, product_share=0.74, basis=CALIBRATED),
         _gpu("l40s-48gb", 44.4, 362e12, 91.6e12, 864e9, 18e9, 10e9),
         _gpu("l40-48gb", 44.4, 181e12, 90.5e12, 864e9, 18e9, 10e9),
         _gpu("rtx4090-24gb", 23.6, 165e12, 82.6e12, 1.0e12, 9e9, 3e9, product_share=0.85),
@@ -124,16 +130,16 @@ KNOWN = {
             attention_share=BLACKWELL, gpus_per_node=4,
         ),
         _hopper("h20-96gb", 95.1, 148e12, 44e12, 4.0e12, 330e9, 45e9, product_share=0.85),
-        _gpu("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
+        _without_float8("a6000-48gb", 47.5, 155e12, 38.7e12, 768e9, 18e9, 3e9),
         _gpu("rtx-pro-6000-96gb", 95.0, 504e12, 126e12, 1.79e12, 36e9, 10e9, pcie_bw=45e9),
         _gpu("rtx5090-32gb", 31.4, 210e12, 105e12, 1.79e12, 18e9, 3e9, product_share=0.85, pcie_bw=45e9),
         _gpu("rtx4080-16gb", 15.6, 97.5e12, 48.7e12, 717e9, 9e9, 3e9, product_share=0.85),
-        _gpu("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
+        _without_float8("rtx3090-24gb", 23.7, 71e12, 35.6e12, 936e9, 9e9, 3e9, product_share=0.85),
         _gpu("l4-24gb", 22.0, 121e12, 30.3e12, 300e9, 18e9, 1.5e9),
-        _gpu("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
-        _gpu("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
-        Hardware("t4-16gb", int(14.6 * GIB), 8.1e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
-        Hardware("v100-32gb", int(31.7 * GIB), 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
+        _without_float8("a10-24gb", 22.0, 125e12, 31.2e12, 600e9, 18e9, 3e9),
+        _without_float8("a10g-24gb", 22.0, 70e12, 35e12, 600e9, 9e9, 1.5e9),
+        _without_float8("t4-16gb", 14.6, 8.1e12, 8.1e12, 320e9, 5e9, 1.5e9, pcie_bw=6e9, bf16=False),
+        _without_float8("v100-32gb", 31.7, 15.7e12, 15.7e12, 900e9, 130e9, 6e9, pcie_bw=12e9, bf16=False),
     )
 }  # fmt: skip
 

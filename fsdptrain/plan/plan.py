@@ -173,6 +173,11 @@ class Plan:
         groups = counted(self.topology.world_size // self.context, "group")
         return ranks if self.context == 1 else f"{groups} of {self.context} ranks"
 
+    @property
+    def tokens_of_row(self) -> int:
+        """The tokens of a row that a rank computes."""
+        return self.recipe.data.seq_len // self.context
+
     def part_of_row(self, rank: int) -> int:
         """Return the number of the part of a row that a rank computes, from 0."""
         return rank % self.context

@@ -1,12 +1,14 @@
 """CUDA's attention kernels: which of them torch chooses, the FLOPs that they compute, and what they allocate.
 
+And products in float8, which are recorded without their casts: the compiler fuses these with what is around them.
+
 Read in torch 2.11 and 2.13: `sdp_utils.cpp` (the choice), `flash_api.cpp` and `attention_backward.cu` (workspaces).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -126,3 +128,50 @@ FLOPS: dict[Any, Callable[..., int]] = {operator: partial(computed_flops, operat
 WORKSPACE: dict[Any, Callable[..., int]] = {
     operator: partial(backward_workspace, operator) for operator in CUDA if "backward" in operator.__name__
 }
+
+_products: list[str] = []  # what the trace calls the products of the layer that computes now
+
+
+def name_of(operator: Any) -> str:
+    """Return what the trace calls an operator."""
+    return _products[-1] if _products and operator is aten.mm.default else str(operator._overloadpacket.__name__)
+
+
+def multiply_in_float8(layers: Iterable[Any], kind: str) -> None:
+    """Record the products of these layers under a name of their own, `float8_rowwise` or `float8_tensorwise`.
+
+    They keep for backward what torchao keeps, input and weight in bf16.
+    """
+
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Product.apply(x, layer.weight, f"float8_{kind}")
+        return result if layer.bias is None else result + layer.bias
+
+    for layer in layers:
+        layer.forward = partial(forward, layer)
+
+
+class _Product(torch.autograd.Function):
+    """x · weightᵀ, whose products the trace calls `name`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.name = name
+        [result] = _multiplied(name, (x.flatten(0, -2), weight.t()))
+        return result.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        of_x, of_weight = _multiplied(ctx.name, (rows, weight), (rows.t(), x.flatten(0, -2)))
+        return of_x.view_as(x), of_weight, None
+
+
+def _multiplied(name: str, *pairs: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    _products.append(name)
+    try:
+        return [a.mm(b) for a, b in pairs]
+    finally:
+        _products.pop()

@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
             workspace = Storage(self.device, "temporaries")
             self.write(Alloc(workspace, WORKSPACE[func](*args, **kwargs), stream))
             self.write(Free(workspace))
-        self.write(Kernel(func._overloadpacket.__name__, int(flops), moved, link, stream))
+        self.write(Kernel(kernels.name_of(func), int(flops), moved, link, stream))
         if host_waits(func, args, kwargs, result):
             self.write(Synchronize())
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.data.corpus import Batch, document_bounds
 from fsdptrain.forecast.timing import COMPUTE_STREAM
 from fsdptrain.forecast.trace import HOST, Alloc, Storage, Trace
+from fsdptrain.model.float8 import layers_in_float8
 from fsdptrain.model.patches import import_quietly
 from fsdptrain.model.units import Unit
 from fsdptrain.model.weights import allocate
@@ -27,7 +28,7 @@ from fsdptrain.parallel.world import World
 from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Plan, varied
 from fsdptrain.simulate.device import pretend_accelerator, pretend_world
-from fsdptrain.simulate.kernels import on_card
+from fsdptrain.simulate.kernels import multiply_in_float8, on_card
 from fsdptrain.simulate.patches import fake_tensor_patches
 from fsdptrain.simulate.recorder import Recorder, tensors_in
 from fsdptrain.train.optim import make_optimizer, optimizer_class, start_state
@@ -40,7 +41,9 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
     `pretend`: on the pretended accelerator, else on the CPU. `config` is the transformers configuration of the model.
     `card` determines the attention kernels and what cuBLAS allocates; None: no particular one, and nothing.
     """
-    plan = varied(plan, {"train.compile": False})  # the compiler cannot run on fake tensors
+    recipe = plan.recipe
+    # The compiler cannot run on fake tensors, and without it a product in float8 would be many kernels.
+    plan = varied(plan, {"train.compile": False, "train.float8": None})
     # Imported here, because these modules may compute tables.
     optimizer_class(plan.recipe.optim.name)
     if plan.recipe.adapter.kind:
@@ -57,6 +60,8 @@ def simulate(plan: Plan, config: PreTrainedConfig, pretend: bool, card: Hardware
         torch.autograd.set_multithreading_enabled(False),
     ):
         engine, units = make_engine(plan, config, world)
+        if recipe.train.float8:
+            multiply_in_float8(layers_in_float8(engine.model, recipe).values(), recipe.train.float8)
         with Recorder(device.type, config.get_text_config().vocab_size) as recorder:
             trace = record_step(recorder, engine, units, plan)
     if card and pretend:  # from torch's allocator, at the first product of a run, and never freed
@@ -98,7 +103,7 @@ def batch_of_zeros(plan: Plan) -> Batch:
     """Return a micro-batch of the plan's shape. Each row is one document, with which attention computes the most."""
     rows, seq_len = plan.recipe.train.micro_batch_size, plan.recipe.data.seq_len
     documents, _ = document_bounds([[seq_len]] * rows)
-    ids, labels, positions = (torch.zeros((rows, seq_len // plan.context), dtype=torch.long) for _ in range(3))
+    ids, labels, positions = (torch.zeros((rows, plan.tokens_of_row), dtype=torch.long) for _ in range(3))
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "documents": documents, "longest": seq_len}
 
 

@@ -21,6 +21,7 @@ from fsdptrain.errors import FsdptrainError, Problem, RecipeError, error_summary
 from fsdptrain.folder.events import Progress
 from fsdptrain.model.assets import check_special_tokens
 from fsdptrain.model.config import check_base_config, load_config, longrope_threshold, with_layers
+from fsdptrain.model.float8 import float8_notes, layers_in_float8
 from fsdptrain.model.flops import expert_count, model_flops
 from fsdptrain.model.freeze import freeze, quantised_ids, unquantised_note
 from fsdptrain.model.loss import after_head
@@ -80,6 +81,7 @@ def model_notes(ready: PreparedModel) -> list[str]:
         unquantised_note(ready.trained, plan.recipe),
         mask_note(plan, ready.bare),
         balance_note(plan, ready.config),
+        *float8_notes(ready.trained, plan.recipe, plan.topology.device == "cuda", plan.compiles),
     )
     return [note for note in found if note]
 
@@ -166,6 +168,8 @@ def _prepare(plan: Plan, config: PreTrainedConfig) -> PreparedModel:
         units = units_of(trained, plan.recipe.fsdp.wrap)
     with _collected(problems):
         check_dtypes(bare, plan)
+    with _collected(problems):
+        layers_in_float8(trained, plan.recipe)
     with _collected(problems):
         check_forward(plan, bare)
     with _collected(problems):

@@ -45,6 +45,7 @@ from fsdptrain.folder.rundir import RunDir
 from fsdptrain.model import flash, varlen
 from fsdptrain.model.assets import save_assets
 from fsdptrain.model.config import longrope_threshold, own_code, resolved_values
+from fsdptrain.model.float8 import card_fault
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.init import draw_weights
 from fsdptrain.model.nf4 import RowQuantizer
@@ -250,6 +251,16 @@ def use_best_flash(session: Session, inputs: Inputs, world: World) -> str | None
     if note:
         print(note, flush=True)
     return note
+
+
+def check_cards(plan: Plan, world: World) -> None:
+    """Raise RecipeError on every rank if the recipe computes in float8, and a card cannot; collective."""
+    if plan.recipe.train.float8 is None or world.device.type != "cuda":
+        return
+    capability, name = torch.cuda.get_device_capability(world.device), torch.cuda.get_device_name(world.device)
+    faults = world.gather_objects(card_fault(capability, name))
+    if wrong := [rank for rank, fault in enumerate(faults) if fault]:
+        raise RecipeError(f"{ranks_text(wrong, world.hosts)}: {faults[wrong[0]]}")
 
 
 def check_same_inputs(inputs: Inputs, world: World) -> None:

@@ -28,6 +28,7 @@ from fsdptrain.checkpoint.shards import named_parts
 from fsdptrain.data.corpus import IGNORED, Batch, Corpus, part_of_rows
 from fsdptrain.errors import NonFiniteError, RecipeError, error_summary
 from fsdptrain.model import varlen
+from fsdptrain.model.float8 import unrounded
 from fsdptrain.model.init import seed_of
 from fsdptrain.parallel.shard import begin_micro_batch
 from fsdptrain.parallel.world import HostCopy, World, send, to_device
@@ -300,14 +301,14 @@ class Engine:
         """Return the logits of `Corpus.beginnings`, for each sequence float32 [tokens, vocabulary] on the CPU.
 
         Every rank computes all of them; collective. Micro-batches have the shape of training, for which kernels and
-        graphs exist, but the head computes only the requested tokens. Of ranks that share rows only the first of each
-        group has them: all are in the first part of a row.
+        graphs exist, but the head computes only the requested tokens. Nothing is rounded to float8. Of ranks that share
+        rows only the first of each group has them: all are in the first part of a row.
         """
         lengths, size = beginnings.pieces[:, 1].tolist(), self.plan.recipe.train.micro_batch_size
         longest, found = max(lengths), []
         head = self.model.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :longest], *args[1:])) if head else None
-        with self.forward_only():
+        with self.forward_only(), unrounded(self.model):
             for i in range(0, len(lengths), size):
                 numbers = [*range(i, min(i + size, len(lengths)))]
                 batch = self._own_part(beginnings.batch(numbers + [-1] * (size - len(numbers))))

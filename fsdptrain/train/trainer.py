@@ -26,6 +26,7 @@ from fsdptrain.train.setup import (
     Inputs,
     Session,
     Sizes,
+    check_cards,
     check_remaining_steps,
     check_same_inputs,
     load_state,
@@ -115,6 +116,7 @@ class Trainer:
         plan = inputs.plan
         session.watchdog.reset()
         check_groups(plan, world)
+        check_cards(plan, world)
         check_same_inputs(inputs, world)
         checkpointer = open_run_folder(session, inputs, world)
         # The model is sharded before it has weights, so that no rank ever holds all of them.
@@ -386,7 +388,7 @@ class Trainer:
         self.session.watchdog.reset()
         held_out = self.inputs.held_out
         corpus = self.inputs.eval_corpus if held_out else self.stream.corpus
-        length = min(TOKENS, self.plan.recipe.data.seq_len // self.plan.context)
+        length = min(TOKENS, self.plan.tokens_of_row)
         beginnings = corpus.beginnings((held_out or self.stream.numbers.tolist())[:ROWS], length)
         rows = [beginnings.tokens[start : start + length].tolist() for start, length, _ in beginnings.pieces]
         return Sample(rows, self.engine.logits(beginnings), bool(held_out))

@@ -49,7 +49,7 @@ def check_step(
 
     Raise RecipeError if the engine refuses the plan, and FsdptrainError if the step cannot be simulated.
     """
-    # Without the figures of the card, or on a card that cannot compute in bf16, there is nothing to simulate.
+    # Without the figures of the card, or on a card without units for the recipe's dtypes, there is nothing to simulate.
     plan, hardware = request.plan, request.hardware or hardware_here(request.plan)
     if hardware is None:
         findings.add_note(
@@ -61,6 +61,9 @@ def check_step(
         findings.add_problem(
             RecipeError(f"fsdp.mixed_precision.param_dtype: {hardware.name} has no bfloat16 units: use float32")
         )
+        return
+    if not hardware.float8 and plan.recipe.train.float8:
+        findings.add_problem(RecipeError(f"train.float8: {hardware.name} has no float8 units: remove it"))
         return
     findings.send_busy("simulating a step")
     forecast = forecaster.forecast(plan, hardware, vocab_size=vocab_size, plot=request.plot)

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from support import ROOT
 
+from fsdptrain.config import rules
 from fsdptrain.config.names import (
     FOREIGN_NAMES,
     FOREIGN_VALUES,
@@ -94,7 +96,7 @@ optim:    {name: adamw, lr: 2e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0
 schedule: {name: cosine, warmup: 0.03, min_lr: 0.1}
 train:
   {epochs: 1, steps: null, global_batch_size: 64, micro_batch_size: 1, loss: chunked, compile: auto,
-   deterministic: false, on_nonfinite: skip, max_skipped: 3}
+   float8: null, deterministic: false, on_nonfinite: skip, max_skipped: 3}
 eval:     {every: null}
 checkpoint: {every: 500, path: null, keep: 2, async: true, verify: read-back, resume: auto}
 export:   {at_end: true, dtype: bfloat16, adapter: merged, merge_base: original, compare: true}
@@ -848,6 +850,24 @@ def test_null_is_read_exactly_where_the_schema_allows_it(tmp_path: Path, path: s
             "only with FULL_SHARD or HYBRID_SHARD",
         ),
         (["train.max_skipped=2"], "train.max_skipped", "train.on_nonfinite: stop, only with skip"),
+        (
+            ["train.float8=rowwise", "adapter.kind=lora"],
+            "train.float8",
+            "rowwise trains all weights, and adapter.kind: lora freezes some: remove one of the two",
+        ),
+        (["train.float8=tensorwise", "adapter.kind=qlora"], "train.float8", "adapter.kind: qlora freezes some"),
+        (["train.float8=rowwise", "model.trainable=[lm_head]"], "train.float8", "model.trainable freezes some"),
+        (
+            ["train.float8=rowwise", "fsdp.mixed_precision.param_dtype=float32"],
+            "train.float8",
+            "needs fsdp.mixed_precision.param_dtype: bfloat16",
+        ),
+        (
+            ["train.float8=rowwise", "data.seq_len=24", "train.micro_batch_size=3"],
+            "train.float8",
+            "a multiple of 16 tokens, and these have 72: change data.seq_len",
+        ),
+        (["train.float8=rowwise", "fsdp.wrap=[Linear]"], "train.float8", "name decoder layers"),
         (["train.steps=10", "train.epochs=2"], "train.epochs", "no effect if train.steps is set"),
         (["train.epochs=null"], "train.epochs", "set one of the two"),
         (
@@ -866,6 +886,18 @@ def test_a_combination_that_cannot_be_honoured_is_refused(
     problems = refused(tmp_path, BASE, *keys)
     assert len(problems) == 1 and says in problems[0].message
     assert problems[0].field == field or field is None
+
+
+@pytest.mark.parametrize(("found", "says"), [(None, "which is not installed"), ("0.17.0", "0.18 or newer, and 0.17.0")])
+def test_float8_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, says: str) -> None:
+    def version(library: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(library)
+        return found
+
+    monkeypatch.setattr(rules, "version", version)
+    [problem] = refused(tmp_path, BASE, "train.float8=rowwise")
+    assert problem.field == "train.float8" and says in problem.message and "fsdptrain[float8]" in problem.message
 
 
 @pytest.mark.parametrize(

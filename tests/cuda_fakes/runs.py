@@ -46,7 +46,7 @@ from fsdptrain.validate.findings import Findings
 from fsdptrain.validate.request import Request
 
 CUDA, MEMORY = torch.device("cuda", 0), 80 * 2**30
-NAME = "NVIDIA H100 80GB HBM3"
+NAME, PCI = "NVIDIA H100 80GB HBM3", {"pci_domain_id": 0, "pci_bus_id": 0, "pci_device_id": 0}
 
 
 class CudaBackend(Backend):
@@ -54,7 +54,7 @@ class CudaBackend(Backend):
 
     get_device_name = staticmethod(lambda device=None: NAME)
     get_device_capability = staticmethod(lambda device=None: (9, 0))
-    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name=NAME, total_memory=MEMORY))
+    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(name=NAME, total_memory=MEMORY, **PCI))
     mem_get_info = staticmethod(lambda device=None: (MEMORY, MEMORY))
     max_memory_allocated = staticmethod(lambda device=None: 2**30)
     is_current_stream_capturing = staticmethod(lambda: False)
@@ -156,9 +156,10 @@ def train(recipe: Path, words: list[str]) -> None:
 
 
 def trainers(folder: Path) -> None:
-    """Train packed rows in bf16, and in float32 longer ones that are not packed, with offload."""
+    """Train packed rows in bf16 and in float8, and in float32 longer ones that are not packed, with offload."""
     recipe = write_recipe(folder, data__eval={"fraction": 0.1}, eval__every=2, launch__nproc_per_node=1)
-    train(recipe, ["fsdp.mixed_precision.param_dtype=bfloat16"])
+    for words in ([], ["train.float8=rowwise"], ["train.float8=tensorwise"]):
+        train(recipe, [*words, "fsdp.mixed_precision.param_dtype=bfloat16"])
     train(recipe, ["data.packing=none", "data.seq_len=200", "fsdp.cpu_offload=true"])
 
 

@@ -259,7 +259,10 @@ def pretrained_plan(tmp_path: Path, *overrides: str, **shape: int) -> Plan:
     return plan_of(tmp_path, *base, *overrides, **shape)
 
 
-@pytest.mark.parametrize("written", [(), ("export.dtype=float32",), ("export.dtype=bfloat16",)])
+FLOAT8 = ("train.float8=rowwise", "fsdp.mixed_precision.param_dtype=bfloat16")
+
+
+@pytest.mark.parametrize("written", [(), ("export.dtype=float32",), ("export.dtype=bfloat16",), FLOAT8])
 def test_other_kinds_of_training_are_offered_where_all_else_needs_offload(
     tmp_path: Path, written: tuple[str, ...]
 ) -> None:
@@ -293,6 +296,12 @@ def test_what_is_offered_depends_on_what_is_trained(tmp_path: Path) -> None:
     assert names("adapter.kind=qlora", "export.adapter=both") == []
     assert names("model.trainable=[layers.3]") == [*KINDS[:2]]
     assert [kind.name for kind in leaner_kinds(plan_of(tmp_path))] == [*KINDS[:2]], "adapters need pretrained weights"
+
+
+def test_micro_batches_in_float8_have_a_multiple_of_16_tokens(tmp_path: Path) -> None:
+    words = ("data.seq_len=24", "train.micro_batch_size=2", "train.global_batch_size=16")
+    assert changes.micro_batches(plan_of(tmp_path, *words)) == [1, 2, 4]
+    assert changes.micro_batches(plan_of(tmp_path, *words, *FLOAT8)) == [2, 4]
 
 
 def test_the_cards_of_each_kind_of_training(tmp_path: Path) -> None:

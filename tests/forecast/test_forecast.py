@@ -463,6 +463,15 @@ def test_a_card_without_bfloat16_rejects_a_bfloat16_recipe(tmp_path: Path, forec
     assert findings[1].exit_code == 0 and findings[1].step["hardware"] == "v100-32gb"
 
 
+def test_a_card_without_float8_rejects_a_recipe_in_float8(tmp_path: Path, forecaster: Forecaster) -> None:
+    plan = gpu_plan(tmp_path, fsdp__mixed_precision={"param_dtype": "bfloat16"}, train__float8="rowwise")
+    found, other = Findings(elsewhere=True), Findings(elsewhere=True)
+    dry_run(Request(plan, hardware=KNOWN["a100-80gb"]), found, forecaster)
+    assert found.exit_code == 2 and "train.float8: a100-80gb has no float8 units" in found.problems[0]
+    dry_run(Request(plan, hardware=KNOWN["l40s-48gb"]), other, forecaster)
+    assert other.exit_code == 0 and other.step["hardware"] == "l40s-48gb"
+
+
 @pytest.mark.usefixtures("forked_children")
 def test_a_run_on_gpus_is_compared_with_its_forecast_if_that_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
