@@ -40,6 +40,9 @@ import gpu_checks as checks
 from common import ROOT, describe_machine, run_ranks
 from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
 
+from fsdptrain.plan.driver import why_unseen
+from fsdptrain.plan.gpus import visible_gpus
+
 TABLE = ROOT / "docs/gpu.md"
 HEADING = "## The last run"
 NEEDS_GPU = "needs a GPU"
@@ -142,10 +145,12 @@ def function_doc(run: Callable[..., object]) -> str:
 
 
 def find_setting(device: str, folder: Path, tiny: bool) -> Setting:
-    """Return the setting for a device; `auto` is the GPU if there is one."""
+    """Return the setting for a device; `auto` is the GPU if there is one. Exits if torch does not see the GPUs."""
     everything = {} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": visible_devices()}
     words = "versions", json.dumps({"device": device})
     machine = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
+    if device != "cpu" and machine["device"] == "cpu" and visible_gpus(os.environ):
+        sys.exit(f"torch {machine['torch']} sees no GPU: {why_unseen(machine['cuda'], os.environ)}")
     return Setting(folder, machine, tiny or machine["device"] == "cpu")
 
 

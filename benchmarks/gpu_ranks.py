@@ -55,7 +55,7 @@ KERNELS = {
 def versions(device: str) -> dict[str, Any]:
     """Return what the machine has: GPUs, and the versions of the libraries that matter."""
     device = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-    found = {"device": device, "python": platform.python_version()}
+    found = {"device": device, "python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

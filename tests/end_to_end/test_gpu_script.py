@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan.test_gpus import write_nvidia_smi
 from support import ROOT, environment
 
 from fsdptrain.plan.hardware import KNOWN
@@ -50,6 +52,14 @@ def test_values_and_rates_run_on_a_cpu(tmp_path: Path) -> None:
     assert {row[2] for row in rows} == {"needs a GPU"}
     names = " ".join(row[0] for row in rows)
     assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
+
+
+def test_gpus_that_torch_does_not_see_end_the_script_before_a_check(tmp_path: Path) -> None:
+    write_nvidia_smi(tmp_path, "case $1 in -L) echo 'GPU 0: NVIDIA H100';; *) echo 535.161.08;; esac")
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}") | {"CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, SCRIPT, "--folder", tmp_path / "folder"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=170, env=env)
+    assert done.returncode == 1 and "sees no GPU: " in done.stderr and "pip install --index-url" in done.stderr
 
 
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
