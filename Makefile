@@ -17,10 +17,10 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-# A venv from within another one does not see its packages, but those beside the machine's own torch are needed.
+# A venv from within another one does not see its packages: those beside the machine's own torch are needed, pip too.
 .venv/bin/python: own = $(filter /%,$(TORCH))
 .venv/bin/python:
-	$(PYTHON) -m venv $(if $(own),--system-site-packages) .venv
+	$(PYTHON) -m venv $(if $(own),--system-site-packages --without-pip) .venv
 	$(if $(own),echo "$(own)" >$(SITE)/own.pth,$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH)))
 
 # Two processes on the CPU, even if the machine has GPUs. A short form: make demo OVERRIDES=train.steps=8
