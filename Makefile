@@ -72,7 +72,7 @@ cuda-fakes: install
 $(VERSIONS)/%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==$*.0
-	$(BIN)/pip freeze --exclude-editable | grep -viE "^(torch|triton|nvidia-|cuda-)" >$(@D)/others.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -viE "^(torch|triton|nvidia-|cuda-)" >$(@D)/others.txt
 	$(@D)/bin/pip install --quiet --no-deps --requirement $(@D)/others.txt --editable .
 	touch $@
 
@@ -100,7 +100,7 @@ slurm:
 
 # The comparisons of docs/measurements.md with other tools; run this on an idle machine.
 bench: install
-	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/pairs.py
 	$(BIN)/python benchmarks/ranks.py

@@ -64,7 +64,9 @@ def install_words(driver: int) -> str | None:
 def driver_version(env: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Return the version of the NVIDIA driver; None if it cannot be read. WSL2 has no file for it."""
     path = root / "proc/driver/nvidia/version"
-    if path.is_file() and (found := re.search(r"^NVRM version:.*?\s(\d{3,}(\.\d+)+)", path.read_text(), re.MULTILINE)):
+    if path.is_file() and (
+        found := re.search(r"^NVRM version:.*?\s(\d{3,}(\.\d+)+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ):
         return found[1]
     listed, _ = call_nvidia_smi(env, root, "--query-gpu=driver_version", "--format=csv,noheader")
     found = re.match(r"\d{3,}(\.\d+)+", listed)
@@ -88,11 +90,10 @@ def unused_cards_note(env: Mapping[str, str], root: Path = Path("/")) -> str | N
 
 def _is_nvidia_card(device: Path) -> bool:
     try:
-        return (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith(
-            DISPLAY_CLASSES
-        )
+        vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
     except OSError:
         return False
+    return vendor == "0x10de" and kind.startswith(DISPLAY_CLASSES)
 
 
 def own_torch(driver: int) -> Path | None:
