@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-GPUS = $(shell $(PYTHON) -m fsdptrain.plan.gpus) # counted when needed: nvidia-smi may take seconds
+SITE = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+# The folder of the machine's own torch, or what pip installs torch from; read when needed: nvidia-smi may take seconds.
+TORCH = $(shell $(PYTHON) -m fsdptrain.plan.driver)
 
 # The tests start hundreds of processes: without its bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,12 +13,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: .venv/installed
 
-# Without a GPU torch is installed first, at a pinned version: a range would install the newest build, with gigabytes of CUDA.
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(if $(filter-out 0,$(GPUS)),,$(BIN)/pip install --quiet torch==2.13.0)
-	$(BIN)/pip install --quiet --editable ".[dev]"
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
+
+# A venv from within another one does not see its packages: those beside the machine's own torch are needed, pip too.
+.venv/bin/python: own = $(filter /%,$(TORCH))
+.venv/bin/python:
+	$(PYTHON) -m venv $(if $(own),--system-site-packages --without-pip) .venv
+	$(if $(own),echo "$(own)" >$(SITE)/own.pth,$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH)))
 
 # Two processes on the CPU, even if the machine has GPUs. A short form: make demo OVERRIDES=train.steps=8
 demo: export CUDA_VISIBLE_DEVICES =
@@ -68,7 +73,7 @@ cuda-fakes: install
 $(VERSIONS)/%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==$*.0
-	$(BIN)/pip freeze --exclude-editable | grep -viE "^(torch|triton|nvidia-|cuda-)" >$(@D)/others.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -viE "^(torch|triton|nvidia-|cuda-)" >$(@D)/others.txt
 	$(@D)/bin/pip install --quiet --no-deps --requirement $(@D)/others.txt --editable .
 	touch $@
 
@@ -96,7 +101,7 @@ slurm:
 
 # The comparisons of docs/measurements.md with other tools; run this on an idle machine.
 bench: install
-	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/pairs.py
 	$(BIN)/python benchmarks/ranks.py
@@ -105,10 +110,18 @@ bench: install
 profile: install
 	$(BIN)/python benchmarks/step.py
 
-# On a machine with GPUs: what only a GPU can show, in about 13 minutes; the table goes into docs/gpu.md.
-gpu: install
-	$(BIN)/pip install --quiet --editable ".[bench]"
+# On a machine with GPUs: what only a GPU can show, in about 25 minutes; the table goes into docs/gpu.md.
+gpu: $(if $(wildcard .venv/installed),,.venv/least)
+	-$(BIN)/python -m pip install --quiet --retries 0 --timeout 5 accelerate bitsandbytes peft
 	$(BIN)/python benchmarks/gpu.py
+
+# What `make gpu` needs and no more: nothing is downloaded where the machine has all of it.
+.venv/least: export PIP_DISABLE_PIP_VERSION_CHECK = 1
+.venv/least: pyproject.toml | .venv/bin/python
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('$<', 'rb'))['project']['dependencies'], sep='\n')" >$@.txt
+	$(BIN)/python -m pip install --quiet --requirement $@.txt psutil
+	echo "$(CURDIR)" >$(SITE)/fsdptrain.pth
+	touch $@
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,7 @@ LLAMA = {  # 23 million parameters with a vocabulary of 8,192
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
     "num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
+LEAVE_S = 10.0  # in which ranks may end by themselves after one has failed
 T = TypeVar("T")
 
 
@@ -63,11 +64,15 @@ def run_ranks(
             )
             for rank in range(world)
         ]  # fmt: skip
-        what, end = f"{script.name} {' '.join(arguments)}", timeout and time.monotonic() + timeout
+        what, started, failed = f"{script.name} {' '.join(arguments)}", time.monotonic(), 0.0
         try:
-            exit_codes = [process.wait(end and max(0.0, end - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            sys.exit(f"{what}: more than {timeout:.0f} s")
+            while None in (exit_codes := [process.poll() for process in processes]):
+                if timeout and time.monotonic() > started + timeout:
+                    sys.exit(f"{what}: more than {timeout:.0f} s")
+                failed = failed or (time.monotonic() if any(exit_codes) else 0.0)
+                if failed and time.monotonic() > failed + LEAVE_S:  # the others wait for the one that failed
+                    break
+                time.sleep(0.02)
         finally:
             for process in processes:
                 process.kill()
@@ -139,8 +144,13 @@ def describe_machine() -> str:
     """Return one line with the machine, the relevant versions, the commit and the date."""
     cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU: unknown")
     memory = next((line for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0 0 kB").split()[1]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
+    commit, versions = "", []
+    with contextlib.suppress(OSError):  # not every image has git
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
     return (
         f"{os.cpu_count()} cores of {cpu.partition(': ')[2]}, {int(memory) / 2**20:.0f} GiB, "
         f"Python {platform.python_version()}, {', '.join(versions)}, fsdptrain {commit.strip() or 'without git'}, "

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py [--only NAME …] [--tiny] [--device cpu] [--table FILE] [--folder FOLDER] [--list]
 
-It should take about 13 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
-Several GPUs add the checks that need them. The table goes to the screen while the checks run, and into docs/gpu.md, and
-the figures for the card's row in plan/hardware.py as well. A check that raises, or that takes longer than its limit,
-becomes a line "failed: …". Recipes, runs and the output of everything that is started are in `--folder`.
+It should take about 25 minutes on one H100: checks that measure something run alone, the others `--lanes` at a time.
+Several GPUs add the checks that need them. The table goes to the screen while the checks run, and after each line into
+docs/gpu.md, and the figures for the card's row in plan/hardware.py as well. A check that raises, or that takes longer
+than its limit, becomes a line "failed: …". Recipes, runs and the output of everything that is started are in
+`--folder`; at the end logs, figures, profiles and what is known of the machine are in one archive beside it.
 
 On a CPU the models are tiny. That shows that the script works, no more: what only a GPU can show is "needs a GPU", and
 the table goes to `--folder` unless `--table` is given. The verdicts:
@@ -37,8 +38,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpu_checks as checks
+import gpu_shipped as shipped
 from common import ROOT, describe_machine, run_ranks
+from gpu_archive import archive, collect
 from gpu_checks import MEASURED, OK, RANKS, WRONG, Row, Setting
+
+from fsdptrain.plan.driver import why_unseen
+from fsdptrain.plan.gpus import visible_gpus
 
 TABLE = ROOT / "docs/gpu.md"
 HEADING = "## The last run"
@@ -60,6 +66,7 @@ class Check:
 
 
 CHECKS = {  # those alone run in this order: `forecast` uses the run of `speed`
+    **{f"first-{what}": Check(functools.partial(shipped.check_smoke, what), 90) for what in shipped.FIRST},
     "versions": Check(checks.check_versions, 60),
     "rates": Check(checks.check_rates, 90),
     "attention": Check(checks.check_attention, 120),
@@ -72,6 +79,12 @@ CHECKS = {  # those alone run in this order: `forecast` uses the run of `speed`
     "forecast-1B": Check(functools.partial(checks.check_forecast, "1B"), 180),
     "speed-3B": Check(functools.partial(checks.check_speed, "3B"), 300),
     "forecast-3B": Check(functools.partial(checks.check_forecast, "3B"), 180),
+    "8B": Check(functools.partial(shipped.check_shipped, "8B", {}), 420),
+    "8B-saves": Check(shipped.check_shipped_saves, 600),
+    "8B-qlora": Check(shipped.check_shipped_qlora, 420),
+    "8B-muon": Check(functools.partial(shipped.check_shipped, "8B-muon", {"optim__name": "muon"}), 420),
+    "8B-8bit": Check(functools.partial(shipped.check_shipped, "8B-8bit", {"optim__name": "adamw_8bit"}), 420),
+    "8B-profile": Check(shipped.check_profile, 300),
     "checkpoint": Check(checks.check_checkpoint, 180),
     "repeated": Check(checks.check_repeated, 240, alone=False),
     "memory": Check(checks.check_out_of_memory, 240),
@@ -99,23 +112,37 @@ def main() -> None:
         return
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fsdptrain-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
-    setting = find_setting(options.device, folder.resolve(), options.tiny)
+    folder = folder.resolve()
+    collect(folder)
+    print(f"{describe_machine()}\n{folder}: recipes, runs and logs\n", flush=True)
+    try:
+        wrong = make_table(options, folder)
+    finally:  # also after an error, or Ctrl-C
+        collect(folder)  # again: what the driver has reported meanwhile
+        print(f"logs, figures, profiles and the machine: {archive(folder)}", flush=True)
+    if wrong:
+        sys.exit(f"not as it should be: {', '.join(wrong)}")
+
+
+def make_table(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Run the checks, and write the table after each line; return what is not as it should be."""
+    setting = find_setting(options.device, folder, options.tiny)
     table = options.table or (TABLE if setting.on_gpu and not options.tiny else folder / "gpu.md")
-    started, machine = time.monotonic(), describe_machine()
-    print(f"{machine}\n{folder}: recipes, runs and logs\n", flush=True)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    rows = []
+    started, rows = time.monotonic(), []
     chosen = {name: CHECKS[name] for name in CHECKS if name in (options.only or CHECKS)}
     for row in run_checks(chosen, setting, options.lanes or (3 if setting.on_gpu else 1)):
         rows.append(row)
         print(shown(row, width), flush=True)
-    minutes = (time.monotonic() - started) / 60
-    heading = f"{machine}, {minutes:.1f} minutes{', tiny shapes' if setting.tiny else ''}"
-    write_table(table, rows, heading, remarks(setting))
-    wrong = [row.what for row in rows if row.verdict == WRONG or row.verdict.startswith("failed")]
+        minutes = (time.monotonic() - started) / 60
+        heading = f"{describe_machine()}, {minutes:.1f} minutes{', tiny shapes' if setting.tiny else ''}"
+        write_table(table, rows, heading, remarks(setting))
+        figures = {name: getattr(setting, name) for name in ("machine", "figures", "seconds", "forecasts")}
+        write_whole(folder / "figures.json", json.dumps(figures | {"rows": [*map(dataclasses.asdict, rows)]}, indent=1))
     print("", *remarks(setting), f"{len(rows)} lines in {minutes:.1f} minutes: {table}", sep="\n")
-    if wrong:
-        sys.exit(f"not as it should be: {', '.join(wrong)}")
+    if table.parent != folder:
+        shutil.copy(table, folder / "gpu.md")
+    return [row.what for row in rows if row.verdict == WRONG or row.verdict.startswith("failed")]
 
 
 def shown(row: Row, width: int) -> str:
@@ -142,10 +169,18 @@ def function_doc(run: Callable[..., object]) -> str:
 
 
 def find_setting(device: str, folder: Path, tiny: bool) -> Setting:
-    """Return the setting for a device; `auto` is the GPU if there is one."""
+    """Return the setting for a device; `auto` is the GPU if there is one. Exits if torch does not see the GPUs."""
     everything = {} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": visible_devices()}
     words = "versions", json.dumps({"device": device})
-    machine = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
+    try:
+        machine = run_ranks(RANKS, 1, *words, log=folder / "versions.log", timeout=120, **everything)[0]
+    except (Exception, SystemExit) as error:  # the other checks may say more
+        gpus = 0 if device == "cpu" else visible_gpus(os.environ)
+        at = "cuda" if gpus else "cpu"
+        machine = {"device": at, "gpus": gpus, "name": "unknown", "memory": 0, "fault": one_line(error)}
+        return Setting(folder, machine, tiny or not gpus)
+    if device != "cpu" and machine["device"] == "cpu" and visible_gpus(os.environ):
+        sys.exit(f"torch {machine['torch']} sees no GPU: {why_unseen(machine['cuda'], os.environ)}")
     return Setting(folder, machine, tiny or machine["device"] == "cpu")
 
 
@@ -203,7 +238,14 @@ def write_table(path: Path, rows: list[Row], heading: str, after: list[str]) -> 
     before = path.read_text().partition(HEADING)[0] if path.exists() else ""
     lines = [f"| {row.what} | {row.figure} | {row.verdict} | {row.note} |" for row in rows]
     table = "\n".join(["| what | found | verdict | remark |", "| --- | --- | --- | --- |", *lines])
-    path.write_text("\n\n".join([f"{before}{HEADING}", heading, table, *after]) + "\n")
+    write_whole(path, "\n\n".join([f"{before}{HEADING}", heading, table, *after]) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is never there in part."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ class Setting:
     """The machine, the sizes, and a folder for recipes, runs and logs. `check` and `deadline` are of the current check.
 
     `machine` is what the job `versions` found. On a CPU, and with `tiny`, models and sequences are small. All checks
-    share `runs`, `figures` (the measured fields of `Hardware`, as Python) and `seconds` (how long each check took).
+    share `runs`, `figures` (the measured fields of `Hardware`, as Python), `seconds` (how long each check took),
+    `forecasts` (by the name of a recipe, what `validate` says) and `exports`.
     """
 
     folder: Path
@@ -78,6 +79,8 @@ class Setting:
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    forecasts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    exports: list[Path] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -112,7 +115,11 @@ class Setting:
         """Return the environment variables that select the device and a cache of this script's own."""
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine["gpus"]))))
         chosen = devices if self.on_gpu else ""
-        return {"CUDA_VISIBLE_DEVICES": chosen, "FSDPTRAIN_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        found = {"CUDA_VISIBLE_DEVICES": chosen, "FSDPTRAIN_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        if self.on_gpu:
+            (self.folder / "nccl").mkdir(exist_ok=True)
+            found |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(self.folder / "nccl/%h.%p.log")}
+        return found
 
     def job(self, name: str, world: int = 1, **arguments: Any) -> Any:
         """Run a job of gpu_ranks.py on `world` ranks; return the result of rank 0."""
@@ -153,7 +160,7 @@ class Setting:
         return events_of(Path(folder) if folder else output_of(recipe))
 
     def recipe(self, name: str, config: dict[str, Any], changes: dict[str, Any] | None = None) -> Path:
-        """Write a recipe for one rank that trains a model from scratch; `changes` are dotted keys. Return its path."""
+        """Write a recipe for one rank that trains a model from scratch; `changes` are dotted keys (None: removed)."""
         config = TINY if self.tiny else config
         values: dict[str, Any] = {
             "output_dir": str(self.folder / "runs" / name),
@@ -172,6 +179,8 @@ class Setting:
             for parent in parents:
                 section = section.setdefault(parent, {})
             section[last] = value
+            if value is None:
+                del section[last]
         path = self.folder / f"{name}.yaml"
         path.write_text(json.dumps(values, indent=1))  # JSON is YAML
         return path
@@ -215,6 +224,8 @@ def verdict(good: bool) -> str:
 
 def check_versions(setting: Setting) -> list[Row]:
     """Versions, and whether fsdptrain knows the card."""
+    if fault := setting.machine.get("fault"):
+        return [Row("versions", "", f"failed: {fault}", str(setting.log))]
     shown = {name: value for name, value in setting.machine.items() if name not in ("device", "memory", "name", "gpus")}
     rows = [Row("versions", ", ".join(f"{name} {value}" for name, value in shown.items()), MEASURED)]
     if not setting.on_gpu:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
+
+from fsdptrain.plan.driver import driver_version
 
 CALLS = 20  # of a piece of work, timed together
 
@@ -77,15 +79,10 @@ class Cuda(Cpu):
 
     def describe(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            driver = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
-        except (OSError, subprocess.TimeoutExpired):
-            driver = "unknown"
         nccl = torch.cuda.nccl.version()
         return {
             "gpus": torch.cuda.device_count(), "name": properties.name, "memory": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda, "driver": driver,
+            "capability": f"{properties.major}.{properties.minor}", "driver": driver_version(os.environ) or "unknown",
             "cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, nccl)),
         }  # fmt: skip
 

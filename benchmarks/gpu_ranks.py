@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from common import exit_with_result
 from gpu_device import Cpu, device_of
+from gpu_smoke import join, smoke
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -55,7 +56,7 @@ KERNELS = {
 def versions(device: str) -> dict[str, Any]:
     """Return what the machine has: GPUs, and the versions of the libraries that matter."""
     device = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-    found = {"device": device, "python": platform.python_version()}
+    found = {"device": device, "python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -307,15 +308,38 @@ def step(device: str, recipe: str, steps: int) -> dict[str, Any]:
         return {"memory": memory, "idle": 1 - at.busy_seconds(list(recorded.events())) / wall_s}
 
 
+def profiled(device: str, recipe: str, folder: str) -> dict[str, int]:
+    """Write a profile of two steps, and on a GPU a snapshot of the memory; return the bytes of each file of rank 0."""
+    from torch.profiler import ProfilerActivity, profile
+
+    at, made = device_of(device), Path(folder)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with fresh_trainer(recipe) as run:
+        rank = run.world.rank
+        for number in range(WARM_UP):
+            run.step(number)
+        if device == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        with profile(activities=activities) as recorded:
+            for number in range(WARM_UP, WARM_UP + 2):
+                run.step(number)
+            at.synchronize()
+        if rank == 0:
+            recorded.export_chrome_trace(str(made / "profile.json.gz"))
+            (made / "profile.txt").write_text(recorded.key_averages().table(row_limit=60, max_name_column_width=80))
+        if rank == 0 and device == "cuda":
+            torch.cuda.memory._dump_snapshot(str(made / "memory.pickle"))
+    files = [made / name for name in ("profile.json.gz", "profile.txt", "memory.pickle")]
+    return {path.name: path.stat().st_size for path in files if path.exists()}
+
+
 # ----------------------------------------------------------------------------------------------------------- many ranks
 
 
 def bandwidths(device: str, tiny: bool) -> dict[str, float]:
     """Return the bus bandwidth of each collective in bytes/s: what each rank sends, over the time."""
-    from peers import start_ranks
-
     at, size = device_of(device), 2**16 if tiny else 2**27
-    start_ranks(device)
+    join(device)
     world = dist.get_world_size()
     part = torch.ones(size // world, device=device)
     whole = torch.ones(world * len(part), device=device)
@@ -356,7 +380,8 @@ def peer(
 JOBS = {
     job.__name__: job
     for job in (
-        versions, rates, attention_rates, kernels, curves, graphs, gradients, syncs, step, bandwidths, peer,
+        versions, rates, attention_rates, kernels, curves, graphs, gradients, syncs, step, bandwidths, peer, smoke,
+        profiled,
     )
 }  # fmt: skip
 

@@ -210,6 +210,7 @@ def run(
         from fsdptrain.launch.heading import heading
         from fsdptrain.launch.launcher import launch, upload_export, worker_settings
         from fsdptrain.launch.next_steps import next_steps
+        from fsdptrain.plan.driver import unused_cards_note
         from fsdptrain.plan.launchers import find_launcher, is_first
         from fsdptrain.plan.limits import limits_here, risky_limits, uncompiled_note
         from fsdptrain.plan.versions import untested_versions
@@ -235,7 +236,8 @@ def run(
         screen = stack.enter_context(Screen(quiet=not is_first(launched)))
         limits = limits_here()
         as_written = dataclasses.replace(plan, recipe=written.recipe)
-        for warning in (*untested_versions(), *risky_limits(plan, limits), uncompiled_note(as_written, limits)):
+        notes = uncompiled_note(as_written, limits), unused_cards_note(os.environ)
+        for warning in (*untested_versions(), *risky_limits(plan, limits), *notes):
             if warning:
                 screen.say(warning)
         comparison = None

@@ -71,6 +71,13 @@ from fsdptrain.train.worker import reporter_of
 loss_chunks = loss.loss_chunks
 
 
+def flops(recipe: str, overrides: list[str]) -> list[float]:
+    """Train to the end; return the FLOPs of each step that its MFU counts."""
+    run = build(recipe, overrides)
+    run.train()
+    return [event["mfu"] * event["step_s"] * run.peak_flops for event in events(run.session.rundir.root, "step")]
+
+
 def build(recipe: str, overrides: list[str]) -> Trainer:
     """Set up the trainer of a recipe on this process group."""
     written = load(Path(recipe), overrides)

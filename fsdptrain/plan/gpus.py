@@ -1,11 +1,10 @@
-"""The NVIDIA GPUs of this machine, counted without importing torch. `python -m fsdptrain.plan.gpus` prints them.
+"""The NVIDIA GPUs of this machine, counted without importing torch.
 
-Only the standard library is imported: the Makefile runs this module before anything is installed.
+Only the standard library is imported: the Makefile runs `plan.driver` before anything is installed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -58,21 +57,15 @@ def installed_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
 
 def damaged_gpus(env: Mapping[str, str]) -> list[str]:
     """Return a sentence for each visible GPU whose memory had errors that ECC could not correct since the last boot."""
-    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
-    if program is None:
-        return []
     only = ["-i", names] if (names := env.get("CUDA_VISIBLE_DEVICES")) else []
     query = ["--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run([program, *only, *query], capture_output=True, text=True, timeout=SMI_S, check=True)
-        rows = [line.split(", ") for line in listed.stdout.splitlines()]
-        return [
-            f"the memory of GPU {index} had {errors} errors that ECC could not correct: restart the node, or reset "
-            f"the GPU (nvidia-smi --gpu-reset -i {index}), and replace it if there are errors again"
-            for index, errors in (row for row in rows if len(row) == 2)  # not messages
-            if errors.isdigit() and int(errors)  # `[N/A]` without ECC
-        ]
-    return []
+    rows = [line.split(", ") for line in call_nvidia_smi(env, Path("/"), *only, *query)[0].splitlines()]
+    return [
+        f"the memory of GPU {index} had {errors} errors that ECC could not correct: restart the node, or reset "
+        f"the GPU (nvidia-smi --gpu-reset -i {index}), and replace it if there are errors again"
+        for index, errors in (row for row in rows if len(row) == 2)  # not messages
+        if errors.isdigit() and int(errors)  # `[N/A]` without ECC
+    ]
 
 
 def _found(env: Mapping[str, str], root: Path) -> tuple[int, bool]:
@@ -84,20 +77,22 @@ def _found(env: Mapping[str, str], root: Path) -> tuple[int, bool]:
     devices = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if gpus := len(devices) or len([*root.glob("proc/driver/nvidia/gpus/*")]):
         return gpus, any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*/ci*"))
-    listed = _listed_by_nvidia_smi(env, root)
+    listed, _ = call_nvidia_smi(env, root, "-L")
     return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)), bool(re.search(r"^\s+MIG \S+", listed, re.MULTILINE))
 
 
-def _listed_by_nvidia_smi(env: Mapping[str, str], root: Path) -> str:
-    """Return what `nvidia-smi -L` prints; nothing without that program, or if it fails or does not answer."""
+def call_nvidia_smi(env: Mapping[str, str], root: Path, *words: str) -> tuple[str, str]:
+    """Return what nvidia-smi prints, and why it failed; both are empty without that program. `root` holds WSL2's."""
     program = shutil.which("nvidia-smi", path=os.pathsep.join([env.get("PATH", os.defpath), str(root / WSL_TOOLS)]))
     if program is None:
-        return ""
+        return "", ""
     try:
-        return subprocess.run([program, "-L"], capture_output=True, text=True, timeout=SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-if __name__ == "__main__":
-    print(installed_gpus(os.environ))
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=SMI_S)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {SMI_S:g} s"
+    except OSError as error:
+        return "", str(error)
+    if done.returncode == 0:
+        return done.stdout, ""
+    said = (done.stdout + done.stderr).strip()
+    return "", said.splitlines()[0] if said else f"exit code {done.returncode}"

@@ -18,15 +18,21 @@ def untested_versions(installed: dict[str, str] | None = None) -> list[str]:
     return [
         f"{name} {found[name]} was not tested with fsdptrain: private functions of {name} may have changed, so that "
         f"training fails or computes something else; install {way_out}"
-        for name, (first, end) in TESTED.items()
-        if (way_out := _way_out(name, found[name], first, end))
+        for name in TESTED
+        if (way_out := _way_out(name, found[name]))
     ]
 
 
-def _way_out(name: str, installed: str, first: str, end: str) -> str | None:
+def is_tested(name: str, installed: str) -> bool:
+    """Return whether a version of a library is in its tested range."""
+    first, end = TESTED[name]
+    return _numbers(first) <= _numbers(installed) < _numbers(end)
+
+
+def _way_out(name: str, installed: str) -> str | None:
     """Return which version to install in place of an untested one; None for a tested one."""
-    if not _numbers(first) <= _numbers(installed) < _numbers(end):
-        return f'"{name}>={first},<{end}"'
+    if not is_tested(name, installed):
+        return '"{}>={},<{}"'.format(name, *TESTED[name])
     if name == "torch" and _numbers(installed) not in map(_numbers, READ_TORCH):
         return f"torch {', '.join(READ_TORCH[:-1])} or {READ_TORCH[-1]}"
     return None

@@ -53,6 +53,7 @@ from fsdptrain.model.peft import start_adapters
 from fsdptrain.model.weights import allocate, read_weights
 from fsdptrain.parallel.shard import copy_own_rows
 from fsdptrain.parallel.world import World
+from fsdptrain.plan.driver import why_unseen
 from fsdptrain.plan.plan import Counts, Plan, fastest_on_one_gpu
 from fsdptrain.plan.topology import Topology
 from fsdptrain.processes import StopRequest
@@ -155,35 +156,42 @@ def prepare_process(session: Session) -> None:
 
     Raises RecipeError if torch sees other GPUs than the plan.
     """
-    check_gpus(session.initial_plan.topology, torch.cuda.device_count(), os.environ)
+    if fault := gpu_fault(session.initial_plan.topology, torch.cuda.device_count(), os.environ):
+        raise RecipeError(fault)
     if session.initial_plan.recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     go_offline_if_unreachable(session.initial_plan, session.progress)
 
 
-def check_gpus(topology: Topology, gpus: int, env: Mapping[str, str]) -> None:
-    """Raise RecipeError if torch sees fewer GPUs than this plan has workers, or any GPU under a plan for the CPU."""
+def gpu_fault(
+    topology: Topology, gpus: int, env: Mapping[str, str], build: str | None = torch.version.cuda
+) -> str | None:
+    """Return why a plan cannot run with the GPUs that torch sees: fewer than its workers, or any if it is for the CPU.
+
+    `build` is the version of CUDA that torch was built for.
+    """
     if fault := rocm_fault(gpus):
-        raise RecipeError(fault)
+        return fault
     workers = topology.nproc_per_node
     if topology.joined and gpus == 1:  # Slurm and MPI may show each worker its own GPU only
         workers = 1
     value = env.get("CUDA_VISIBLE_DEVICES")
     setting = "" if value is None else f" with CUDA_VISIBLE_DEVICES={value}"
     if topology.device == "cpu" and gpus:
-        raise RecipeError(
+        return (
             f"this plan is for the CPU, because no GPU was found in /dev, /proc or by nvidia-smi, but torch sees "
             f"{counted(gpus, 'GPU')}{setting}: set CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} to train on "
             f"{'it' if gpus == 1 else 'them'}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     if topology.device == "cuda" and gpus < workers:
-        build = "" if torch.version.cuda else " (a build without CUDA)"
-        raise RecipeError(
-            f"launch.nproc_per_node: {counted(workers, 'worker')}, but torch {torch.__version__}{build} sees "
-            f"{counted(gpus, 'GPU')}{setting}: install a build of torch for this driver, set CUDA_VISIBLE_DEVICES to "
-            f"the GPUs of nvidia-smi -L, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        way_out = "set CUDA_VISIBLE_DEVICES to the GPUs of nvidia-smi -L"
+        return (
+            f"launch.nproc_per_node: {counted(workers, 'worker')}, but torch {torch.__version__} sees "
+            f"{counted(gpus, 'GPU')}{setting}: {way_out if gpus else why_unseen(build, env)}; or "
+            "train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
+    return None
 
 
 def rocm_fault(gpus: int, hip: str | None = torch.version.hip) -> str | None:

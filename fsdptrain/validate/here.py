@@ -42,7 +42,6 @@ from fsdptrain.plan.plan import Plan, model_name_problems
 from fsdptrain.processes import STOP_SIGNAL, StopRequest
 from fsdptrain.text import counted
 from fsdptrain.train.failure import as_fsdptrain_error, write_error_file
-from fsdptrain.train.setup import check_gpus
 from fsdptrain.validate.costs import hardware_here
 from fsdptrain.validate.findings import Findings, Outcome
 from fsdptrain.validate.machine import describe_machine, node_problems
@@ -174,8 +173,6 @@ def describe_node(request: Request) -> dict[str, Any]:
         except (FsdptrainError, OSError) as error:
             errors.append(as_fsdptrain_error(error))
 
-    with collected():
-        check_gpus(plan.topology, torch.cuda.device_count(), os.environ)
     with collected():
         errors += node_problems(plan, describe_machine(plan))
     with collected():

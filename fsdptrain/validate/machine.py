@@ -19,11 +19,12 @@ from fsdptrain.attempts.claim import check_run_dir
 from fsdptrain.checkpoint.disk import existing_parent
 from fsdptrain.errors import FsdptrainError, RecipeError
 from fsdptrain.model.varlen import card_obstacle
+from fsdptrain.plan.driver import unused_cards_note
 from fsdptrain.plan.limits import fatal_limits, limits_here, risky_limits, uncompiled_note
 from fsdptrain.plan.plan import Plan
 from fsdptrain.plan.topology import NO_ENDPOINT
 from fsdptrain.text import counted, size
-from fsdptrain.train.setup import rocm_fault
+from fsdptrain.train.setup import gpu_fault
 from fsdptrain.validate.findings import Findings
 
 TORCHRUN_PORT = 29400  # where torchrun's c10d rendezvous listens when the endpoint names no port
@@ -35,8 +36,9 @@ def check_machine(plan: Plan, findings: Findings) -> None:
     findings.add_values("machine", machine, "This machine", *([] if findings.elsewhere else [machine_line(machine)]))
     for error in machine_problems(plan, machine):
         findings.add_problem(error, this_machine_only=True)
-    if not findings.elsewhere and (note := uncompiled_note(plan, limits_here())):
-        findings.add_note(note)
+    for note in [] if findings.elsewhere else [uncompiled_note(plan, limits_here()), unused_cards_note(os.environ)]:
+        if note:
+            findings.add_note(note)
     workers, cores = plan.topology.nproc_per_node, machine["cpu"]["cores"]
     if plan.topology.device == "cpu" and workers > cores:
         findings.add_note(f"{workers} workers share {counted(cores, 'core')}")
@@ -79,8 +81,6 @@ def machine_line(machine: dict[str, Any]) -> str:
 def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield an error for each thing that the run needs and this machine lacks; another machine may have it."""
     yield from node_problems(plan, machine)
-    if fault := rocm_fault(len(machine["gpus"])):
-        yield RecipeError(fault)
     if plan.topology.nnodes > 1 and plan.topology.endpoint is None:
         yield RecipeError(f"launch.nnodes: {NO_ENDPOINT}")
     if machine["rendezvous"]["state"] in ("in use", "unknown host"):
@@ -94,9 +94,9 @@ def machine_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainE
 
 def node_problems(plan: Plan, machine: dict[str, Any]) -> Iterator[FsdptrainError]:
     """Yield those of `machine_problems` that are left when the workers of all nodes have met."""
-    workers, gpus, kernel = plan.topology.nproc_per_node, len(machine["gpus"]), machine["attention"]["kernel"]
-    if plan.topology.device == "cuda" and gpus < workers and not plan.topology.joined:
-        yield RecipeError(f"launch.nproc_per_node: {workers} workers, but {gpus} GPUs are visible")
+    kernel = machine["attention"]["kernel"]
+    if fault := gpu_fault(plan.topology, len(machine["gpus"]), os.environ):
+        yield RecipeError(fault)
     for name in ["gloo", "nccl"] if plan.topology.device == "cuda" else ["gloo"]:
         if name not in machine["backends"]:
             yield RecipeError(f"this build of torch has no {name}, which {plan.topology.device} ranks need")

@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.save import Checkpointer
-from fsdptrain.errors import RecipeError
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
@@ -173,8 +172,7 @@ def validations(folder: Path) -> None:
     os.environ["MASTER_PORT"] = str(unused_port())
     with mock.patch.object(here, "measured_links", lambda *_: {}):
         print("validate --here", here.check_ranks(request).problems)
-    with contextlib.suppress(RecipeError):
-        setup.check_gpus(plan.topology, 0, os.environ)
+    assert setup.gpu_fault(plan.topology, 0, os.environ)
     list(Exported._dequantized(SimpleNamespace(plan=plan, _quantised_layers=dict), iter([{}])))  # type: ignore[arg-type]
     with pretend_world(plan_of(folder, 2, device="cuda"), CUDA), fake():
         print("GPU", here.rank_gpu(plan, 0), matrix_rate(CUDA, torch.bfloat16) > 0)

@@ -217,6 +217,29 @@ def test_sequences_are_as_full_as_by_best_fit_decreasing_and_mixed_as_if_drawn(
     assert lengths_per_sequence(lengths, sorted_sequences) < 0.8 * found
 
 
+@pytest.mark.parametrize(("packing", "texts"), [("bfd", 40), ("concat", 40), ("none", 40), ("concat", 1)])
+def test_the_document_of_a_token_is_counted_by_pairs(bpe: Any, tmp_path: Path, packing: str, texts: int) -> None:
+    whole = SHAKESPEARE.read_text()[:4000]
+    rows = [{"text": text} for text in (whole.split("\n\n")[:texts] if texts > 1 else [whole])]
+    corpus = corpus_from(tmp_path, bpe, *rows, seq_len=64, packing=packing)
+    pairs = 0
+    for sequence in documents_by_token(corpus):
+        for document in sequence:
+            pairs += sum(other == document for other in sequence if other is not None) if document is not None else 0
+    assert corpus.document() == pairs / (len(corpus) * 64)
+    assert corpus.document() == pytest.approx(64, abs=2) if texts == 1 else corpus.document() < 50
+
+
+def documents_by_token(corpus: Corpus) -> list[list[int | None]]:
+    """Return the number of the document of each position, None for padding; a document begins where positions do."""
+    found = []
+    for number, positions in enumerate(everything(corpus)["position_ids"].tolist()):
+        filled = int(corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1], 1].sum())
+        starts = [position == 0 for position in positions]
+        found.append([sum(starts[: at + 1]) if at < filled else None for at in range(len(positions))])
+    return found
+
+
 @pytest.mark.parametrize("packing", ["bfd", "concat"])
 def test_neighbours_in_the_file_do_not_share_sequences(bpe: Any, tmp_path: Path, packing: str) -> None:
     rows = [{"text": f"row {number}"} for number in range(1000)]

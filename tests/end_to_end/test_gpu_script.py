@@ -6,8 +6,10 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tarfile
 import warnings
 from pathlib import Path
 from threading import Barrier
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan.test_gpus import write_nvidia_smi
 from support import ROOT, environment
 
 from fsdptrain.plan.hardware import KNOWN
@@ -50,6 +53,16 @@ def test_values_and_rates_run_on_a_cpu(tmp_path: Path) -> None:
     assert {row[2] for row in rows} == {"needs a GPU"}
     names = " ".join(row[0] for row in rows)
     assert all(name in names for name in ("attention, flash, causal", "varlen", "packed gradients", "chunked loss"))
+
+
+def test_gpus_that_torch_does_not_see_end_the_script_before_a_check(tmp_path: Path) -> None:
+    write_nvidia_smi(tmp_path, "case $1 in -L) echo 'GPU 0: NVIDIA H100';; *) echo 535.161.08;; esac")
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}") | {"CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, SCRIPT, "--folder", tmp_path / "folder"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=170, env=env)
+    assert done.returncode == 1 and "sees no GPU: " in done.stderr and "pip install --index-url" in done.stderr
+    with tarfile.open(done.stdout.split()[-1]) as archive:
+        assert {"folder/machine/driver.txt", "folder/versions.log"} <= {*archive.getnames()}
 
 
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
@@ -93,6 +106,42 @@ def test_a_check_that_raises_is_a_line_and_the_others_go_on(script: Any, tmp_pat
         "failed: ValueError: no / such file", "failed: SystemExit: the ranks exited", "needs 2 GPUs", "ok",
     ]  # fmt: skip
     assert "ValueError" in (tmp_path / "broken.log").read_text()
+
+
+def test_the_table_is_there_after_each_line_and_a_killed_first_job_ends_nothing(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    table, seen = tmp_path / "gpu.md", list[str]()
+
+    def look(setting: Any) -> Any:
+        seen.append(table.read_text())
+        return [script.Row("later", "1", "ok")]
+
+    monkeypatch.setattr(script, "RANKS", tmp_path / "killed.py")
+    monkeypatch.setattr(script, "CHECKS", {"versions": script.CHECKS["versions"], "later": script.Check(look, 10)})
+    options = SimpleNamespace(device="cpu", tiny=True, table=table, only=None, lanes=1)
+    assert script.make_table(options, tmp_path) == ["versions"]
+    assert "| versions |  | failed: SystemExit: killed.py" in seen[0] and "exited with [-9]" in seen[0]
+    assert "| later |" in table.read_text() and json.loads((tmp_path / "figures.json").read_text())["rows"]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "LEAVE_S", 0.1)
+    lines = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no such card')\ntime.sleep(600)\n"
+    (tmp_path / "one.py").write_text(lines)
+    with pytest.raises(SystemExit, match=r"exited with \[None, 1\]: no such card"):
+        common.run_ranks(tmp_path / "one.py", 2, log=tmp_path / "log", timeout=500)
+
+
+def test_the_archive_has_logs_and_figures_and_no_weights(script: Any, tmp_path: Path) -> None:
+    names = ["a.log", "gpu.md", "profile.json.gz", "runs/8B/metrics.jsonl", "runs/8B/x.safetensors", "cache/y.json"]
+    for name in names:
+        (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "made" / name).touch()
+    with tarfile.open(script.archive(tmp_path / "made")) as packed:
+        assert sorted(packed.getnames()) == [f"made/{name}" for name in names[:4]]
 
 
 def test_checks_of_values_run_side_by_side_after_those_alone(script: Any, tmp_path: Path) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT
 
 from fsdptrain.plan.gpus import damaged_gpus, installed_gpus, visible_gpus
 
@@ -106,16 +103,6 @@ def test_cuda_visible_devices_is_read_as_cuda_does(value: str, count: int, tmp_p
     env = {**NOTHING, "CUDA_VISIBLE_DEVICES": value}
     assert visible_gpus(env, machine(tmp_path, "dev/nvidia0")) == count
     assert installed_gpus(env, tmp_path) == 1, "what is installed does not depend on it"
-
-
-@pytest.mark.skipif(installed_gpus(os.environ) > 0, reason="this machine has a GPU")
-@pytest.mark.parametrize(("script", "cpu_build"), [("exit 9", True), ("echo 'GPU 0: NVIDIA L4'", False)])
-def test_make_installs_the_cpu_build_of_torch_only_without_a_gpu(script: str, cpu_build: bool, tmp_path: Path) -> None:
-    write_nvidia_smi(tmp_path, script)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    words = ["make", "--dry-run", "--always-make", f"PYTHON={sys.executable}", "install"]
-    shown = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
-    assert ("torch==2.13.0" in shown) == cpu_build
 
 
 def test_gpus_with_damaged_memory_are_named_and_only_those_that_are_visible_are_asked(tmp_path: Path) -> None:

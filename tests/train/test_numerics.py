@@ -135,3 +135,18 @@ def test_dropout_has_other_masks_on_every_rank_and_step_and_none_in_evaluations(
 def test_every_curve_agrees_with_the_plain_loop(world: int, recipe: Path, reference: Curve, tmp_path: Path) -> None:
     variants = all_variants(world) | (shards_held() if world == 2 else {})
     assert_curves_agree(world, variants, recipe, reference, tmp_path, dict.fromkeys(LIMITS, STEPS))
+
+
+def test_mfu_counts_the_pairs_of_tokens_within_documents(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train__steps=1, launch__nproc_per_node=1)
+    (found,) = on_ranks(1, "flops", tmp_path / "rank", recipe=str(recipe), overrides=["fsdp.strategy=NO_SHARD"])
+    corpus = stream_of(recipe)[2]
+    pairs = 0
+    for number in range(len(corpus)):
+        pieces = corpus.pieces[corpus.offsets[number] : corpus.offsets[number + 1]]
+        documents = [document for document, (_, length, _) in enumerate(pieces) for _ in range(length)]
+        pairs += sum(other == document for document in documents for other in documents)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96  # queries and output, keys and values, the MLP
+    products, rows = 6 * (3 * layer + 512 * 64) * 64, 8
+    assert found == [pytest.approx(rows * (products + 12 * 3 * 64 * pairs / len(corpus)))]
+    assert pairs < 0.9 * 64 * 64 * len(corpus)  # else there is nothing to see
