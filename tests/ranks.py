@@ -109,12 +109,16 @@ def curves(recipe: str, variants: dict[str, list[str]], steps: int) -> dict[str,
 def shared_rows(recipe: str, variants: dict[str, list[str]], steps: int, compiled: str = "") -> dict[str, Any]:
     """Return of each variant the held-out loss, the curve, and the logits with which an export is compared.
 
-    `compiled` is the backend of what is compiled.
+    `compiled` is the backend of what is compiled. Of a refused variant it is the message.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, overrides in variants.items():
         with patch.object(torch, "compile", functools.partial(torch.compile, backend=compiled or "inductor")):
-            run = build(recipe, overrides)
+            try:
+                run = build(recipe, overrides)
+            except RecipeError as error:
+                found[name] = {"refused": str(error)}
+                continue
             loss, _ = run.engine.evaluate(run.inputs.eval_corpus, run.inputs.held_out) or (float("nan"), 0)
             logits = [row[:8].sum(0).tolist() for row in run.sample().logits]  # of the first rank
             found[name] = {"evaluation": loss, "curve": curve(run, steps), "logits": logits}
