@@ -42,7 +42,7 @@ from fsdptrain.checkpoint.shards import named_parts, shards_of
 from fsdptrain.config.optimizers import padded_columns
 from fsdptrain.config.reader import load
 from fsdptrain.config.schedule import learning_rate
-from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, WorkerLost
+from fsdptrain.errors import CheckpointError, FsdptrainError, NonFiniteError, RecipeError, WorkerLost
 from fsdptrain.folder.storage import open_storage
 from fsdptrain.launch.explain import hung_ranks
 from fsdptrain.model import loss, nf4, varlen, weights
