@@ -39,7 +39,8 @@ def run_script(tmp: Path, *words: str, timeout: float) -> list[list[str]]:
     """Run the script on the CPU; return the cells of each row of the table."""
     command = [sys.executable, SCRIPT, "--device", "cpu", "--folder", tmp / "folder", "--table", tmp / "gpu.md", *words]
     (tmp / "gpu.md").write_text("what is before the table stays\n\n## The last run\n\nthe table of another day\n")
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=environment())
+    env = environment(OMP_THREAD_LIMIT=str(os.cpu_count()))  # with fewer than OMP_NUM_THREADS a product is wrong
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     before, _, after = (tmp / "gpu.md").read_text().partition("## The last run\n")
     assert before == "what is before the table stays\n\n" and "another day" not in after
