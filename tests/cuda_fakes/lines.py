@@ -34,6 +34,8 @@ def cuda_lines() -> Iterator[Lines]:
 def _concerned(block: Sequence[ast.stmt | ast.ExceptHandler]) -> set[tuple[int, int]]:
     found, reached = set(), False
     for statement in block:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
         fields = [each for _, each in ast.iter_fields(statement) if isinstance(each, list)]
         blocks = [each for each in fields if each and isinstance(each[0], ast.stmt | ast.ExceptHandler)]
         inner = [each for block in blocks for each in block]

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptrain.checkpoint.exported import Exported
 from fsdptrain.checkpoint.save import Checkpointer
+from fsdptrain.checkpoint.staging import Staging
 from fsdptrain.parallel.world import HostCopy, World, matrix_rate
 from fsdptrain.plan.network import unused_port
 from fsdptrain.plan.plan import Plan
@@ -145,6 +146,7 @@ def train(recipe: Path, words: list[str]) -> None:
         patched(
             dist, "init_process_group", lambda _, **words: join("cpu:gloo,cuda:fake", **words | {"device_id": None})
         )
+        patched(dist.ProcessGroup, "set_timeout", lambda *_: None)  # before torch 2.13 a fake group refuses it
         patched(dist, "broadcast_object_list", lambda *_, **words: None)
         patched(prefetch, "ThreadPoolExecutor", InThisThread)
         patched(setup, "draw_weights", lambda *_: None)  # it looks at what it draws
@@ -179,6 +181,22 @@ def validations(folder: Path) -> None:
         here.all_reduce_bandwidth(dist.group.WORLD, CUDA)  # type: ignore[arg-type]
 
 
+def copies(folder: Path) -> None:
+    """Pin the memory of copies as a driver does that allows it, and as one that does not."""
+    with FakeTensorMode():
+        tensors = {"a": torch.empty(9, device=CUDA)}
+    for code, pinned in ((0, True), (2, False)):
+        driver = SimpleNamespace(
+            cudaHostRegister=lambda *_, code=code: code, cudaHostUnregister=lambda *_: 0,
+            cudaGetErrorString=lambda error: f"error {error}",
+        )  # fmt: skip
+        with mock.patch.object(torch.cuda, "cudart", lambda driver=driver: driver):
+            staging = Staging(tensors)
+            assert staging.pinned is pinned
+            staging.close()
+    print("copies", tensors["a"].device, flush=True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -186,7 +204,7 @@ def main() -> None:
     wanted = [*cuda_lines()]
 
     def run() -> None:
-        for scenario in (steps, trainers, validations):
+        for scenario in (steps, trainers, validations, copies):
             (inside := folder / scenario.__name__).mkdir()
             scenario(inside)
 
