@@ -95,6 +95,7 @@ def assert_options_agree(options: dict[str, list[str]], recipe: Path, tmp: Path,
     for name, words in options.items():
         words = [word.replace("${..}", str(recipe.parent)) for word in words]
         variants |= {name: words, f"{name}, shared": [*words, TWO]}
+    wrong = list[str]()
     found = on_ranks(2, "shared_rows", tmp, recipe=str(recipe), variants=variants, steps=2, **how)[0]
     for name in options:
         if "refused" in found[name]:
@@ -105,9 +106,10 @@ def assert_options_agree(options: dict[str, list[str]], recipe: Path, tmp: Path,
         loss, norm = largest_difference(shared["curve"], own["curve"])
         apart = np.abs(np.array(shared["logits"]) - np.array(own["logits"])).max()
         print(f"{name:32} loss {loss:.1e}  norm {norm:.1e}  logits {apart:.1e}")
-        assert max(loss, norm) < LIMIT, name
-        assert shared["evaluation"] == pytest.approx(own["evaluation"], rel=LIMIT), name
-        assert apart < 1e-5, name
+        evaluated = abs(shared["evaluation"] / own["evaluation"] - 1)
+        if max(loss, norm, evaluated) > LIMIT or apart > 1e-5:
+            wrong.append(name)
+    assert not wrong
 
 
 def test_options_give_the_same_with_shared_rows(recipe: Path, tmp_path: Path) -> None:
