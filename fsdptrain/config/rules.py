@@ -191,7 +191,8 @@ def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"
         )
-    if (beta2 := recipe.optim.betas[1]) > (most := kind.traits.largest_beta2):
+    beta2, most = max(recipe.optim.betas[1:], default=0.0), kind.traits.largest_beta2
+    if beta2 > most:
         yield Problem(
             f"{beta2} is above {most}: the second moment of {kind} would be rounded back to its value instead of "
             f"decaying; set at most {most}, or use optim.name: {DEFAULT_OPTIMIZER}",
