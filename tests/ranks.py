@@ -816,7 +816,7 @@ def digest_of(run: Trainer) -> str:
     digest = hashlib.sha256()
     for part, state in run.engine.optimizer.state.items():
         for tensor in filter(torch.is_tensor, (part, *state.values())):
-            digest.update(tensor.numpy().tobytes())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 

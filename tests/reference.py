@@ -138,6 +138,12 @@ def library_optimizers(name: str, decayed: list[Any], others: list[Any], matrice
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "adamw":
         return [torch.optim.AdamW(groups, lr=lr, fused=True, **adam)]
+    if name == "adamw_bf16":  # moments of float32, which have the values of bfloat16 after each step
+        made = torch.optim.AdamW(groups, lr=lr, fused=True, **adam)
+        made.register_step_post_hook(lambda *_: [
+            state[key].copy_(state[key].bfloat16()) for state in made.state.values() for key in state if key != "step"
+        ])  # fmt: skip
+        return [made]
     if name.startswith("sgd"):
         return [torch.optim.SGD(groups, lr=lr, momentum=0.0 if "momentum=0" in name else 0.9, fused=True)]
     if name == "lion":

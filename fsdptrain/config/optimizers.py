@@ -66,6 +66,11 @@ def _moments(weight: Weight, master: Dtype) -> list[StateTensor]:
     return [StateTensor(key, weight.shape, master) for key in ("exp_avg", "exp_avg_sq")]
 
 
+def _moments_in_bfloat16(weight: Weight, master: Dtype) -> list[StateTensor]:
+    """Return AdamW's two moments, in bfloat16 whatever the master weights are."""
+    return _moments(weight, "bfloat16")
+
+
 def _momentum(weight: Weight, master: Dtype) -> list[StateTensor]:
     """Return one moment, in the dtype of the master weights."""
     return [StateTensor("momentum_buffer", weight.shape, master)]
@@ -146,6 +151,7 @@ class OptimizerTraits:
     needs_ranks: bool = False
     splits: Callable[[Weight], bool] | None = None
     leaner: str | None = None  # see `OptimizerKind.leaner`
+    largest_beta2: float = 1.0  # above it the second moment is wrong
     keeps_if: str | None = None  # the key of the recipe's `optim` section that is 0 if nothing is kept
     library: str | None = None  # a library that is not always installed, and the extra of fsdptrain that installs it
 
@@ -168,6 +174,18 @@ class OptimizerKind(StrEnum):
             ("adam", "adamw_torch", "adamw_torch_fused"),
             found_inf=True,
             leaner="adamw_8bit",
+        ),
+    )
+    adamw_bf16 = (
+        "adamw_bf16",
+        OptimizerTraits(
+            "fsdptrain.train.optim.AdamWBfloat16",
+            ADAM_SETTINGS,
+            _moments_in_bfloat16,
+            found_inf=True,
+            leaner="adamw_8bit",
+            # A value of bfloat16 has 8 bits: one that decays by less than 1 / 2**9 of it is rounded back to itself.
+            largest_beta2=0.995,
         ),
     )
     adamw_8bit = (

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fsdptrain.config.adapter import ADAPTER_CONFIG, FROM_FOLDER
+from fsdptrain.config.optimizers import DEFAULT_OPTIMIZER
 from fsdptrain.config.paths import expanded, path_problems
 from fsdptrain.config.reflection import all_fields, choices_of, forms_of, matches_form, needs_of, value_at
 from fsdptrain.config.schema import MAX_NODES, Recipe, node_range
@@ -201,12 +202,19 @@ def _data_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if the optimizer's library is not installed."""
+    """Yield a problem if the optimizer's library is not installed, or its moments too coarse for their decay."""
     kind = recipe.optim.name
     library = kind.traits.library
     if library is not None and importlib.util.find_spec(library) is None:
         yield Problem(
             f"{kind} needs {library}, which is not installed: pip install 'fsdptrain[{library}]'", "optim.name"
+        )
+    beta2, most = max(recipe.optim.betas[1:], default=0.0), kind.traits.largest_beta2
+    if beta2 > most:
+        yield Problem(
+            f"{beta2} is above {most}: the second moment of {kind} would be rounded back to its value instead of "
+            f"decaying; set at most {most}, or use optim.name: {DEFAULT_OPTIMIZER}",
+            "optim.betas",
         )
 
 

@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 from fsdptrain.config.rules import one_row_if_packed
 from fsdptrain.config.schema import Model
 from fsdptrain.errors import Problem, RecipeError, error_summary
-from fsdptrain.model import context, varlen
+from fsdptrain.model import context, cudnn, varlen
 from fsdptrain.model.units import saved_state
 from fsdptrain.plan.plan import Plan, varied
 
@@ -127,11 +127,12 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
     return {name for name in saved_state(model) if any(pattern.search(name) for pattern in patterns)}
 
 
-def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
+def choose_attention(plan: Plan, config: Any, prefers_cudnn: bool | None = None) -> tuple[Plan, Any]:
     """Return the plan with the attention kernel that its model is built with, and the skeleton that has it.
 
     sdpa becomes varlen where that applies; auto becomes the best kernel that the architecture, this machine and the
-    recipe's batches allow: varlen, flash_attention_2, sdpa, eager.
+    recipe's batches allow: varlen, flash_attention_2, sdpa, eager. Instead of varlen it is sdpa where torch's sdpa is
+    cuDNN; `prefers_cudnn` is whether torch prefers that on the card, by default on those of this process.
     """
     model = plan.recipe.model
     if model.attn_implementation not in ("auto", "sdpa"):
@@ -144,6 +145,8 @@ def choose_attention(plan: Plan, config: Any) -> tuple[Plan, Any]:
     kernel = kernels.pop() if len(kernels) == 1 else "eager"
     if kernel == "sdpa" and varlen.obstacle(plan, bare) is None:
         bare.set_attn_implementation(kernel := varlen.NAME)
+        if (cudnn.is_preferred_here() if prefers_cudnn is None else prefers_cudnn) and cudnn.computes(plan, bare):
+            bare.set_attn_implementation(kernel := "sdpa")
     elif model.attn_implementation == "sdpa":
         return plan, bare
     elif _flash_is_possible(plan):

@@ -61,6 +61,8 @@ def build(plan: Plan, config: Any, world: World) -> tuple[ShardedModel, list[Uni
     """Return the plan's model, sharded over the ranks, and its units; parameters are still on the meta device."""
     recipe = plan.recipe
     model = skeleton(config, recipe.model, recipe.fsdp.mixed_precision.param_dtype)
+    if plan.context > 1 and not varlen.used_by(model):
+        raise RuntimeError("internal error: rows are shared, but the attention exchanges nothing (please report it)")
     quantise_layers(model, layers_in_nf4(model, recipe), getattr(torch, recipe.fsdp.mixed_precision.param_dtype))
     freeze(model, recipe)
     convert_to_float8(model, recipe, emulate=world.device.type == "cpu")

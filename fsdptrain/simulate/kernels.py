@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from fsdptrain.model.attention import attention_flops
+from fsdptrain.model.cudnn import LARGEST_HEAD, LEAST_VERSION
 from fsdptrain.plan.hardware import Hardware
 
 aten = torch.ops.aten
-CUDNN_HEAD = 128  # elements at most, and a multiple of 8: what cuDNN computes in forward and in backward
 FLASH_HEAD = 256
-CUDNN_VERSION = 91500  # torch prefers cuDNN above this version only; wheels for CUDA 12.9 and before have older ones
 _cards: list[Hardware] = []  # the card that is simulated is last
 
 
@@ -39,7 +38,7 @@ def on_card(card: Hardware | None) -> Iterator[None]:
 def prefers_cudnn() -> bool:
     """Return whether torch tries cuDNN first on the simulated card; without cuDNN here, as with a recent one."""
     version = torch.backends.cudnn.version()
-    return bool(_cards) and _cards[-1].prefers_cudnn and (version is None or version > CUDNN_VERSION)
+    return bool(_cards) and _cards[-1].prefers_cudnn and (version is None or version >= LEAST_VERSION)
 
 
 def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +56,7 @@ def cuda_attention(device: str, otherwise: Callable[..., Any]) -> Callable[..., 
         if q.device.type != device:
             return otherwise(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-        cudnn = half and size == v.shape[-1] <= CUDNN_HEAD and size % 8 == 0 and prefers_cudnn()
+        cudnn = half and size == v.shape[-1] <= LARGEST_HEAD and size % 8 == 0 and prefers_cudnn()
         if attn_mask is None and half and not cudnn and size == v.shape[-1] <= FLASH_HEAD:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         if attn_mask is not None:

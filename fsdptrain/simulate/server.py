@@ -19,7 +19,7 @@ from fsdptrain.errors import FsdptrainError, to_record
 from fsdptrain.forecast import allocator, plot, timing
 from fsdptrain.forecast import memory as ledger
 from fsdptrain.forecast.forecaster import Forecast
-from fsdptrain.forecast.trace import HOST, Collective, Synchronize, Trace
+from fsdptrain.forecast.trace import HOST, Collective, Kernel, Synchronize, Trace
 from fsdptrain.model.config import load_config
 from fsdptrain.model.flops import model_flops
 from fsdptrain.model.freeze import freeze, quantised_ids
@@ -39,7 +39,7 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     """Simulate a step of the plan and compute its forecast from the trace. Raises RecipeError if the run would."""
     # The engine runs on fake tensors: leave out what cannot run on them, and say so.
     notes = []
-    plan = models.with_kernel(plan)
+    plan = models.with_kernel(plan, hardware)
     kernel = plan.recipe.model.attn_implementation
     if kernel in ("flash_attention_2", "flex_attention"):
         notes.append(f"{kernel}: simulated as torch's flash kernel, without a mask")
@@ -58,6 +58,8 @@ def estimate(plan: Plan, models: Models, hardware: Hardware, pretend: bool, draw
     if hardware.is_cpu:
         hardware = measured_cpu(hardware, plan)
     trace = simulate(plan, models.config, pretend, hardware)
+    if kernel == "sdpa" and any("_cudnn_" in event.name for event in trace.events if isinstance(event, Kernel)):
+        notes.append(f"attention is computed by cuDNN, which torch prefers on {hardware.name}")
     device = PRETEND if pretend else HOST
     if drawing:
         title = f"{plan.recipe.name}: {plan.recipe.fsdp.strategy} over {plan.topology.world_size} ranks"
@@ -173,17 +175,21 @@ class Models:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        self._kernels: dict[tuple[str, bool], str] = {}  # (compute dtype, whether flash_attention_2 fits) → kernel
+        self._kernels: dict[tuple[Any, ...], str] = {}  # what `choose_attention` reads of plan and card → kernel
         self._bare: Any = None
         self._counted: dict[str, Any] = {}  # by compute dtype: what transformers keeps in float32 depends on it
 
-    def with_kernel(self, plan: Plan) -> Plan:
+    def with_kernel(self, plan: Plan, hardware: Hardware) -> Plan:
         """Return the plan with the attention kernel that its model is built with; see `choose_attention`."""
         if plan.recipe.model.attn_implementation not in ("auto", "sdpa"):
             return plan
-        key = plan.recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan)
+        recipe, cudnn = plan.recipe, hardware.prefers_cudnn
+        key = (
+            recipe.fsdp.mixed_precision.param_dtype, flash_fits(plan), cudnn, recipe.data.packing,
+            recipe.train.deterministic,
+        )  # fmt: skip
         if key not in self._kernels:
-            chosen, self._bare = choose_attention(plan, self.config)
+            chosen, self._bare = choose_attention(plan, self.config, cudnn)
             self._kernels[key] = chosen.recipe.model.attn_implementation
         return varied(plan, {"model.attn_implementation": self._kernels[key]})
 

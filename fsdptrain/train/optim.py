@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from fsdptrain.checkpoint.shards import named_parts, state_of
 from fsdptrain.config.optimizers import OptimizerKind
@@ -53,6 +54,35 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 def optimizer_class(kind: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:
     """Return the class of an optimizer. Its module is imported now, because it may need a library of its own."""
     return cast(Callable[..., torch.optim.Optimizer], pkgutil.resolve_name(kind.traits.torch_class))
+
+
+class AdamWBfloat16(torch.optim.AdamW):
+    """AdamW with moments in bfloat16, whose update is computed in the dtype of the weights.
+
+    torch's own kernel for moments of another dtype is for CUDA only, and not in every version. Here the moments of one
+    parameter at a time are widened for the kernel that all devices have, then rounded to nearest.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            settings = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+            for part in group["params"]:
+                if part.grad is None:
+                    continue
+                if not (state := self.state[part]):
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+                    state |= {key: torch.zeros_like(part, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+                kept = [state["exp_avg"], state["exp_avg_sq"]]
+                first, second = (moment.to(part.dtype) for moment in kept)
+                adamw(
+                    [part], [part.grad], [first], [second], [], [state["step"]], fused=True,
+                    found_inf=getattr(self, "found_inf", None), beta1=beta1, beta2=beta2, **settings,
+                )  # fmt: skip
+                kept[0].copy_(first)
+                kept[1].copy_(second)
 
 
 def ranks_of_shards(param: torch.Tensor) -> DeviceMesh | None:

@@ -97,16 +97,17 @@ def balance_note(plan: Plan, config: PreTrainedConfig) -> str | None:
     )
 
 
-def prepare_model(plan: Plan, vocab_size: int | None) -> PreparedModel:
+def prepare_model(plan: Plan, vocab_size: int | None, prefers_cudnn: bool | None = None) -> PreparedModel:
     """Build the skeleton of the plan's model, and check that it can be trained.
 
-    `vocab_size` is that of the tokenizer, None if it is unknown. Raises one RecipeError for all problems.
+    `vocab_size` is that of the tokenizer, None if it is unknown; `prefers_cudnn` is as in `choose_attention`. Raises
+    one RecipeError for all problems.
     """
     config = load_config(plan, vocab_size)
     available = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank builds the model
     with memory_limited_to(available):  # not for longer: libraries of GPUs and mapped files reserve address space
         check_size(plan, config, available)
-    return _prepare(plan, config)
+    return _prepare(plan, config, prefers_cudnn)
 
 
 # Of the modules of a model at the same time: as its files describe it, with adapters, and of a probe.
@@ -150,9 +151,9 @@ def skeleton_bytes(config: PreTrainedConfig, plan: Plan) -> int:
     return COPIES * (buffers + MODULE_BYTES * sum(1 for _ in made.modules()))
 
 
-def _prepare(plan: Plan, config: PreTrainedConfig) -> PreparedModel:
+def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -> PreparedModel:
     """Do what `prepare_model` does with a configuration."""
-    plan, bare = choose_attention(plan, config)
+    plan, bare = choose_attention(plan, config, prefers_cudnn)
     problems: list[Problem] = []
     trained = bare
     with _collected(problems):

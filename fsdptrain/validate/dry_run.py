@@ -45,7 +45,7 @@ def dry_run(request: Request, findings: Findings, forecaster: Forecaster | None 
         findings.add_warning(note)
     if request.build:
         with findings.continue_on_error():
-            config = check_model(plan, vocab_size, steps, findings)
+            config = check_model(plan, vocab_size, steps, findings, request.hardware)
             if forecaster and not request.problems:
                 check_step(request, config, vocab_size, steps, findings, forecaster)
 

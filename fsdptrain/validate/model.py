@@ -22,6 +22,7 @@ from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import check_adapter_values
 from fsdptrain.model.skeleton import flash_fits, has_flash
 from fsdptrain.model.units import Unit, decoder_layers, tied
+from fsdptrain.plan.hardware import Hardware
 from fsdptrain.plan.plan import Counts, Plan, varied
 from fsdptrain.text import size
 from fsdptrain.train import preflight
@@ -32,15 +33,18 @@ HEADING = "Model"
 UNIT_HEADER = ["unit", "class", "×", "parameters", "a rank's shard", "gathered", "after use"]
 
 
-def check_model(plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings) -> PreTrainedConfig:
+def check_model(
+    plan: Plan, vocab_size: int | None, steps: int | None, findings: Findings, hardware: Hardware | None = None
+) -> PreTrainedConfig:
     """Build the model without its weights, divide it into units as the run will, and compute the disk space.
 
-    Returns the transformers configuration of the model.
+    The attention kernel is that of `hardware`, by default of this machine. Returns the transformers configuration of
+    the model.
     """
     findings.send_busy("building the model")
     if not attention_available(plan.recipe.model.attn_implementation):  # already a problem of the machine level
         plan = varied(plan, {"model.attn_implementation": "auto"})
-    ready = preflight.prepare_model(plan, vocab_size)
+    ready = preflight.prepare_model(plan, vocab_size, hardware.prefers_cudnn if hardware else None)
     if findings.elsewhere and (note := kernel_note(plan, ready)):
         findings.add_note(note)
     for note in preflight.model_notes(ready):
@@ -71,6 +75,8 @@ def kernel_note(plan: Plan, ready: preflight.PreparedModel) -> str | None:
     """Return a note if `auto` selects another attention kernel on a machine with, or without, flash-attn."""
     kernel = ready.plan.recipe.model.attn_implementation
     if plan.recipe.model.attn_implementation != "auto" or kernel == varlen.NAME:
+        return None
+    if kernel == "sdpa" and varlen.obstacle(plan, ready.bare) is None:  # the one for which torch takes cuDNN
         return None
     if not (flash_fits(plan) and has_flash(ready.bare)):
         return None

@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(saved: A
 @pytest.mark.parametrize(
     ("names", "worlds"),
     [
-        (["adamw_8bit", "sgd optim.momentum=0"], [3]),
+        (["adamw_bf16", "adamw_8bit", "sgd optim.momentum=0"], [3]),
         pytest.param(list(OPTIMIZERS), [1, 3, 4], marks=pytest.mark.soak),
     ],
 )  # fmt: skip

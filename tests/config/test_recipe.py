@@ -677,6 +677,15 @@ def test_an_optimizer_has_its_own_defaults_and_refuses_the_keys_that_it_does_not
     assert Recipe().optim.betas == [0.9, 0.95]
 
 
+def test_moments_in_bfloat16_are_refused_where_their_decay_would_be_rounded_away(tmp_path: Path) -> None:
+    kind = "optim.name=adamw_bf16"
+    [problem] = refused(tmp_path, BASE, kind, "optim.betas=[0.9,0.999]")
+    assert problem.field == "optim.betas" and "0.999 is above 0.995" in problem.message
+    assert "use optim.name: adamw" in problem.message
+    assert read(tmp_path, BASE, kind, "optim.betas=[0.9,0.995]").recipe.optim.betas == [0.9, 0.995]
+    assert read(tmp_path, BASE, "optim.betas=[0.9,0.999]").recipe.optim.name == "adamw"
+
+
 def test_what_needs_a_missing_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for kind in ("adamw_8bit", "lion"):

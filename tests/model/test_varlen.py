@@ -24,7 +24,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from fsdptrain.config.schema import Model
 from fsdptrain.data.corpus import document_bounds
 from fsdptrain.errors import RecipeError
-from fsdptrain.model import varlen
+from fsdptrain.model import cudnn, varlen
 from fsdptrain.model.patches import VARLEN_BACKWARD, VARLEN_FORWARD, documents_of
 from fsdptrain.model.skeleton import choose_attention, skeleton
 from fsdptrain.parallel.shard import SAVED, compile_layers, recompute
@@ -421,6 +421,45 @@ def test_it_is_not_chosen_without_a_gpu_in_float32_or_with_another_kernel(tmp_pa
     assert choose_attention(plan, config_of(plan))[0].recipe.model.attn_implementation == "eager"
     plan = gpu_plan(tmp_path, model__attn_implementation="sdpa", data__packing="none")
     assert choose_attention(plan, config_of(plan))[0].recipe.model.attn_implementation == varlen.NAME
+
+
+LONG = {"data__packing": "none", "data__seq_len": 128}
+CUDNN = {  # what is different, and the kernel on a card where torch prefers cuDNN
+    "one document": ("llama", {}, {}, "sdpa"),
+    "packed": ("llama", {}, {"data__packing": "bfd"}, varlen.NAME),
+    "length": ("llama", {}, {"data__seq_len": 192}, varlen.NAME),
+    "deterministic": ("llama", {}, {"train__deterministic": True}, varlen.NAME),
+    "window": ("mistral", {"sliding_window": 40}, {}, varlen.NAME),
+    "shared rows": ("llama", {}, {"parallel__context": 2}, varlen.NAME),
+    "large heads": ("llama", {"head_dim": 256}, {}, varlen.NAME),
+    "unequal heads": ("deepseek_v3", MODELS["deepseek_v3"], {}, varlen.NAME),
+}
+
+
+@pytest.mark.parametrize("kind", CUDNN)
+def test_rows_of_one_document_are_left_to_cudnn_where_torch_prefers_it(tmp_path: Path, kind: str) -> None:
+    name, own, changes, kernel = CUDNN[kind]
+    plan, config = gpu_plan(tmp_path, **LONG | changes), AutoConfig.for_model(name, **SIZES | own)
+    found, bare = choose_attention(plan, config, prefers_cudnn=True)
+    assert found.recipe.model.attn_implementation == bare.config._attn_implementation == kernel
+    assert varlen.mask_note(found, bare) is None
+    assert choose_attention(plan, config, prefers_cudnn=False)[0].recipe.model.attn_implementation == varlen.NAME
+
+
+@pytest.mark.parametrize(
+    ("cards", "version", "preferred"),
+    [
+        ([(9, 0), (9, 0)], 91900, True), ([(10, 0)], 91501, True), ([(9, 0)], 91002, False), ([(9, 0)], None, False),
+        ([(8, 0)], 91900, False), ([(9, 0), (8, 0)], 91900, False), ([(12, 0)], 91900, False), ([], 91900, False),
+    ],
+)  # fmt: skip
+def test_cudnn_is_preferred_as_torch_prefers_it(
+    cards: list[tuple[int, int]], version: int | None, preferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert cudnn.is_preferred_here() == preferred
 
 
 def test_torch_without_windows_gets_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

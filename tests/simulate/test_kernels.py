@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 
 from fsdptrain.forecast.trace import Kernel
+from fsdptrain.model import varlen
 from fsdptrain.model.attention import attention_flops
 from fsdptrain.plan.hardware import KNOWN
 from fsdptrain.simulate.kernels import CUDA, backward_workspace, computed_flops, cuda_attention, on_card
 from fsdptrain.simulate.recorder import Recorder
+from fsdptrain.simulate.server import Models, estimate
 from fsdptrain.simulate.simulation import simulate
 
 H100, A100 = KNOWN["h100-80gb"], KNOWN["a100-80gb"]
@@ -104,10 +106,17 @@ def test_flops_need_no_formula_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _check_step_on_hopper(folder: Path) -> None:
     changes = {"data__packing": "none", "fsdp__mixed_precision": {}, "train__global_batch_size": 16}
-    plan = plan_of(folder, 8, 1, "cuda", **changes)
-    trace = simulate(plan, config_of(plan), pretend=True, card=H100)
+    plan = plan_of(folder, 8, 1, "cuda", data__seq_len=128, model__attn_implementation="auto", **changes)
+    config = config_of(plan)
+    models = Models(config)
+    assert models.with_kernel(plan, A100).recipe.model.attn_implementation == varlen.NAME
+    plan = models.with_kernel(plan, H100)
+    trace = simulate(plan, config, pretend=True, card=H100)
     names = {event.name for event in trace.events if isinstance(event, Kernel) and "attention" in event.name}
     assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
+    assert (
+        "attention is computed by cuDNN, which torch prefers on h100-80gb" in estimate(plan, models, H100, True).notes
+    )
     assert trace.before[-1].size == H100.cublas == 2 * 2**25
 
 

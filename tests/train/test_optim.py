@@ -136,6 +136,22 @@ def test_the_update_on_shards_is_that_of_the_library_on_whole_tensors(world: int
         assert max(distances.values()) <= limit, name
 
 
+@pytest.mark.parametrize(("beta2", "wrong"), [(0.95, 0.01), (0.995, 0.05), (0.999, None)])
+def test_a_second_moment_in_bfloat16_settles_where_that_in_float32_does(beta2: float, wrong: float | None) -> None:
+    means = {}
+    for kind in (OptimizerKind.adamw, OptimizerKind.adamw_bf16):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        optimizer = make_optimizer(model, of_kind(kind, betas=[0.9, beta2], lr=0.0))
+        part = named_parts(optimizer)["weight"]
+        for _ in range(int(5 / (1 - beta2))):
+            part.grad = torch.randn(part.shape)
+            optimizer.step()
+        means[kind] = float(optimizer.state[part]["exp_avg_sq"].float().mean())
+    off = abs(means[OptimizerKind.adamw_bf16] / means[OptimizerKind.adamw] - 1)
+    assert off < wrong if wrong else off > 0.5
+
+
 def rates(total: int, **schedule: object) -> list[float]:
     return [learning_rate(step, total, OPTIM, Schedule(**schedule)) for step in range(total)]  # type: ignore[arg-type]
 
