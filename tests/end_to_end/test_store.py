@@ -190,6 +190,8 @@ def test_a_machine_that_was_frozen_while_another_took_over_uploads_nothing_and_s
         store.begin()
         for name in ("step-00000004/manifest.json", "step-00000004/rank-00000.safetensors", "step-00000006/rank-00000"):
             place[0].pipe_file(f"{place[1]}/checkpoints/{name}", b"of the other machine")
+        while "checkpoints/step-00000002/manifest.json" not in objects_of(url):  # the server may be writing it yet
+            time.sleep(0.05)
         before = objects_of(url)
     finally:
         for pid in processes():

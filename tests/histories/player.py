@@ -202,8 +202,10 @@ class History:
             path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
     def plant(self, number: int) -> None:
-        """Put a file of a user into some folder of the run."""
-        folders = [self.root, *(path for path in sorted(self.run_dir.rglob("*")) if path.is_dir())]
+        """Put a file of a user into some folder of the run, but not into what a killed process has left unfinished."""
+        inside = [path for path in sorted(self.run_dir.rglob("*")) if path.is_dir()]
+        scratch = [path for path in inside if invariants.SCRATCH.fullmatch(path.name)]
+        folders = [self.root, *(path for path in inside if not {path, *path.parents} & {*scratch})]
         name = f"mine-{len(self.planted)}.txt"
         self.planted[name] = f"written by a user: {name}\n".encode()
         (folders[number % len(folders)] / name).write_bytes(self.planted[name])

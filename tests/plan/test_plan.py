@@ -49,7 +49,8 @@ def test_every_shipped_recipe_plans_and_builds(path: Path) -> None:
     recipe = plan.recipe
     assert plan.replicas * plan.shard_size == plan.topology.world_size
     assert (
-        plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size == recipe.train.global_batch_size
+        plan.accumulation * recipe.train.micro_batch_size * plan.topology.world_size
+        == recipe.train.global_batch_size * recipe.parallel.context
     )
     assert plan.topology.device == ("cpu" if on_cpu else "cuda")
     assert plan.compiles == (not on_cpu)  # train.compile: auto

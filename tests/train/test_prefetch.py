@@ -35,6 +35,8 @@ class Stream:
 
 
 PLAN: Any = SimpleNamespace(
+    context=1,
+    part_of_row=lambda rank: 0,
     step_positions=lambda step: range(4 * step, 4 * step + 4),
     micro_batches=lambda step, rank: [range(4 * step + 2 * rank, 4 * step + 2 * rank + 1) for _ in range(2)],
 )
