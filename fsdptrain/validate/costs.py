@@ -52,10 +52,11 @@ def check_step(
     # Without the figures of the card, or on a card without units for the recipe's dtypes, there is nothing to simulate.
     plan, hardware = request.plan, request.hardware or hardware_here(request.plan)
     if hardware is None:
-        findings.add_note(
-            f"this GPU is unknown: describe it with --hardware {','.join(f'{name}=…' for name in CUSTOM)} to forecast "
-            "memory and time"
-        )
+        if torch.cuda.is_available():  # else there is a problem already
+            findings.add_note(
+                f"this GPU is unknown: describe it with --hardware {','.join(f'{name}=…' for name in CUSTOM)} to "
+                "forecast memory and time"
+            )
         return
     if not hardware.bf16 and plan.recipe.fsdp.mixed_precision.param_dtype == "bfloat16":
         findings.add_problem(
@@ -172,8 +173,10 @@ def show_advice(advice: Advice, hardware: Hardware, findings: Findings) -> None:
 
 
 def hardware_here(plan: Plan) -> Hardware | None:
-    """Return the hardware of this machine; None for a GPU that is not in the table."""
+    """Return the hardware of this machine; None for a GPU that is not in the table, or that torch does not see."""
     if plan.topology.device == "cpu":
         return CPU
+    if not torch.cuda.is_available():
+        return None
     properties = torch.cuda.get_device_properties(0)
     return card(properties.name, properties.total_memory)

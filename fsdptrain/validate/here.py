@@ -122,8 +122,7 @@ def check_ranks(request: Request) -> Outcome:
     for note in [*request.notes, *([f"the links were not measured: {obstacle}"] if obstacle else [])]:
         findings.add_note(note)
     add_link_problems(links, findings)
-    usable = plan.topology.device == "cpu" or torch.cuda.is_available()
-    compare_nodes(nodes_of(answers, compared, links), hardware_here(plan) if usable else None, findings)
+    compare_nodes(nodes_of(answers, compared, links), hardware_here(plan), findings)
     ranks.leave()
     if not findings.problems:
         findings.forecast = f"{counted(len(nodes), 'node')}, {counted(ranks.size, 'rank')}: ready"

@@ -409,3 +409,10 @@ def test_the_command_lists_problems_at_the_end_and_with_no_build_builds_no_model
     first, *problems = done.stderr.splitlines()
     assert first == "fsdptrain: 2 problems" and len(problems) == 2
     assert "recipe.yaml:" in problems[0] and "nope.jsonl" in problems[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine")
+def test_gpus_that_torch_does_not_see_are_a_problem_and_no_internal_error(tmp_path: Path) -> None:
+    done = fsdptrain("validate", write_recipe(tmp_path, launch__nproc_per_node=1), CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2 and "internal error" not in done.stdout + done.stderr
+    assert "sees 0 GPUs with CUDA_VISIBLE_DEVICES=0: this machine has no NVIDIA GPU; or train on" in done.stderr
