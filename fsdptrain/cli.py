@@ -469,8 +469,8 @@ def _opened_run(run_dir: str) -> Iterator[RunDir]:
         found = dataclasses.replace(RunDir.open(folder), url=url)
         if not found.plan.is_file():
             raise RecipeError(
-                f"{run_dir} is not the output_dir of a run: it has no plan.json, which is written when the "
-                "first attempt starts, not while its job is in the queue of a scheduler"
+                f"{run_dir} has no plan.json: it is not the output_dir of a run, or its job is still queued (plan.json "
+                "is written when the first attempt starts)"
             )
         yield found
 
@@ -699,7 +699,7 @@ def list_recipes(
 ) -> None:
     """List the shipped recipes. With `clusters`, list the files for clusters and clouds."""
     if kind not in (None, CLUSTERS):
-        raise RecipeError(f"{kind!r} is not {CLUSTERS}: leave it out to list the recipes")
+        raise RecipeError(f"unknown list {kind!r}: use `recipes list` for the recipes, or `recipes list {CLUSTERS}`")
     for name, path in _shipped_files().items():
         if kind and name.startswith(f"{CLUSTERS}/"):
             comment = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n").splitlines()[0]
