@@ -48,7 +48,6 @@ from fsdptrain.errors import (
 )
 from fsdptrain.folder.files import NOTHING_THERE, is_regular_file, try_lock, write_atomically
 from fsdptrain.folder.ownership import is_marked, mark_checkpoints, marked_run, write_mark
-from fsdptrain.folder.records import read_object
 from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import PROBE, URL, Location, try_writing
@@ -217,7 +216,7 @@ def check_output_dir(rundir: RunDir) -> None:
     _check_path(root, "output_dir")
     with _os_errors_as_recipe_errors(rundir):
         entries = _names_in(root)
-    if entries and not is_marked(root) and not _is_of_earlier_version(rundir):
+    if entries and not is_marked(root):
         raise RecipeError(
             f"output_dir: {root} holds files that fsdptrain did not write ({listed(entries, 3)}); choose another"
         )
@@ -367,15 +366,6 @@ def _names_in(folder: Path) -> list[str]:
     """Return the names in a folder, sorted; those of folders end with a slash."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries)
-
-
-def _is_of_earlier_version(rundir: RunDir) -> bool:
-    """Return whether a folder without a mark holds the plan of a run, as early versions wrote it."""
-    try:
-        fields = read_object(rundir.plan)
-    except (*NOTHING_THERE, Unreadable):
-        return False
-    return {"version", "recipe", "run_dir", "topology"} <= fields.keys()
 
 
 @contextlib.contextmanager

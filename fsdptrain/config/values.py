@@ -131,7 +131,7 @@ def recipe_of(tree: dict[str, Any], schema: type = Recipe) -> Any:
     Raise ValueError, KeyError or another error for a tree that is none.
     """
     specs = {key_of(spec): spec.name for spec in dataclasses.fields(schema)}
-    given = {specs[word.rstrip("_")]: value for word, value in tree.items()}  # earlier plans have `async_`
+    given = {specs[word]: value for word, value in tree.items()}
     for name, value in given.items():
         section = section_of(schema, name)
         given[name] = recipe_of(value, section) if section else typed(value, hints(schema)[name])

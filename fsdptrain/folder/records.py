@@ -95,7 +95,6 @@ EVENTS = {
         {
             "trainable": COUNT, "units": COUNT, "strategy": TEXT, "hosts": TEXTS, "data": OBJECT, "notes": TEXTS,
             "torch": TEXT, "transformers": TEXT,
-            "data_notes": TEXTS, "dtype_note": TEXT, "quantisation_note": TEXT, "attention_note": TEXT,  # now `notes`
         },
         trains=True,
     ),

@@ -326,7 +326,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan that `to_json` wrote, in this version or an earlier one (which wrote `async_`).
+        """Read a plan that `to_json` wrote.
 
         Any other text raises: JSON and dataclasses raise many types of errors (see `open_plan`).
         """
