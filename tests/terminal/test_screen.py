@@ -171,10 +171,8 @@ def test_an_export_shows_how_far_it_is_from_the_trained_model() -> None:
     shown = screen.console.file.getvalue()  # type: ignore[attr-defined]
     opened = "  opened in a fresh process, logits compared with the trained model's on 200 held-out tokens: "
     far = "(1.2e-07 on average, 4.6e-06 at most, of a spread of 2.3)"
-    assert (
-        f"{opened}merged: equal within the rounding of float32 {far}; adapter on its base: equal within the rounding of "
-        in shown
-    )
+    rounding = "equal within the rounding of"
+    assert f"{opened}merged: {rounding} float32 {far}; adapter on its base: {rounding} bfloat16" in shown
     reason = "the adapter was trained on quantised weights and merged into the original ones"
     assert f"merged: different, because {reason} {far}\n" in shown
     assert f"{opened}identical\n" in shown and "0.0e+00" not in shown
