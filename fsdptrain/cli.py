@@ -567,7 +567,7 @@ def status(
     """Show the state of a run, or of several. Works on any machine that sees the folder; changes nothing."""
     from fsdptrain.folder.records import json_safe
     from fsdptrain.folder.storage import URL
-    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, show_status, watch
+    from fsdptrain.launch.status import is_run_folder, list_runs, observe, show_runs, status_lines, watch
     from fsdptrain.terminal.page import Page
 
     with _opened_run(run_dir) as rundir:
@@ -583,7 +583,7 @@ def status(
         elif page.console.is_terminal and not page.console.is_dumb_terminal and not URL.fullmatch(run_dir):
             watch(rundir, page.console)
         else:
-            show_status(observe(rundir).status(), page)
+            page.say("\n".join(status_lines(observe(rundir).status())))
 
 
 @app.command(epilog="Example: fsdptrain verify runs/shakespeare")
