@@ -328,8 +328,7 @@ def would_read_run_files(name: str, root: str, files: tuple[str, ...] = DATA_LIK
         return Path(root).is_relative_to(os.path.realpath(name))
     fixed = _fixed_part(name)
     pattern = (*Path(os.path.realpath(fixed)).parts, *Path(name).parts[len(Path(fixed).parts) :])
-    written = [Path(root), *(Path(root, file) for file in files)]
-    return any(_matches(path.parts[:length], pattern) for path in written for length in range(1, len(path.parts) + 1))
+    return _reaches(pattern, Path(root).parts, files)
 
 
 def store_fault(name: str, rundir: RunDir) -> str | None:
@@ -346,12 +345,17 @@ def store_fault(name: str, rundir: RunDir) -> str | None:
         if place is None:
             continue
         root = tuple(place.rstrip("/").split("/"))
-        paths = [(*root, *file.split("/")) for file in files]
-        if any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1)):
+        if _reaches(pattern, root, files):
             return f"would include {what}, in {place}"
         if pattern[: len(root)] == root:
             return f"is inside {key} ({place}), which this run writes"
     return None
+
+
+def _reaches(pattern: tuple[str, ...], root: tuple[str, ...], files: tuple[str, ...]) -> bool:
+    """Return whether a pattern, as the parts of a path, matches one of `files` below `root`, or a folder above it."""
+    paths = [(*root, *file.split("/")) for file in files]
+    return any(_matches(path[:length], pattern) for path in paths for length in range(1, len(path) + 1))
 
 
 def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

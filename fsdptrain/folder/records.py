@@ -54,7 +54,7 @@ def _is_texts(value: Any) -> bool:
 def _is_compared(value: Any) -> bool:
     fields = {"what": TEXT, "tokens": COUNT, "held_out": FLAG, "mean": NUMBER, "largest": NUMBER, "spread": NUMBER}
     ways = value if isinstance(value, list) else []
-    return bool(ways) and all(isinstance(way, dict) and not _field_fault(way, fields) for way in ways)
+    return bool(ways) and all(isinstance(way, dict) and not field_fault(way, fields) for way in ways)
 
 
 COUNT = FieldType("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
@@ -164,13 +164,14 @@ def record_fault(record: Record) -> str | None:
     if not isinstance(kind, str):
         return "event is missing" if kind is None else "event is not a string"
     event = EVENTS.get(kind, EventKind("", {}, {"step": COUNT}))
-    fault = _field_fault(record, {"at": SECONDS, **event.fields}, event.optional)
+    fault = field_fault(record, {"at": SECONDS, **event.fields}, event.optional)
     return f"{kind if kind in EVENTS else 'event'}.{fault}" if fault else None
 
 
-def _field_fault(
+def field_fault(
     record: Record, fields: dict[str, FieldType], optional: dict[str, FieldType] | None = None
 ) -> str | None:
+    """Return which field is missing, or has a value of another type; None if there is none."""
     if missing := next((name for name in fields if name not in record), None):
         return f"{missing} is missing"
     known = fields | (optional or {})
