@@ -52,7 +52,6 @@ from fsdptrain.folder.rundir import MARK, RunDir
 from fsdptrain.folder.runstore import RunStore
 from fsdptrain.folder.storage import PROBE, URL, Location, try_writing
 from fsdptrain.plan.plan import Plan, open_plan
-from fsdptrain.plan.topology import writes_run_dir
 
 # Files of a run that could be read as data; a data.path must not match them.
 DATA_LIKE_FILES: tuple[str, ...] = (
@@ -124,7 +123,7 @@ def _upload_rest(store: RunStore, plan: Plan, run: str) -> None:
 @contextlib.contextmanager
 def _claimed_here(plan: Plan, recipe_text: str, fresh: bool) -> Iterator[EarlierAttempts]:
     """Do on this machine what `claim_run_dir` does."""
-    rundir, writes = plan.rundir, writes_run_dir(plan.topology)
+    rundir, writes = plan.rundir, not plan.topology.joined or os.environ["RANK"] == "0"
     # Of several nodes, another may have marked the folder a moment ago; then only the check under the lock counts.
     if fresh and writes and rundir.has_run() and not (plan.topology.nnodes > 1 and is_marked(rundir.root)):
         _refuse_used(rundir)
