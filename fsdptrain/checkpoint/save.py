@@ -151,7 +151,10 @@ class Checkpointer:
             with_disk_report = report_full_disk(scratch, needed)
             self._on_rank_zero(action, with_disk_report(partial(check_space, scratch, needed)))
             read_back = self.plan.recipe.checkpoint.verify == "read-back"
-            path, deliver = scratch / shard_name(self.world.rank), self._if_writer(partial(storage.deliver, step))
+            path, deliver = (
+                scratch / f"rank-{self.world.rank:05d}.safetensors",
+                self._if_writer(partial(storage.deliver, step)),
+            )
             write = partial(write_shards, path, staged, read_back, deliver)
             entry = self._on_every_rank(action, with_disk_report(write))
             files = dict(filter(None, self.world.gather_objects(entry)))
@@ -295,11 +298,6 @@ class Checkpointer:
 
         found = self.world.gather_objects(self._on_every_rank(f"check {folder}", check))
         return sorted({problem for of_rank in found for problem in of_rank})
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def write_shards(

@@ -28,7 +28,6 @@ from fsdptrain.errors import KernelFailed, RecipeError, WorkerLost, to_record
 from fsdptrain.folder.files import scratch_folder
 from fsdptrain.launch.device_errors import ASSERTION, LOST_PEERS, cause_in, error_of, output_of
 from fsdptrain.launch.launcher import POLL_S
-from fsdptrain.launch.refusal import meeting_name
 from fsdptrain.plan.launchers import find_launcher
 from fsdptrain.plan.network import address_of, is_loopback, is_this_machine, local_end, unused_port
 from fsdptrain.plan.plan import Plan, read_plan
@@ -197,7 +196,7 @@ def run_torchrun(plan: Plan, plan_path: Path, worker: str, scratch: Path, pipe: 
         on_waiting=announce_waiting_node,
         on_others=lambda: tell(pipe, {"others": True}),
         on_refused=lambda refusal: tell(pipe, {"refused": refusal}),
-        meeting=meeting_name(plan),
+        meeting=topology.source or plan.recipe.name,  # others may come to the same port
         # Plans are compared there, except by `validate --here`, which compares them itself.
         run=json.dumps(run_here(plan) if worker == WORKERS["train"] else {"digest": worker}),
     )

@@ -107,7 +107,9 @@ class Observer:
             "attempts": self._run.attempts,
             "last_record_age_s": silent_s,
             "late": late,
-            "silent_ranks": self._silent_ranks() if late or state == "silent" else [],
+            "silent_ranks": silent_ranks(self.rundir, self.rundir.newest_attempt(), world)
+            if late or state == "silent"
+            else [],
             "stage": self._stage() if running else None,
             "step": made,
             "total_steps": total,
@@ -253,9 +255,6 @@ class Observer:
         if attempt <= self._last.get("restart", {}).get("attempt", 0):  # that attempt is over
             return []
         return hung_ranks(self.rundir, attempt, range(self._newest_plan.topology.world_size))
-
-    def _silent_ranks(self) -> list[int]:
-        return silent_ranks(self.rundir, self.rundir.newest_attempt(), self._newest_plan.topology.world_size)
 
     def _hosts(self) -> list[str]:
         hosts: list[str] = self._last.get("start", {}).get("hosts", [])

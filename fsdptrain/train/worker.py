@@ -100,11 +100,6 @@ def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) ->
     return Reporter(rundir, plan.recipe.log.tensorboard, screen) if rank == 0 else Reporter(None)
 
 
-def quiet_libraries() -> None:
-    """Keep the progress bars of transformers out of the log: the set-up reports its own progress."""
-    transformers.utils.logging.disable_progress_bar()
-
-
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
     """Return the signals that ask this worker to stop; all of them if none is returned.
 
@@ -122,7 +117,7 @@ def work(plan: Plan) -> NoReturn:
     It ends by `os._exit`: an interpreter that shuts down after FSDP and gloo sometimes aborts (pytorch#179291).
     """
     faulthandler.enable()
-    quiet_libraries()
+    transformers.utils.logging.disable_progress_bar()  # the set-up reports its own progress
     joined = plan.topology.joined
     code = 0
     try:
