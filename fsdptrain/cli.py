@@ -103,11 +103,13 @@ def main() -> None:
         watch_parent(os.getppid())
     open_safe_streams()
     try:
-        with _os_errors_as_fsdptrain_errors(), _interrupted_as_stopped():
+        with _os_errors_as_fsdptrain_errors():
             app()
-    except FsdptrainError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
+    except (FsdptrainError, Interrupted) as error:
+        stopped = Stopped("stopped by Ctrl-C; run the same command again")
+        failure = error if isinstance(error, FsdptrainError) else stopped
+        _print_error(failure)
+        sys.exit(failure.exit_code)
     except SystemExit as stop:
         if stop.code or sys.argv[1:2] == ["run"]:  # the result of a run is its folder, not what it prints
             raise
@@ -129,15 +131,6 @@ def _own_name() -> str:
         if launched and launched.nnodes > 1:
             return f"fsdptrain on {socket.gethostname()}"
     return "fsdptrain"
-
-
-@contextlib.contextmanager
-def _interrupted_as_stopped() -> Iterator[None]:
-    """Raise Stopped for Ctrl-C in a command that does not handle it itself."""
-    try:
-        yield
-    except Interrupted:
-        raise Stopped("stopped by Ctrl-C; run the same command again") from None
 
 
 @contextlib.contextmanager
@@ -643,13 +636,19 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented recipe for your data. All rows are read to choose its sizes; on GPUs, the fastest plan."""
-    dest = _new_recipe(dest)
+    dest = _expanded_path(dest)
+    dest = dest / "recipe.yaml" if dest.is_dir() else dest
+    if dest.exists():
+        raise RecipeError(f"{dest} exists already and is not overwritten")
     if foreign:
         if data or model is not None or hardware is not None:
             raise RecipeError("--from takes data and model from its files: leave out --data, --model and --hardware")
-        text, said = _converted(foreign, dest)
-        _write_recipe(dest, text)
-        print(wrapped_for("\n".join([*said, f"{dest}\nnext: fsdptrain validate {dest}"]), sys.stdout))
+        from fsdptrain.config.convert import convert
+
+        done = convert([_expanded_path(path) for path in foreign], dest)
+        _write_recipe(dest, done.text)
+        said = [*done.report(), "", f"{dest}\nnext: fsdptrain validate {dest}"]
+        print(wrapped_for("\n".join(said), sys.stdout))
         return
     if not data or model is None:
         raise RecipeError("give --data and --model, or the configuration of another tool with --from")
@@ -668,29 +667,11 @@ def init(
     print(f"\n{dest}\nnext: fsdptrain validate {dest}")
 
 
-def _new_recipe(dest: Path) -> Path:
-    """Return the file of a recipe to be written; raise RecipeError if it exists."""
-    dest = _expanded_path(dest)
-    dest = dest / "recipe.yaml" if dest.is_dir() else dest
-    if dest.exists():
-        raise RecipeError(f"{dest} exists already and is not overwritten")
-    return dest
-
-
 def _write_recipe(dest: Path, text: str) -> None:
-    """Write a recipe to a new file."""
     with _write_errors_as_recipe_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.open("x", encoding="utf-8") as stream:
             stream.write(text)
-
-
-def _converted(files: list[Path], dest: Path) -> tuple[str, list[str]]:
-    """Return the recipe that files of other tools convert to, and the lines that tell what became of their keys."""
-    from fsdptrain.config.convert import convert
-
-    done = convert([_expanded_path(path) for path in files], dest)
-    return done.text, [*done.report(), ""]
 
 
 @recipes_app.command("list", epilog="Example: fsdptrain recipes list clusters")
