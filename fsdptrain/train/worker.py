@@ -97,7 +97,9 @@ def take_store(store: RunStore, plan: Plan) -> None:
 
 def reporter_of(plan: Plan, rundir: RunDir, rank: int, screen: Screen | None) -> Reporter:
     """Return the reporter of this rank: rank 0 writes the events, the others write nothing."""
-    return Reporter(rundir, plan.recipe.log.tensorboard, screen) if rank == 0 else Reporter(None)
+    if rank:
+        return Reporter(None)
+    return Reporter(rundir, plan.recipe.log.tensorboard, *([screen.show] if screen else []))
 
 
 def stop_signals(plan: Plan) -> tuple[signal.Signals, ...]:
