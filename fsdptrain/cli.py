@@ -343,7 +343,6 @@ def validate(
 
 
 def _run_dry_run(request: Request) -> Outcome:
-    """Run a dry run and show its progress."""
     from fsdptrain.validate.request import run_dry_run
 
     with _screen_beside_result() as screen:

@@ -275,7 +275,6 @@ def _check_owner_of_checkpoints(plan: Plan, rundir: RunDir) -> None:
 
 
 def _mark_checkpoints(rundir: RunDir) -> None:
-    """Mark the place in checkpoint.path for this run, after it was checked."""
     place = rundir.checkpoint_folder or rundir.checkpoint_store
     if place is None or marked_run(place) == rundir.place:
         return

@@ -216,7 +216,6 @@ def below_open_mapping(path: str) -> bool:
 
 
 def _expected(path: str) -> str:
-    """Return the type of a key in words."""
     return "a plain value" if below_open_mapping(path) else type_words(path)
 
 

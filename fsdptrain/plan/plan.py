@@ -506,7 +506,6 @@ def _context_problems(recipe: Recipe, topology: Topology) -> list[Problem]:
 
 
 def _sequences(recipe: Recipe, ranks: int) -> int:
-    """Return how many sequences this many ranks compute at a time."""
     return recipe.train.micro_batch_size * ranks // recipe.parallel.context
 
 
