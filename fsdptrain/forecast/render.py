@@ -172,7 +172,6 @@ def advice_rows(options: list[Option]) -> list[list[str]]:
 
 
 def _option_cells(option: Option) -> list[str]:
-    """Return the cells of an option after its number."""
     hybrid = f" of {option.shard_size}" if option.strategy.in_groups else ""
     recomputed = option.activation_checkpointing
     marks = {
