@@ -86,7 +86,9 @@ def _training_texts(plan: Plan) -> Iterator[str]:
     for rows in read_all_rows(open_sources(plan.data_path), data, data.max_rows):
         for row in rows:
             for value in (row[field] for field in data.format.fields):
-                yield from [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+                contents = [m.get("content", "") for m in value] if isinstance(value, list) else [value]
+                for content in contents:
+                    yield from [part["text"] for part in content] if isinstance(content, list) else [content]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
