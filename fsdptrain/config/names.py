@@ -55,7 +55,7 @@ FOREIGN_NAMES = {
         "checkpoint_files"
     ),
     "not needed: an unknown key is always an error": "strict",
-    "model.add_tokens": "tokens add_tokens new_special_tokens",
+    "model.add_tokens": "tokens new_special_tokens",
     "derived from model.add_tokens: delete the line": "resize_vocab resize_token_embeddings_to_32x",
     "not supported (yet): the tokenizer keeps its tokens, and model.add_tokens adds others": (
         "special_tokens added_tokens added_tokens_overrides"
