@@ -87,8 +87,8 @@ class Adapter:
     )
     target: Any = key(
         "all-linear",
-        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`) "
-        "and patterns (`*` matches any characters)",
+        "the layers that get an adapter: all-linear (all but the head), or a list of names, parts of names (`q_proj`, "
+        "`experts`) and patterns (`*` matches any characters), in which all-linear may be one",
         needs="adapter.kind",
         forms=("all-linear", list[str]),
     )
