@@ -18,7 +18,7 @@ from fsdptrain.errors import RecipeError
 from fsdptrain.model.flops import expert_count
 from fsdptrain.model.nf4 import BLOCK, NF4Linear, is_quantisable, linear_layers
 from fsdptrain.model.peft import adapted_layers, adapted_name, inject, is_adapter, is_pattern, without_adapters
-from fsdptrain.model.units import Unit
+from fsdptrain.model.units import Unit, beside_text
 
 ALL_LINEAR = "all-linear"  # a target: all linear layers but the head
 
@@ -129,7 +129,8 @@ def _targets(model: Any, adapter: Adapter, whole: list[str]) -> tuple[list[str],
 
     `whole` are the modules that are trained as a whole. Raises RecipeError for a name that matches nothing.
     """
-    layers = {name: module for name, module in model.named_modules() if _can_be_adapted(module)}
+    beside = {name.rpartition(".")[0] for name in beside_text(model)}
+    layers = {n: module for n, module in model.named_modules() if _can_be_adapted(module) and n not in beside}
     experts = _tensors_of_experts(model)
     found: set[str] = set()
     for pattern in [adapter.target] if isinstance(adapter.target, str) else adapter.target:

@@ -29,7 +29,7 @@ from fsdptrain.model.parameters import weights_of
 from fsdptrain.model.peft import base_name, check_adapter_file
 from fsdptrain.model.probe import Probe
 from fsdptrain.model.skeleton import TOO_LARGE, choose_attention, skeleton
-from fsdptrain.model.units import Unit, saved_state, tied, token_parameters, units_of
+from fsdptrain.model.units import Unit, beside_text, saved_state, tied, token_parameters, units_of
 from fsdptrain.model.varlen import mask_note
 from fsdptrain.model.weights import check_weights, place_buffers
 from fsdptrain.parallel.shard import check_dtypes
@@ -164,6 +164,8 @@ def _prepare(plan: Plan, config: PreTrainedConfig, prefers_cudnn: bool | None) -
         if plan.recipe.adapter.from_ is not None:
             check_adapter_file(trained, Path(plan.recipe.adapter.from_))
     with _collected(problems):
+        check_beside_text(trained)
+    with _collected(problems):
         check_added_rows(plan, trained)
     with _collected(problems):
         check_base_config(plan, config)
@@ -210,6 +212,16 @@ def prepare_tokenizer_and_model(plan: Plan, progress: Progress) -> tuple[PreTrai
         prepared = prepare_model(plan, vocabulary_size(tokenizer))
     check_special_tokens(plan, tokenizer)
     return tokenizer, prepared
+
+
+def check_beside_text(trained: PreTrainedModel) -> None:
+    """Raise RecipeError if parameters that no text reaches would be trained; `trained` is a skeleton."""
+    if names := [name for name in beside_text(trained) if trained.get_parameter(name).requires_grad]:
+        decoder = next(name for name, module in trained.named_modules() if module is trained.get_decoder())
+        raise RecipeError(
+            f"model.trainable: {type(trained).__name__} has parameters that no text reaches ({names[0]}): train its "
+            f"language model alone with model.trainable=[{decoder.rpartition('.')[2]},lm_head], or an adapter"
+        )
 
 
 def check_added_rows(plan: Plan, trained: PreTrainedModel) -> None:
